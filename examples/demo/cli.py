@@ -1,0 +1,133 @@
+"""The options of the demo, and the order of things: text, lighthouse, training with kills, report, exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from demo import corpus
+from demo.chaos import plan_kills
+from demo.display import Display
+from demo.report import build_report, print_report, write_json
+from demo.supervisor import RunFailedError, RunOptions, Supervisor
+from demo.timeline import Timeline
+from torchft_ckpt import LighthouseServer
+from torchft_ckpt.errors import TorchftCkptError
+
+_INTERRUPTED = 130
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="demo",
+        description="Trains a small GPT on Python's own source text as several replica groups, kills them at random "
+        "with SIGKILL, starts them again, and shows what each kill cost. Exit code 0 only if all groups end bit-equal.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--kills", type=int, default=6, metavar="N", help="how many times a group is killed")
+    parser.add_argument("--groups", type=int, default=3, metavar="N", help="how many replica groups train")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="committed steps to train, at least")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="decides the kills, the weights and the batches; random if left out"
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and logs go")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--lighthouse-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
+    options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(1_000_000)
+    try:
+        options.plan = plan_kills(
+            seed=options.seed, num_kills=options.kills, num_groups=options.groups, num_steps=options.steps
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Run the demo; the exit code."""
+    options = parse_arguments(arguments)
+    console = Console(width=None if os.isatty(1) else 120)
+    out: Path = options.out.resolve()
+    log_folder = out / "logs"
+    log_folder.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=log_folder / "lighthouse.log",
+        filemode="w",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+    started_s = time.monotonic()
+    num_characters = corpus.write_tokens(out / "tokens.bin")
+    console.print(
+        f"{options.groups} replica groups, {options.kills} kills, seed {options.seed}; "
+        f"text: Python's standard library, {num_characters / 1e6:.1f} million characters; logs in {log_folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    try:
+        timeline = _train(options, console, out)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        console.print("interrupted; every group was ended", style="bold red")
+        return _INTERRUPTED
+    except (RunFailedError, TorchftCkptError) as error:
+        console.print(
+            f"FAILED: {error} (seed {options.seed})", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
+        return 1
+    duration_s = time.monotonic() - started_s
+    picture = out / "demo.png"
+    report = build_report(
+        timeline, seed=options.seed, num_planned_kills=options.kills, duration_s=duration_s, picture=picture
+    )
+    if options.json is not None:
+        write_json(report, options.json)
+
+    from demo.plot import draw  # matplotlib takes a second to import: not before the groups are started
+
+    draw(timeline, report, picture)
+    print_report(report, console)
+    return 0 if report.verdict.is_bit_equal else 1
+
+
+def _train(options: argparse.Namespace, console: Console, out: Path) -> Timeline:
+    """Run lighthouse and groups until all have finished."""
+    lighthouse = LighthouseServer(bind=f"127.0.0.1:{options.lighthouse_port}", min_replicas=max(1, options.groups - 1))
+    try:
+        with Display(console, num_steps=options.steps) as display:
+            supervisor = Supervisor(
+                RunOptions(
+                    num_groups=options.groups,
+                    num_steps=options.steps,
+                    seed=options.seed,
+                    plan=options.plan,
+                    lighthouse=lighthouse.address(),
+                    tokens=out / "tokens.bin",
+                    log_folder=out / "logs",
+                ),
+                display,
+            )
+            return asyncio.run(_run_until_signal(supervisor))
+    finally:
+        lighthouse.shutdown()
+
+
+async def _run_until_signal(supervisor: Supervisor) -> Timeline:
+    """Run; SIGINT and SIGTERM cancel it, so that every process is ended before this returns."""
+    loop = asyncio.get_running_loop()
+    run = loop.create_task(supervisor.run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, run.cancel)
+    return await run

@@ -1,0 +1,102 @@
+"""Live progress: a table that redraws itself on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from demo.timeline import Life, Phase, Timeline
+
+_PLAIN_INTERVAL_S = 5.0
+_NUM_NOTES = 8
+_STYLE = {
+    Phase.STARTING: "yellow",
+    Phase.JOINING: "cyan",
+    Phase.TRAINING: "green",
+    Phase.FINISHED: "bold green",
+    Phase.DOWN: "bold red",
+}
+
+
+class Display:
+    """Shows a run on a console; a context manager, because a terminal must be given back."""
+
+    def __init__(self, console: Console, *, num_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._notes: list[str] = []
+        self._next_plain_s = 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            for line in self._notes:
+                self._console.print(line, highlight=False, markup=False)
+
+    def note(self, timeline: Timeline, text: str) -> None:
+        """Show a line that stays."""
+        line = f"{time.monotonic() - timeline.started_s:6.1f} s  {text}"
+        self._notes.append(line)
+        if self._live is None:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def refresh(self, timeline: Timeline) -> None:
+        """Redraw; without a terminal, print one line every few seconds."""
+        if self._live is not None:
+            self._live.update(self._draw(timeline), refresh=True)
+        elif time.monotonic() >= self._next_plain_s:
+            self._next_plain_s = time.monotonic() + _PLAIN_INTERVAL_S
+            lives = [timeline.life_of(group) for group in range(timeline.num_groups)]
+            text = "   ".join(describe(life) for life in lives if life is not None)
+            self._console.print(
+                f"{time.monotonic() - timeline.started_s:6.1f} s  {text}", highlight=False, markup=False, soft_wrap=True
+            )
+
+    def _draw(self, timeline: Timeline) -> RenderableType:
+        table = Table(expand=False)
+        for heading in ("group", "life", "state", "step", "loss", "quorum", "groups in it", "discarded"):
+            table.add_column(heading, justify="left" if heading in ("group", "state") else "right")
+        newest = 0
+        for group in range(timeline.num_groups):
+            life = timeline.life_of(group)
+            if life is None:
+                continue
+            last = life.steps[-1] if life.steps else None
+            newest = max(newest, life.last_step)
+            discarded = sum(not step.committed for one in timeline.lives_of(group) for step in one.steps)
+            table.add_row(
+                f"group_{group}",
+                str(life.number + 1),
+                Text(life.phase.value, style=_STYLE[life.phase]),
+                str(last.step) if last else "",
+                f"{last.loss:.3f}" if last else "",
+                str(last.quorum_id) if last else "",
+                str(last.participants) if last else "",
+                str(discarded),
+            )
+        elapsed_s = time.monotonic() - timeline.started_s
+        head = Text(f"step {newest} of about {self._num_steps}, {len(timeline.kills)} kills, {elapsed_s:.0f} s")
+        bar = ProgressBar(total=self._num_steps, completed=min(newest, self._num_steps), width=60)
+        return Group(table, head, bar, Text("\n".join(self._notes[-_NUM_NOTES:]), style="dim"))
+
+
+def describe(life: Life) -> str:
+    """One group in a few words."""
+    if not life.steps or life.phase is Phase.DOWN:
+        return f"group_{life.group} {life.phase.value}"
+    last = life.steps[-1]
+    return f"group_{life.group} {life.phase.value} step={last.step} loss={last.loss:.3f} quorum={last.quorum_id}"

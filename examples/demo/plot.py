@@ -1,0 +1,186 @@
+"""The picture of a run: loss, committed steps and the lives of the groups over time, with the kills marked."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from demo.report import Report
+from demo.timeline import Life, Timeline, loss_curve
+
+_INK = "#1f2430"
+_MUTED = "#7a8194"
+_KILL = "#d11149"
+_GROUP_COLOURS = ("#1a6fb5", "#f08a24", "#2a9d5c", "#8e5bb5", "#c2a21a", "#3bb3c2", "#a6583c", "#6b7280")
+_STARTING = "#d7dae2"
+_JOINING = "#9aa1b5"
+
+
+def draw(timeline: Timeline, report: Report, path: Path) -> None:
+    """Write the picture as a PNG."""
+    ink = dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), _INK)
+    style: Any = {"axes.edgecolor": _MUTED, "axes.spines.top": False, "axes.spines.right": False, **ink}
+    with plt.rc_context(style):
+        figure, (losses, steps, lives) = plt.subplots(
+            3, 1, figsize=(12, 9), sharex=True, layout="constrained", height_ratios=[4, 3, 0.55 * timeline.num_groups]
+        )
+        _draw_losses(losses, timeline, report)
+        _draw_steps(steps, timeline)
+        _draw_lives(lives, timeline)
+        for axes in (losses, steps, lives):
+            axes.grid(axis="both" if axes is not lives else "x", color="#e6e8ee", linewidth=0.8)
+            axes.set_axisbelow(True)
+            for kill in timeline.kills:
+                axes.axvline(
+                    kill.at_s - timeline.started_s, color=_KILL, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7
+                )
+        lives.set_xlabel("seconds")
+        lives.set_xlim(left=0)
+        figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def _title(report: Report) -> str:
+    end = report.verdict.reason[:1].upper() + report.verdict.reason[1:]
+    return f"{end}   (seed {report.seed})"
+
+
+def _draw_losses(axes: Axes, timeline: Timeline, report: Report) -> None:
+    for group in range(timeline.num_groups):
+        curve = loss_curve(timeline.lives_of(group))
+        axes.scatter(
+            [at_s - timeline.started_s for at_s, _, _ in curve],
+            [loss for _, _, loss in curve],
+            s=4,
+            color=_colour(group),
+            alpha=0.5,
+            linewidths=0,
+        )
+    points = sorted(point for group in range(timeline.num_groups) for point in loss_curve(timeline.lives_of(group)))
+    smooth = _smoothed([loss for _, _, loss in points], window=90)
+    axes.plot([at_s - timeline.started_s for at_s, _, _ in points], smooth, color=_INK, linewidth=1.8)
+    axes.axhline(report.uniform_loss, color=_MUTED, linewidth=0.9, linestyle=":")
+    axes.text(
+        1.0,
+        report.uniform_loss,
+        "guessing blindly ",
+        transform=axes.get_yaxis_transform(),
+        ha="right",
+        va="bottom",
+        color=_MUTED,
+    )
+    axes.set_ylabel("loss, nats per character")
+    axes.set_ylim(bottom=max(0.0, min(smooth, default=0.0) - 0.6), top=report.uniform_loss * 1.08)
+    handles = [
+        Line2D([], [], marker="o", linestyle="", markersize=5, color=_colour(group), label=f"group_{group}")
+        for group in range(timeline.num_groups)
+    ]
+    handles.append(Line2D([], [], color=_INK, linewidth=1.8, label="all groups, smoothed"))
+    handles.append(Line2D([], [], color=_KILL, linewidth=0.9, linestyle=(0, (4, 3)), label="SIGKILL"))
+    axes.legend(
+        handles=handles,
+        loc="upper right",
+        bbox_to_anchor=(1.0, 0.93),
+        frameon=True,
+        edgecolor="none",
+        framealpha=0.9,
+        ncols=2,
+    )
+
+
+def _draw_steps(axes: Axes, timeline: Timeline) -> None:
+    """Groups move together and their lines lie on each other: the first is the widest, later ones thinner on top."""
+    widths = [1.5 + 2.2 * (timeline.num_groups - 1 - group) for group in range(timeline.num_groups)]
+    for life in timeline.lives:
+        committed = [step for step in life.steps if step.committed and step.contributed]
+        axes.plot(
+            [step.at_s - timeline.started_s for step in committed],
+            [step.step for step in committed],
+            color=_colour(life.group),
+            linewidth=widths[life.group],
+            zorder=2 + life.group / timeline.num_groups,
+            solid_capstyle="butt",
+        )
+    for kill in timeline.kills:
+        at_s = kill.at_s - timeline.started_s
+        axes.plot([at_s], [kill.step], marker="X", markersize=9, color=_KILL, markeredgecolor="white", zorder=5)
+        axes.annotate(
+            f"group_{kill.group}",
+            (at_s, kill.step),
+            xytext=(-8, 7),
+            textcoords="offset points",
+            ha="right",
+            color=_KILL,
+            fontsize=9,
+        )
+    axes.set_ylabel("committed steps")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_lives(axes: Axes, timeline: Timeline) -> None:
+    for life in timeline.lives:
+        for start_s, end_s, colour in _phases(life):
+            axes.barh(
+                life.group, end_s - start_s, left=start_s - timeline.started_s, height=0.56, color=colour, linewidth=0
+            )
+    for kill in timeline.kills:
+        axes.plot(
+            [kill.at_s - timeline.started_s],
+            [kill.group],
+            marker="X",
+            markersize=9,
+            color=_KILL,
+            markeredgecolor="white",
+        )
+    axes.set_yticks(range(timeline.num_groups), [f"group_{group}" for group in range(timeline.num_groups)])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.legend(
+        handles=[
+            Patch(color=_colour(0), label="training"),
+            Patch(color=_STARTING, label="starting Python and torch"),
+            Patch(color=_JOINING, label="joining: quorum and recovery"),
+        ],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.32),
+        ncols=4,
+        frameon=False,
+    )
+
+
+def _phases(life: Life) -> list[tuple[float, float, str]]:
+    """The (start, end, colour) of what a life did, in order."""
+    end_s = life.ended_s if life.ended_s is not None else life.last_event_s
+    imported_s = life.imported_s if life.imported_s is not None else end_s
+    contributed_s = life.contributed_s if life.contributed_s is not None else end_s
+    marks = [
+        (life.spawned_s, imported_s, _STARTING),
+        (imported_s, contributed_s, _JOINING),
+        (contributed_s, end_s, _colour(life.group)),
+    ]
+    return [mark for mark in marks if mark[1] > mark[0]]
+
+
+def _colour(group: int) -> str:
+    return _GROUP_COLOURS[group % len(_GROUP_COLOURS)]
+
+
+def _smoothed(values: list[float], *, window: int) -> list[float]:
+    """The mean of each value with its neighbours, `window` of them where there are so many."""
+    sums = list(itertools.accumulate(values, initial=0.0))
+    means = []
+    for index in range(len(values)):
+        half = min(window // 2, index, len(values) - 1 - index)
+        means.append((sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
+    return means

@@ -1,0 +1,239 @@
+"""What happened in a run, and the figures that follow from it. Pure: it knows no clock and no process.
+
+All times are seconds of CLOCK_MONOTONIC; figures are durations.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from demo import events
+
+
+class Phase(enum.Enum):
+    """What a group is doing, as far as its events tell."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    TRAINING = "training"
+    FINISHED = "finished"
+    DOWN = "down"
+
+
+@dataclass(kw_only=True, slots=True)
+class Life:
+    """One life of a replica group, from the start of its process to its end."""
+
+    group: int
+    number: int
+    spawned_s: float
+    imported_s: float | None = None
+    connected_s: float | None = None
+    steps: list[events.StepEnded] = field(default_factory=list)
+    finished: events.Finished | None = None
+    ended_s: float | None = None
+    last_event_s: float = 0.0
+
+    def record(self, event: events.Event) -> None:
+        """Take in the next event of this life."""
+        self.last_event_s = event.at_s
+        match event:
+            case events.Imported():
+                self.imported_s = event.at_s
+            case events.Connected():
+                self.connected_s = event.at_s
+            case events.StepEnded():
+                self.steps.append(event)
+            case events.Finished():
+                self.finished = event
+            case events.StopAccepted():
+                pass
+
+    @property
+    def phase(self) -> Phase:
+        """What this life is doing now."""
+        if self.ended_s is not None:
+            return Phase.FINISHED if self.finished is not None else Phase.DOWN
+        if self.finished is not None:
+            return Phase.FINISHED
+        if self.imported_s is None:
+            return Phase.STARTING
+        return Phase.TRAINING if self.contributed_s is not None else Phase.JOINING
+
+    @property
+    def contributed_s(self) -> float | None:
+        """When it first committed a step that held its own gradients; None while it has not."""
+        return next((step.at_s for step in self.steps if step.committed and step.contributed), None)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it committed, 0 before the first."""
+        return self.steps[-1].step if self.steps else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """One SIGKILL that was sent."""
+
+    at_s: float
+    group: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KillFigures:
+    """What one kill cost; None where the run ended before it could be seen.
+
+    `discarded` has each survivor's discarded steps until the next kill. `gap_s` is the longest time between two
+    commits of a survivor up to the next kill, without those that end after the group's return began; `rejoin_gap_s`
+    is the longest from then on. `start_s` is starting Python, torch, model and data; `rejoin_s` from the line
+    `Manager(...)` to the first commit that holds the group's own gradients.
+    """
+
+    group: int
+    step: int
+    at_s: float
+    discarded: dict[int, int]
+    gap_s: float | None
+    rejoin_gap_s: float | None
+    start_s: float | None
+    rejoin_s: float | None
+    rejoined_step: int | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Timeline:
+    """Everything that happened in a run, as it goes on."""
+
+    num_groups: int
+    started_s: float
+    lives: list[Life] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+
+    def life_of(self, group: int) -> Life | None:
+        """The newest life of a group."""
+        return next((life for life in reversed(self.lives) if life.group == group), None)
+
+    def lives_of(self, group: int) -> list[Life]:
+        """All lives of a group, oldest first."""
+        return [life for life in self.lives if life.group == group]
+
+    def contributing(self) -> dict[int, int]:
+        """The last committed step of each group that trains now and whose last step held its gradients."""
+        newest = (self.life_of(group) for group in range(self.num_groups))
+        return {
+            life.group: life.last_step
+            for life in newest
+            if life is not None and life.phase is Phase.TRAINING and life.steps[-1].contributed
+        }
+
+
+def measure_kills(timeline: Timeline) -> list[KillFigures]:
+    """Return the figures of every kill, in order."""
+    ends = [kill.at_s for kill in timeline.kills[1:]] + [float("inf")]
+    return [_measure_kill(timeline, kill, until_s) for kill, until_s in zip(timeline.kills, ends, strict=True)]
+
+
+def typical_step_s(timeline: Timeline) -> float | None:
+    """The median time between two commits of a group; None if there were none."""
+    gaps = [end - start for group in range(timeline.num_groups) for start, end in _commit_gaps(timeline, group)]
+    return median(gaps) if gaps else None
+
+
+def loss_curve(lives: Iterable[Life]) -> list[tuple[float, int, float]]:
+    """Return (time, step, loss) of the committed steps that held the group's own gradients."""
+    return [(s.at_s, s.step, s.loss) for life in lives for s in life.steps if s.committed and s.contributed]
+
+
+def final_loss(timeline: Timeline, *, num_steps: int = 50) -> float | None:
+    """The mean loss of all groups over their last committed steps; None if there were none."""
+    losses = [
+        loss for group in range(timeline.num_groups) for _, _, loss in loss_curve(timeline.lives_of(group))[-num_steps:]
+    ]
+    return sum(losses) / len(losses) if losses else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Whether all groups ended equal, with the sentence that says why."""
+
+    is_bit_equal: bool
+    reason: str
+    step: int | None
+    digests: dict[int, str]
+
+
+def judge(timeline: Timeline, *, num_planned_kills: int) -> Verdict:
+    """Compare the ends of all groups: same step, same digest, and every planned kill carried out."""
+    ends = {
+        group: life.finished for group in range(timeline.num_groups) if (life := timeline.life_of(group)) is not None
+    }
+    finished = {group: end for group, end in ends.items() if end is not None}
+    digests = {group: end.digest for group, end in finished.items()}
+    steps = sorted({end.step for end in finished.values()})
+    missing = [group for group in range(timeline.num_groups) if group not in finished]
+    if missing:
+        reason = f"groups that never finished: {', '.join(map(str, missing))}"
+    elif len(steps) > 1:
+        reason = f"groups ended at different steps: {', '.join(map(str, steps))}"
+    elif len(set(digests.values())) > 1:
+        reason = f"groups ended at step {steps[0]} with {len(set(digests.values()))} different states"
+    elif len(timeline.kills) < num_planned_kills:
+        reason = f"only {len(timeline.kills)} of {num_planned_kills} planned kills were carried out"
+    else:
+        reason = (
+            f"all {timeline.num_groups} groups ended bit-equal at step {steps[0]}, "
+            f"after {len(timeline.kills)} kill{'' if len(timeline.kills) == 1 else 's'}"
+        )
+        return Verdict(is_bit_equal=True, reason=reason, step=steps[0], digests=digests)
+    return Verdict(is_bit_equal=False, reason=reason, step=steps[0] if len(steps) == 1 else None, digests=digests)
+
+
+def _measure_kill(timeline: Timeline, kill: Kill, until_s: float) -> KillFigures:
+    survivors = [group for group in range(timeline.num_groups) if group != kill.group]
+    reborn = next((life for life in timeline.lives_of(kill.group) if life.spawned_s >= kill.at_s), None)
+    returned_s = reborn.imported_s if reborn is not None and reborn.imported_s is not None else until_s
+    gaps = [gap for group in survivors for gap in _commit_gaps(timeline, group) if kill.at_s < gap[1] <= until_s]
+    rejoined = next((step for step in reborn.steps if step.committed and step.contributed), None) if reborn else None
+    return KillFigures(
+        group=kill.group,
+        step=kill.step,
+        at_s=kill.at_s - timeline.started_s,
+        discarded={
+            group: sum(
+                not step.committed
+                for life in timeline.lives_of(group)
+                for step in life.steps
+                if kill.at_s <= step.at_s < until_s
+                and life.contributed_s is not None
+                and life.contributed_s <= step.at_s
+            )
+            for group in survivors
+        },
+        gap_s=_longest(gap for gap in gaps if gap[1] <= returned_s),
+        rejoin_gap_s=_longest(gap for gap in gaps if gap[1] > returned_s),
+        start_s=_difference(reborn.imported_s, reborn.spawned_s) if reborn else None,
+        rejoin_s=_difference(rejoined.at_s, reborn.imported_s) if reborn and rejoined else None,
+        rejoined_step=rejoined.step if rejoined else None,
+    )
+
+
+def _commit_gaps(timeline: Timeline, group: int) -> Sequence[tuple[float, float]]:
+    """The (start, end) of the times between one commit and the next, within each life of a group."""
+    gaps: list[tuple[float, float]] = []
+    for life in timeline.lives_of(group):
+        commits = [step.at_s for step in life.steps if step.committed and step.contributed]
+        gaps += itertools.pairwise(commits)
+    return gaps
+
+
+def _longest(gaps: Iterable[tuple[float, float]]) -> float | None:
+    return max((end - start for start, end in gaps), default=None)
+
+
+def _difference(later_s: float | None, earlier_s: float | None) -> float | None:
+    return None if later_s is None or earlier_s is None else later_s - earlier_s

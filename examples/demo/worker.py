@@ -1,0 +1,159 @@
+"""One replica group: an ordinary training loop. Nothing here knows of kills; recovery is the library's work.
+
+    python examples/demo worker --group 0 --lighthouse 127.0.0.1:29510 --tokens tokens.bin ...
+
+Writes events (see `events`) to standard output and takes `StopAt` on standard input; when that closes, the supervisor
+is gone and the worker leaves too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from demo import corpus, events
+
+
+class _Commands:
+    """The supervisor's side of the conversation, read by a thread of its own."""
+
+    def __init__(self, lines: BinaryIO, replies: BinaryIO) -> None:
+        self.stop_step: int | None = None
+        self.last_step = 0
+        self._lines = lines
+        self._replies = replies
+        threading.Thread(target=self._listen, name="demo-commands", daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._lines:
+            try:
+                self.stop_step = events.decode_command(line).stop_step
+            except msgspec.DecodeError:
+                logging.exception("standard input: %r is no command; ignored", line)
+                continue
+            send(
+                self._replies, events.StopAccepted(at_s=time.monotonic(), step=self.last_step, stop_step=self.stop_step)
+            )
+        logging.error("standard input was closed: the supervisor is gone, leaving")
+        os._exit(3)
+
+
+def send(pipe: BinaryIO, event: events.Event) -> None:
+    """Write one event in one call: shorter than PIPE_BUF, so lines of threads never mix and no kill tears one."""
+    os.write(pipe.fileno(), events.encode_line(event))
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the options that the supervisor passes."""
+    parser = argparse.ArgumentParser(prog="demo worker", description=__doc__)
+    parser.add_argument("--group", type=int, required=True, help="which replica group this is, from 0")
+    parser.add_argument(
+        "--life", type=int, default=0, help="how often it was started before; seeds its initial weights"
+    )
+    parser.add_argument("--lighthouse", required=True, metavar="HOST:PORT")
+    parser.add_argument("--tokens", type=Path, required=True, help="the corpus, one byte a token")
+    parser.add_argument("--min-replica-size", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Train until told to stop; the exit code."""
+    # Events go where standard output went; whatever else is printed goes to standard error.
+    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    options = parse_arguments(arguments)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s group_{options.group} %(levelname)s %(message)s")
+    commands = _Commands(sys.stdin.buffer, pipe)
+
+    import torch
+
+    from demo import model as gpt
+    from demo.digest import digest_state
+    from torchft_ckpt import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    torch.set_num_threads(1)
+    # Every life starts from other weights: that all end equal is recovery's doing, not the seed's.
+    torch.manual_seed(options.seed + 1_000 * options.life + options.group)
+    config = gpt.GPTConfig()
+    module = gpt.CharGPT(config)
+    adamw = torch.optim.AdamW(module.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    tokens = torch.from_file(str(options.tokens), shared=False, size=options.tokens.stat().st_size, dtype=torch.uint8)
+
+    def state_dict() -> dict[str, object]:
+        return {"model": module.state_dict(), "optimizer": adamw.state_dict()}
+
+    def load_state_dict(state: dict) -> None:
+        module.load_state_dict(state["model"])
+        adamw.load_state_dict(state["optimizer"])
+
+    send(pipe, events.Imported(at_s=time.monotonic()))
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=options.min_replica_size,
+        replica_id=f"group_{options.group}",
+        lighthouse_addr=options.lighthouse,
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=30),
+    )
+    send(pipe, events.Connected(at_s=time.monotonic()))
+    model = DistributedDataParallel(manager, module)
+    optimizer = Optimizer(manager, adamw)
+
+    while commands.stop_step is None or manager.current_step() < commands.stop_step:
+        started_s, step_before = time.monotonic(), manager.current_step()
+        inputs, targets = gpt.sample_batch(
+            tokens,
+            seed=options.seed,
+            group=options.group,
+            step=step_before,
+            batch_size=options.batch_size,
+            context=config.context,
+        )
+        optimizer.zero_grad()
+        loss = gpt.loss_of(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        commands.last_step = manager.current_step()
+        send(
+            pipe,
+            events.StepEnded(
+                at_s=time.monotonic(),
+                started_s=started_s,
+                step=manager.current_step(),
+                committed=manager.current_step() > step_before,
+                contributed=manager.is_participating(),
+                participants=manager.num_participants(),
+                quorum_id=quorum_id_of(manager),
+                loss=loss.item(),
+            ),
+        )
+
+    digest = digest_state({"module": dict(module.named_parameters()), **state_dict()})
+    sample = ""
+    if options.group == 0:
+        prompt = torch.tensor(list(corpus.encode(b"def ")))
+        written = gpt.write_on(module, prompt, num_characters=240, seed=options.seed)
+        sample = corpus.decode(bytes(written.tolist()))
+    send(pipe, events.Finished(at_s=time.monotonic(), step=manager.current_step(), digest=digest, sample=sample))
+    manager.shutdown()
+    return 0
+
+
+def quorum_id_of(manager: object) -> int:
+    """Return the id of the quorum that this manager last trained in."""
+    return int(getattr(manager, "quorum_id", -1))

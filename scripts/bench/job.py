@@ -1,0 +1,115 @@
+"""One training job of either library: a lighthouse, its groups, and spares that take a killed group's place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import sides
+from bench.processes import Child, Children, wait_until
+from bench.stats import Step
+
+LIGHTHOUSE_SETTINGS = {"min_replicas": 2, "join_timeout_ms": 100, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5000}
+FOREVER = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all groups of a job have in common."""
+
+    side: str
+    num_groups: int
+    task: str
+    seed: int
+    pause_s: float = 0.0
+    num_spares: int = 0
+    by_hand: bool = False
+    """Reduce gradients with `manager.allreduce` after the backward pass, instead of with the DDP wrapper."""
+    log_level: str = "WARNING"
+
+
+def steps_of(child: Child) -> list[Step]:
+    """Return the steps that a group's process has reported."""
+    return [
+        Step(ended=event["t"], committed=event["committed"], participating=event["participating"])
+        for event in child.events("step")
+    ]
+
+
+class Job:
+    """A running job; its processes end with the `Children` that it was given.
+
+    Args:
+        children: where its processes are started.
+        plan: what to run.
+        start: how many of the groups start at once (all, by default).
+    """
+
+    def __init__(self, children: Children, plan: Plan, until: int = FOREVER) -> None:
+        self._children = children
+        self._plan = plan
+        self._until = until
+        self._store_ports: list[int] = []
+        self._lighthouse = ""
+        if plan.side != sides.PLAIN:
+            num_stores = plan.num_groups + plan.num_spares + 1 if plan.side == sides.REFERENCE else 0
+            options = {"side": plan.side, "settings": LIGHTHOUSE_SETTINGS, "num_stores": num_stores}
+            self.lighthouse = children.start("bench.lighthouse_worker", options, f"{plan.side}-lighthouse")
+            event = self.lighthouse.wait_for("address", 60)
+            self._lighthouse, self._store_ports = event["address"], event["store_ports"]
+        self._numbers = itertools.count()
+        self.groups: dict[int, Child] = {}
+
+    def prepare(self, group: int, init_method: str = "") -> Child:
+        """Start a group's process; it imports everything and waits for its `go`."""
+        options: dict[str, Any] = {
+            "side": self._plan.side,
+            "task": self._plan.task,
+            "seed": self._plan.seed,
+            "pause_s": self._plan.pause_s,
+            "log_level": self._plan.log_level,
+            "by_hand": self._plan.by_hand,
+            "group": group,
+            "num_groups": self._plan.num_groups,
+            "min_replica_size": 2,
+            "lighthouse": self._lighthouse,
+            "until": self._until,
+            "init_method": init_method,
+        }
+        if self._store_ports:
+            options["store_port"] = self._store_ports.pop()
+        return self._children.start(
+            "bench.trainer", options, f"{self._plan.side}-group{group}-life{next(self._numbers)}"
+        )
+
+    def start(self, num_groups: int | None = None, log_dir: Path | None = None) -> None:
+        """Start groups and wait until all of them train together and have committed a few steps.
+
+        Raises:
+            ChildEndedError, TimeoutError: they did not get there.
+        """
+        number = self._plan.num_groups if num_groups is None else num_groups
+        init_method = f"file://{log_dir}/rendezvous" if log_dir is not None else ""
+        self.groups = {group: self.prepare(group, init_method) for group in range(number)}
+        for child in self.groups.values():
+            child.wait_for("ready", 90)
+        for child in self.groups.values():
+            child.tell(go=True)
+        self.wait_for_all_in()
+
+    def wait_for_all_in(self, timeout_s: float = 60, steps: int = 3) -> None:
+        """Wait until every group's last few steps were committed with all groups participating."""
+
+        def all_in() -> bool | None:
+            for child in self.groups.values():
+                if child.ended():
+                    child.wait_for("never", 1)
+                last = child.events("step")[-steps:]
+                good = [e for e in last if e["committed"] and e["participants"] == len(self.groups)]
+                if len(good) < steps or not all(e["participating"] for e in good):
+                    return None
+            return True
+
+        wait_until(all_in, timeout_s, f"all {len(self.groups)} groups of {self._plan.side} train together")

@@ -1,0 +1,158 @@
+"""Measures seconds a quorum against the number of replica groups, over real sockets, for both lighthouses.
+
+Bars: our time grows linearly with the number of groups, and is below torchft's from 256 groups on. For each size both
+lighthouses run in processes of their own with equally many client processes, and take turns. Ours is charged with a whole
+step (quorum and commit vote, both of which its lighthouse decides), torchft's with its quorum alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import sides
+from bench.processes import Child, Children
+from bench.stats import Verdict, growth_exponent, judge_at_most, median, pair_ratios, round_durations
+from bench.table import Row, Section, ratio, seconds
+
+SIZES = (16, 64, 256, 1000)
+AHEAD_FROM = 256
+EXPONENT_BAR = 1.15
+"""Linear is 1, quadratic 2; what lies between is noise of caches and schedulers."""
+_NUM_CLIENTS = 2
+_READY_S = 120
+
+
+@dataclass(slots=True)
+class _Fleet:
+    """One lighthouse and its client processes, and what was measured on them."""
+
+    lighthouse: Child
+    clients: list[Child]
+    blocks: int = 0
+    round_s: list[float] = field(default_factory=list)
+    """Median of each turn."""
+    quorum_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """The lighthouse's processor seconds a round, of each turn."""
+
+    def play(self, rounds: int, timeout_s: float) -> list[dict[str, list[float]]]:
+        """Play one block on all clients at once; return what each reported."""
+        self.blocks += 1
+        for client in self.clients:
+            client.tell(rounds=rounds)
+        return [client.wait_for("rounds", timeout_s, count=self.blocks) for client in self.clients]
+
+    def measure(self, rounds: int, timeout_s: float) -> None:
+        """Play one turn and keep its medians."""
+        cpu_before_s = self.lighthouse.cpu_s()
+        reports = self.play(rounds, timeout_s)
+        self.cpu_s.append((self.lighthouse.cpu_s() - cpu_before_s) / rounds)
+        ended = [report["ended"] for report in reports]
+        self.round_s.append(median(round_durations(ended)) or 0.0)
+        if all("formed" in report for report in reports):
+            formed = [max(times) for times in zip(*(report["formed"] for report in reports), strict=True)]
+            before = [max(times) for times in zip(*ended, strict=True)]
+            self.quorum_s.append(median([b - a for a, b in zip(before, formed[1:], strict=False)]) or 0.0)
+
+
+def _start(children: Children, side: str, size: int) -> _Fleet:
+    settings = {
+        "min_replicas": size,
+        "join_timeout_ms": 100,
+        "quorum_tick_ms": 100,
+        "heartbeat_timeout_ms": 300_000,
+    }
+    lighthouse = children.start("bench.lighthouse_worker", {"side": side, "settings": settings}, f"{side}-lighthouse")
+    address = lighthouse.wait_for("address", _READY_S)["address"]
+    clients = []
+    share = size // _NUM_CLIENTS
+    for number in range(_NUM_CLIENTS):
+        options = {"side": side, "address": address, "first": number * share, "count": share}
+        clients.append(children.start("bench.lighthouse_client", options, f"{side}-client{number}"))
+    for client in clients:
+        client.wait_for("ready", _READY_S)
+    return _Fleet(lighthouse=lighthouse, clients=clients)
+
+
+def _rounds_a_turn(size: int, seconds_a_round: float, turn_s: float) -> int:
+    return max(3, min(200, int(turn_s / max(seconds_a_round, 1e-4))))
+
+
+def _measure(
+    size: int, names: list[str], turns: int, turn_s: float, log_dir: Path, say: Callable[[str], None]
+) -> dict[str, _Fleet]:
+    directory = log_dir / f"{size}"
+    directory.mkdir(parents=True)
+    with Children(directory) as children:
+        fleets = {name: _start(children, name, size) for name in names}
+        rounds: dict[str, int] = {}
+        for name, fleet in fleets.items():
+            fleet.play(1, 300)
+            fleet.measure(3, 300)
+            rounds[name] = _rounds_a_turn(size, fleet.round_s[-1], turn_s)
+            fleet.round_s.clear(), fleet.quorum_s.clear(), fleet.cpu_s.clear()
+        for _ in range(turns):
+            for name, fleet in fleets.items():
+                fleet.measure(rounds[name], 300)
+        for name, fleet in fleets.items():
+            say(f"{size} groups, {name}: {seconds(median(fleet.round_s))}, {rounds[name]} rounds a turn")
+        return fleets
+
+
+def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) -> Section:
+    """Measure all sizes on both sides and judge growth and rank."""
+    names = [sides.OURS] + ([sides.REFERENCE] if sides.is_installed(sides.REFERENCE) else [])
+    fleets = {size: _measure(size, names, 3 if quick else 5, 0.5 if quick else 1.5, log_dir, say) for size in SIZES}
+    ours = {size: median(fleets[size][sides.OURS].round_s) or 0.0 for size in SIZES}
+    rows: list[Row] = []
+    for size in SIZES:
+        theirs = fleets[size].get(sides.REFERENCE)
+        to_torchft = median(pair_ratios(fleets[size][sides.OURS].round_s, theirs.round_s)) if theirs else None
+        has_bar = size >= AHEAD_FROM
+        rows.append(
+            Row(
+                figure=f"  {size} groups: ours a step (quorum and vote), torchft a quorum",
+                ours=f"{seconds(ours[size])} ({ratio(to_torchft)} torchft's)" if theirs else seconds(ours[size]),
+                reference=seconds(median(theirs.round_s) if theirs else None),
+                bar="< 1x torchft's" if has_bar else "",
+                verdict=judge_at_most(to_torchft, 1.0) if has_bar else Verdict.NO_BAR,
+            )
+        )
+        cpu = seconds(median(theirs.cpu_s)) if theirs else seconds(None)
+        mine = fleets[size][sides.OURS]
+        rows.append(
+            Row(
+                figure="    a group's part; ours: of it quorum; lighthouse's processor time",
+                ours=f"{ours[size] / size * 1e6:.0f} us; {seconds(median(mine.quorum_s))}; {seconds(median(mine.cpu_s))}",
+                reference=f"{(median(theirs.round_s) or 0) / size * 1e6:.0f} us; {cpu}" if theirs else seconds(None),
+            )
+        )
+    large = {size: ours[size] for size in SIZES if size >= 64}
+    exponent = growth_exponent(large)
+    reference = None
+    if sides.REFERENCE in names:
+        reference = growth_exponent({s: median(fleets[s][sides.REFERENCE].round_s) or 0.0 for s in large})
+    rows.append(
+        Row(
+            figure=f"  growth from {min(large)} to {max(large)} groups: exponent (1 linear, 2 quadratic)",
+            ours="not run" if exponent is None else f"{exponent:.2f}",
+            reference="not run" if reference is None else f"{reference:.2f}",
+            bar=f"<= {EXPONENT_BAR}",
+            verdict=judge_at_most(exponent, EXPONENT_BAR),
+        )
+    )
+    notes = [
+        f"loopback sockets, one a group, {_NUM_CLIENTS} client processes on each side beside the lighthouse's own process",
+        "torchft's groups vote within themselves, so its lighthouse decides no commit: it is charged with less work",
+    ]
+    raw: dict[str, Any] = {
+        str(size): {
+            name: {"round_s": fleet.round_s, "quorum_s": fleet.quorum_s, "lighthouse_cpu_s": fleet.cpu_s}
+            for name, fleet in fleets[size].items()
+        }
+        for size in SIZES
+    }
+    return Section(name="lighthouse", title="What a quorum costs the lighthouse", rows=rows, notes=notes, raw=raw)

@@ -1,0 +1,157 @@
+"""Measures how long a group takes from `Manager(...)` to its first contributed step, with 100 MB of parameters.
+
+Bar: 1 s. Ours is killed with SIGKILL and started again in a running job. torchft's survivors do not live through that, so
+its third group joins two that train: the same situation for whoever joins. Both take turns in fresh jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import sides
+from bench.job import Job, Plan, steps_of
+from bench.processes import Child, ChildEndedError, Children, wait_until
+from bench.stats import first_contribution, judge_at_most, longest_gap, median
+from bench.table import NOT_RUN, Row, Section, seconds
+
+BAR_S = 1.0
+_NUM_GROUPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejoin:
+    """One way back into the job, in seconds."""
+
+    total_s: float
+    """From the first line after `Manager(...)` to the commit of the first contributed step."""
+    waiting_s: float
+    """Until the transfer of the state began: connecting, and waiting for the others' step to end."""
+    transfer_s: float
+    steps_s: float
+    """From the end of the transfer to that commit."""
+    num_steps: int
+    """Steps that it went through, the contributed one included."""
+    survivors_gap_s: float | None
+    """Longest distance between commits of a survivor meanwhile."""
+    step_s: float | None
+    """Median distance between commits of the survivors before."""
+
+
+def _measure(job: Job, joiner: Child, group: int, timeout_s: float = 60) -> Rejoin:
+    others = list(job.groups.values())
+    commits = [s.ended for s in steps_of(others[0]) if s.committed][-10:]
+    step_s = median([b - a for a, b in zip(commits, commits[1:], strict=False)])
+    job.groups[group] = joiner
+    joiner.tell(go=True)
+    ready_at = joiner.wait_for("manager_ready", timeout_s)["t"]
+
+    def contributed() -> float | None:
+        step = first_contribution(steps_of(joiner))
+        if step is None and joiner.ended():
+            joiner.wait_for("contribution", 1)
+        return None if step is None else step.ended
+
+    ended_at = wait_until(contributed, timeout_s, "the joiner contributes")
+    started = [e["t"] for e in joiner.events("transfer_started") if e["t"] < ended_at]
+    ended = [e["t"] for e in joiner.events("transfer_ended") if e["t"] < ended_at]
+    first, last = (started[0], ended[-1]) if started and ended else (ended_at, ended_at)
+    gaps = [longest_gap([s.ended for s in steps_of(o) if s.committed], ready_at, ended_at) for o in others]
+    return Rejoin(
+        total_s=ended_at - ready_at,
+        waiting_s=first - ready_at,
+        transfer_s=last - first,
+        steps_s=ended_at - last,
+        num_steps=sum(step.ended <= ended_at for step in steps_of(joiner)),
+        survivors_gap_s=max((gap for gap in gaps if gap is not None), default=None),
+        step_s=step_s,
+    )
+
+
+def _wait_for_commits(job: Job, number: int, timeout_s: float = 45) -> None:
+    since = time.monotonic()
+
+    def enough() -> bool | None:
+        done = [sum(s.committed and s.ended > since for s in steps_of(child)) for child in job.groups.values()]
+        return True if min(done) >= number else None
+
+    wait_until(enough, timeout_s, f"{number} commits")
+
+
+def _run_job(side: str, number: int, seed: int, directory: Path, say: Callable[[str], None]) -> list[Rejoin]:
+    directory.mkdir(parents=True)
+    plan = Plan(side=side, num_groups=_NUM_GROUPS, task="100mb", seed=seed, num_spares=number)
+    rejoins: list[Rejoin] = []
+    with Children(directory) as children:
+        try:
+            job = Job(children, plan)
+            job.start(_NUM_GROUPS if side == sides.OURS else _NUM_GROUPS - 1)
+            for turn in range(number):
+                group = _NUM_GROUPS - 1 - turn % 2 if side == sides.OURS else _NUM_GROUPS - 1
+                joiner = job.prepare(group)
+                joiner.wait_for("ready", 90)
+                if side == sides.OURS:
+                    job.groups.pop(group).kill()
+                    _wait_for_commits(job, 5)
+                rejoins.append(_measure(job, joiner, group))
+                say(f"{side}: {rejoins[-1]}")
+                job.wait_for_all_in()
+        except (ChildEndedError, TimeoutError) as error:
+            say(f"{side}: the job broke: {error}")
+    return rejoins
+
+
+def _column(rejoins: list[Rejoin], name: str) -> str:
+    values = [getattr(rejoin, name) for rejoin in rejoins if getattr(rejoin, name) is not None]
+    return seconds(median(values)) if values else NOT_RUN
+
+
+def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) -> Section:
+    """Let groups of both libraries come (back) into a running job, in turns, and judge ours."""
+    ours: list[Rejoin] = []
+    theirs: list[Rejoin] = []
+    for turn in range(1 if quick else 3):
+        ours += _run_job(sides.OURS, 2, seed + turn, log_dir / f"{sides.OURS}-rejoin{turn}", say)
+        if sides.is_installed(sides.REFERENCE):
+            theirs += _run_job(sides.REFERENCE, 1, seed + turn, log_dir / f"{sides.REFERENCE}-rejoin{turn}", say)
+    total_s = median([rejoin.total_s for rejoin in ours])
+
+    def spread(rejoins: list[Rejoin]) -> str:
+        if not rejoins:
+            return NOT_RUN
+        return f"median {_column(rejoins, 'total_s')}, max {seconds(max(r.total_s for r in rejoins))}"
+
+    rows = [
+        Row(
+            figure=f"  from Manager(...) to the first contributed step ({len(ours)} rejoins)",
+            ours=spread(ours),
+            reference=spread(theirs),
+            bar=f"<= {BAR_S:.0f} s",
+            verdict=judge_at_most(total_s, BAR_S),
+        )
+    ]
+    parts = {
+        "waiting_s": "of it waiting",
+        "transfer_s": "of it transfer",
+        "steps_s": "of it steps",
+        "survivors_gap_s": "survivors' longest gap meanwhile",
+        "step_s": "a step of the others before",
+    }
+    rows += [
+        Row(figure=f"    {text}", ours=_column(ours, name), reference=_column(theirs, name))
+        for name, text in parts.items()
+    ]
+    steps = [str(max((r.num_steps for r in side), default=NOT_RUN)) for side in (ours, theirs)]
+    rows.append(Row(figure="    most steps gone through, the contributed one included", ours=steps[0], reference=steps[1]))
+    notes = [
+        "25.2 M fp32 parameters, all trained, SGD; three groups; every step reduces all 100.8 MB",
+        "ours: SIGKILL and restart; torchft: a third group joins two, since its survivors die of a SIGKILL",
+    ]
+    raw: dict[str, Any] = {
+        sides.OURS: [asdict(rejoin) for rejoin in ours],
+        sides.REFERENCE: [asdict(rejoin) for rejoin in theirs],
+    }
+    return Section(name="rejoin", title="How long a restarted group takes to contribute", rows=rows, notes=notes, raw=raw)

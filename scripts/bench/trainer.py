@@ -1,0 +1,179 @@
+"""A process that is one replica group of one rank: it trains with either library, or with plain DDP, and reports each step.
+
+It waits for `go` before it makes its Manager, so that importing torch is no part of any figure; it trains as long as its
+step lies below the last `until` that it was told. The training loop is the same for all; only `_Loop`s differ in set-up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import nn, optim
+
+from bench import sides
+from bench.models import Task
+from bench.wire import Commands, Reporter
+
+_TIMEOUT = timedelta(seconds=10)
+"""Of collectives, votes and transfers, for both libraries alike."""
+_QUORUM_TIMEOUT = timedelta(seconds=40)
+
+
+class _Loop(Protocol):
+    """What differs between the libraries in one training loop."""
+
+    forward: nn.Module
+    optimizer: optim.Optimizer
+
+    def reduce(self) -> None: ...
+    def step(self) -> int: ...
+    def participating(self) -> bool: ...
+    def participants(self) -> int: ...
+
+
+class _PlainLoop:
+    """torch's own DDP on Gloo: every step counts."""
+
+    def __init__(self, options: dict[str, Any], task: Task) -> None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=options["init_method"], rank=options["group"], world_size=options["num_groups"]
+        )
+        self.forward = nn.parallel.DistributedDataParallel(task.model)
+        self.optimizer = _make_optimizer(options, task.model)
+        self._taken = 0
+        self.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self._taken += 1
+
+    def reduce(self) -> None:
+        return
+
+    def step(self) -> int:
+        return self._taken
+
+    def participating(self) -> bool:
+        return True
+
+    def participants(self) -> int:
+        return torch.distributed.get_world_size()
+
+
+class _ManagedLoop:
+    """The loop that both fault-tolerant libraries document: Manager, DDP wrapper, optimizer wrapper."""
+
+    def __init__(self, options: dict[str, Any], task: Task, reporter: Reporter) -> None:
+        library = sides.load(options["side"])
+        inner = _make_optimizer(options, task.model)
+
+        class TimedTransport(library.HTTPTransport):  # type: ignore[name-defined,misc]
+            """Reports when a transfer began and ended on the receiving side."""
+
+            def recv_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+                reporter.emit("transfer_started")
+                received = super().recv_checkpoint(*arguments, **named)
+                reporter.emit("transfer_ended")
+                return received
+
+        def load_state_dict(state: dict[str, Any]) -> None:
+            task.model.load_state_dict(state["model"])
+            inner.load_state_dict(state["optimizer"])
+
+        def state_dict() -> dict[str, Any]:
+            return {"model": task.model.state_dict(), "optimizer": inner.state_dict()}
+
+        store = {"store_addr": "127.0.0.1", "store_port": options["store_port"]} if "store_port" in options else {}
+        self.manager = library.Manager(
+            pg=library.ProcessGroupGloo(timeout=_TIMEOUT),
+            load_state_dict=load_state_dict,
+            state_dict=state_dict,
+            min_replica_size=options["min_replica_size"],
+            timeout=_TIMEOUT,
+            quorum_timeout=_QUORUM_TIMEOUT,
+            connect_timeout=_TIMEOUT,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=options["lighthouse"],
+            replica_id=f"group_{options['group']}",
+            hostname="127.0.0.1",
+            checkpoint_transport=TimedTransport(timeout=_TIMEOUT, num_chunks=0),
+            **store,
+        )
+        reporter.emit("manager_ready")
+        self._by_hand = list(task.model.parameters()) if options["by_hand"] else []
+        self.forward = task.model if options["by_hand"] else library.DistributedDataParallel(self.manager, task.model)
+        self.optimizer = library.Optimizer(self.manager, inner)
+        self.step = self.manager.current_step
+        self.participating = self.manager.is_participating
+        self.participants = self.manager.num_participants
+
+    def reduce(self) -> None:
+        """Average the gradients without the DDP wrapper, where the plan says so."""
+        works = [self.manager.allreduce(parameter.grad) for parameter in self._by_hand]
+        for work in works:
+            work.wait()
+
+
+def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimizer:
+    if options["task"] == "transformer":
+        return optim.AdamW(model.parameters(), lr=1e-4)
+    return optim.SGD(model.parameters(), lr=1e-3)
+
+
+def _train(options: dict[str, Any], loop: _Loop, task: Task, commands: Commands, reporter: Reporter) -> None:
+    until = options["until"]
+    pause_s = options.get("pause_s", 0.0)
+    while True:
+        command = commands.next_now() if loop.step() < until else commands.next()
+        if command is not None:
+            until = command.get("until", until)
+            continue
+        loop.optimizer.zero_grad()
+        if pause_s:
+            time.sleep(pause_s)
+        task.loss(loop.forward).backward()
+        loop.reduce()
+        participating, participants, before = loop.participating(), loop.participants(), loop.step()
+        loop.optimizer.step()
+        after = loop.step()
+        reporter.emit(
+            "step",
+            step=after,
+            committed=after > before,
+            participating=participating,
+            participants=participants,
+            cpu_s=time.process_time(),
+        )
+
+
+def main() -> None:
+    """Import, report `ready`, wait for `go`, train; an exception is reported as `died` and ends the process."""
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    reporter, commands = Reporter(), Commands()
+    logging.basicConfig(level=options.get("log_level", "WARNING"), format="%(created).3f %(name)s %(message)s")
+    torch.set_num_threads(1)
+    if options["side"] != sides.PLAIN:
+        sides.load(options["side"])
+    task = Task(options["task"], options["seed"], options["group"])
+    reporter.emit("ready")
+    commands.next()
+    try:
+        is_plain = options["side"] == sides.PLAIN
+        loop: _Loop = _PlainLoop(options, task) if is_plain else _ManagedLoop(options, task, reporter)
+        _train(options, loop, task, commands, reporter)
+    except Exception as error:
+        traceback.print_exc()
+        reporter.emit("died", error=f"{type(error).__name__}: {error}"[:300])
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

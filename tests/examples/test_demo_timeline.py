@@ -1,0 +1,140 @@
+"""What a kill cost, from a run written down by hand: steps of a second, one kill between 3 and 4."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from demo import events
+from demo.plot import draw
+from demo.report import Report, build_report, print_report, write_json
+from demo.timeline import Kill, KillFigures, Life, Phase, Timeline, judge, measure_kills, typical_step_s
+from rich.console import Console
+
+
+def step(
+    at_s: float, number: int, *, committed: bool = True, contributed: bool = True, loss: float = 2.0
+) -> events.StepEnded:
+    return events.StepEnded(
+        at_s=at_s,
+        started_s=at_s - 0.9,
+        step=number,
+        committed=committed,
+        contributed=contributed,
+        participants=2,
+        quorum_id=1,
+        loss=loss,
+    )
+
+
+def finished(at_s: float, number: int, digest: str = "d") -> events.Finished:
+    return events.Finished(at_s=at_s, step=number, digest=digest, sample="def f")
+
+
+def make_timeline() -> Timeline:
+    """Group 1 dies at 3.4 s; group 0 discards a step at 3.6 s and commits again at 5 s; group 1 is back at 8.1 s."""
+    survivor = Life(group=0, number=0, spawned_s=0.0, imported_s=0.5, connected_s=0.6)
+    survivor.steps = [step(1, 1), step(2, 2), step(3, 3), step(3.6, 3, committed=False)]
+    survivor.steps += [step(5, 4), step(6, 5), step(7.5, 6), step(8.1, 7)]
+    first = Life(group=1, number=0, spawned_s=0.0, imported_s=0.5, connected_s=0.6, ended_s=3.41)
+    first.steps = [step(1, 1), step(2, 2), step(3, 3)]
+    second = Life(group=1, number=1, spawned_s=4.5, imported_s=6.5, connected_s=6.6)
+    second.steps = [step(7.5, 6, contributed=False), step(8.1, 7)]
+    for life in (survivor, second):
+        life.record(finished(8.5, 7))
+        life.ended_s = 9.0
+    kills = [Kill(at_s=3.4, group=1, step=3)]
+    return Timeline(num_groups=2, started_s=0.0, lives=[survivor, first, second], kills=kills)
+
+
+def test_a_kill_is_measured_on_both_sides() -> None:
+    (figures,) = measure_kills(make_timeline())
+
+    assert figures == KillFigures(
+        group=1,
+        step=3,
+        at_s=3.4,
+        discarded={0: 1},
+        gap_s=2.0,
+        rejoin_gap_s=1.5,
+        start_s=2.0,
+        rejoin_s=pytest.approx(1.6),
+        rejoined_step=7,
+    )
+
+
+def test_the_next_kill_ends_what_is_counted_for_this_one() -> None:
+    timeline = make_timeline()
+    timeline.kills.append(Kill(at_s=7.0, group=1, step=5))
+
+    first, second = measure_kills(timeline)
+
+    assert (first.gap_s, first.rejoin_gap_s, second.discarded) == (2.0, None, {0: 0})
+
+
+def test_the_typical_step_is_the_median_between_commits() -> None:
+    assert typical_step_s(make_timeline()) == 1.0
+
+
+def test_a_run_without_commits_has_no_figures_and_no_verdict() -> None:
+    timeline = Timeline(num_groups=1, started_s=0.0, lives=[Life(group=0, number=0, spawned_s=0.0)])
+
+    assert (typical_step_s(timeline), judge(timeline, num_planned_kills=0).is_bit_equal) == (None, False)
+
+
+def test_only_groups_whose_last_step_held_their_gradients_contribute() -> None:
+    timeline = make_timeline()
+    for life in timeline.lives:
+        life.finished = life.ended_s = None
+    timeline.lives[-1].steps = [step(7.5, 6, contributed=False)]
+
+    assert timeline.contributing() == {0: 7}
+
+
+def test_a_life_goes_through_its_phases_as_its_events_come() -> None:
+    life = Life(group=0, number=0, spawned_s=0.0)
+    phases = [life.phase]
+    for event in (events.Imported(at_s=1), step(2, 5, contributed=False), step(3, 6), finished(4, 6)):
+        life.record(event)
+        phases.append(life.phase)
+
+    assert phases == [Phase.STARTING, Phase.JOINING, Phase.JOINING, Phase.TRAINING, Phase.FINISHED]
+
+
+@pytest.mark.parametrize(
+    ("ends", "num_planned_kills", "is_bit_equal", "reason"),
+    [
+        ([finished(9, 7), finished(9, 7)], 1, True, "all 2 groups ended bit-equal at step 7, after 1 kill"),
+        ([finished(9, 7), finished(9, 7, "e")], 1, False, "groups ended at step 7 with 2 different states"),
+        ([finished(9, 7), finished(9, 8)], 1, False, "groups ended at different steps: 7, 8"),
+        ([finished(9, 7), None], 1, False, "groups that never finished: 1"),
+        ([finished(9, 7), finished(9, 7)], 2, False, "only 1 of 2 planned kills were carried out"),
+    ],
+)
+def test_the_verdict_holds_only_for_equal_states_at_one_step_after_all_kills(
+    ends: list[events.Finished | None], num_planned_kills: int, is_bit_equal: bool, reason: str
+) -> None:
+    timeline = make_timeline()
+    timeline.lives[0].finished, timeline.lives[2].finished = ends
+
+    verdict = judge(timeline, num_planned_kills=num_planned_kills)
+
+    assert (verdict.is_bit_equal, verdict.reason) == (is_bit_equal, reason)
+
+
+def test_table_json_and_picture_tell_the_same_run(tmp_path: Path) -> None:
+    timeline = make_timeline()
+    picture = tmp_path / "demo.png"
+    report = build_report(timeline, seed=3, num_planned_kills=1, duration_s=9.0, picture=picture)
+    text = io.StringIO()
+
+    write_json(report, tmp_path / "sub" / "demo.json")
+    draw(timeline, report, picture)
+    print_report(report, Console(file=text, width=120))
+
+    assert msgspec.json.decode((tmp_path / "sub" / "demo.json").read_bytes(), type=Report) == report
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "OK: all 2 groups ended bit-equal at step 7, after 1 kill (seed 3)" in text.getvalue()
+    assert "2000 ms" in text.getvalue()

@@ -1,0 +1,65 @@
+"""torchft_ckpt: fault-tolerant live recovery for PyTorch training.
+
+The public names are loaded on first use (PEP 562), so that `python -m torchft_ckpt lighthouse` never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport
+    from torchft_ckpt.coordination import LighthouseServer
+    from torchft_ckpt.data import DistributedSampler
+    from torchft_ckpt.ddp import DistributedDataParallel
+    from torchft_ckpt.manager import Manager, WorldSizeMode
+    from torchft_ckpt.optimizer import OptimizerWrapper
+    from torchft_ckpt.optimizer import OptimizerWrapper as Optimizer
+    from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointTransport": ("torchft_ckpt.checkpointing", "CheckpointTransport"),
+    "DistributedDataParallel": ("torchft_ckpt.ddp", "DistributedDataParallel"),
+    "DistributedSampler": ("torchft_ckpt.data", "DistributedSampler"),
+    "HTTPTransport": ("torchft_ckpt.checkpointing", "HTTPTransport"),
+    "LighthouseServer": ("torchft_ckpt.coordination", "LighthouseServer"),
+    "Manager": ("torchft_ckpt.manager", "Manager"),
+    "Optimizer": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
+    "OptimizerWrapper": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
+    "ProcessGroup": ("torchft_ckpt.process_group", "ProcessGroup"),
+    "ProcessGroupGloo": ("torchft_ckpt.process_group", "ProcessGroupGloo"),
+    "ProcessGroupNCCL": ("torchft_ckpt.process_group", "ProcessGroupNCCL"),
+    "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
+}
+
+__all__ = [
+    "CheckpointTransport",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "HTTPTransport",
+    "LighthouseServer",
+    "Manager",
+    "Optimizer",
+    "OptimizerWrapper",
+    "ProcessGroup",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "WorldSizeMode",
+]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        module, attribute = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

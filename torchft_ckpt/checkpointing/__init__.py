@@ -1,0 +1,9 @@
+"""Moving and holding state: the transport contract, its HTTP implementation, the lock over the live state."""
+
+from __future__ import annotations
+
+from torchft_ckpt.checkpointing.http_transport import HTTPTransport
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.transport import CheckpointTransport
+
+__all__ = ["CheckpointTransport", "HTTPTransport", "StateDictLock"]

@@ -1,0 +1,71 @@
+"""The byte space cut into blocks, and the digest of a block.
+
+Every block is `block_bytes` long but the last. A block's digest is xxh3_128 of its bytes with the block's index as the
+seed, so a block that arrives in another's place does not verify, while equal blocks of two sources or two steps do
+have equal digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+DIGEST_BYTES = 16
+DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
+MIN_BLOCK_BYTES = 4 * 1024
+MAX_BLOCK_BYTES = 64 * 1024 * 1024
+
+
+def start_digest(block: int) -> xxhash.xxh3_128:
+    """Return the hasher of one block; feed it the block's bytes in order."""
+    return xxhash.xxh3_128(seed=block)
+
+
+def digest_of(block: int, data: bytes | bytearray | memoryview) -> bytes:
+    """Return the 16-byte digest of a whole block."""
+    return xxhash.xxh3_128_digest(data, seed=block)
+
+
+def count_blocks(total_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks a byte space has."""
+    return -(-total_bytes // block_bytes)
+
+
+def block_range(block: int, total_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Return the first byte of a block and the byte after its last."""
+    return block * block_bytes, min((block + 1) * block_bytes, total_bytes)
+
+
+def plan_runs(num_blocks: int, max_run: int) -> list[range]:
+    """Cut the blocks into runs of neighbours, each fetched by one request."""
+    return [range(first, min(first + max_run, num_blocks)) for first in range(0, num_blocks, max_run)]
+
+
+def format_runs(blocks: Iterable[int]) -> str:
+    """Write block numbers as `0-3,7`."""
+    runs: list[list[int]] = []
+    for block in sorted(blocks):
+        if runs and runs[-1][1] == block - 1:
+            runs[-1][1] = block
+        else:
+            runs.append([block, block])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_runs(text: str, num_blocks: int) -> list[range]:
+    """Read what `format_runs` wrote.
+
+    Raises:
+        ValueError: not runs of blocks in `range(num_blocks)`.
+    """
+    runs = []
+    for part in text.split(",") if text else ():
+        first_text, _, last_text = part.partition("-")
+        if len(part) > 32 or not first_text.isdecimal() or not (last_text or first_text).isdecimal():
+            raise ValueError(f"{part[:32]!r} is not a run of blocks")
+        first, last = int(first_text), int(last_text or first_text)
+        if not first <= last < num_blocks:
+            raise ValueError(f"run {first}-{last} is not within {num_blocks} blocks")
+        runs.append(range(first, last + 1))
+    return runs

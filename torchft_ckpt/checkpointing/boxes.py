@@ -1,0 +1,55 @@
+"""Which box of the global tensor a DTensor's local shard is. Arithmetic only: no communication, no copy."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchft_ckpt.errors import UnsupportedValueError
+
+
+def local_box(tensor: DTensor, path: str) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return the local tensor (sharing memory with the DTensor), the global shape and the box's offsets.
+
+    Raises:
+        UnsupportedValueError: values that are not yet reduced, a rank outside the mesh, or a shard that is not one box.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise UnsupportedValueError(f"state dict at {path!r}: a DTensor with unreduced (Partial) values", path)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UnsupportedValueError(f"state dict at {path!r}: this rank is outside the DTensor's mesh", path)
+    with torch.no_grad():
+        local = tensor.to_local()
+    if type(local) is not torch.Tensor:  # a replicated result that is still being gathered
+        wait = getattr(local, "wait", None)
+        local = wait() if callable(wait) else local
+    shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
+    if tuple(local.shape) != tuple(shape):
+        raise UnsupportedValueError(
+            f"state dict at {path!r}: the local shard has shape {tuple(local.shape)}, its placements say {tuple(shape)}", path
+        )
+    if any(not placement.is_replicate() and type(placement) is not Shard for placement in placements):
+        _check_one_box(tensor, coordinate, shape, offsets, path)
+    return local, tuple(tensor.shape), tuple(offsets)
+
+
+def _check_one_box(
+    tensor: DTensor, coordinate: list[int], shape: tuple[int, ...], offsets: tuple[int, ...], path: str
+) -> None:
+    """Shard the row numbers of every dimension as the placements do, and see that they come out as one run."""
+    for dim, size in enumerate(tensor.shape):
+        rows = torch.arange(size)
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard) and placement.dim == dim or getattr(placement, "dim", None) == dim:
+                flat = type(placement)(0, split_factor=placement.split_factor) if hasattr(placement, "split_factor") else Shard(0)
+                parts, _ = flat._split_tensor(rows, tensor.device_mesh.size(mesh_dim), with_padding=False)
+                rows = parts[coordinate[mesh_dim]]
+        if rows.numel() and not torch.equal(rows, torch.arange(offsets[dim], offsets[dim] + shape[dim])):
+            raise UnsupportedValueError(
+                f"state dict at {path!r}: the local shard is not one box of the global tensor in dimension {dim} "
+                f"(placements {tensor.placements})",
+                path,
+            )

@@ -1,0 +1,244 @@
+"""The state format, version 1: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
+
+This file specifies the format, writes manifests and checks those of others. It does not know how bytes travel.
+
+Manifest
+--------
+UTF-8 JSON, one object with exactly these members:
+
+- `format`: the string `torchft_ckpt.state`. `version`: 1. A reader MUST refuse another version before it looks further.
+- `step`: the step that this state is the state of. `snapshot`: 1 to 64 of `[0-9A-Za-z._-]`, different for each serving.
+- `block_bytes`: length of a block, 4 KiB to 64 MiB. `total_bytes`: length of the byte space.
+- `segments`: list of `[offset, length]`, in order. Each MUST start at the end of the one before, rounded up to 64 (the first
+  at 0). The last MUST end at `total_bytes`. So they neither overlap nor leave holes; the padding between them is zeros.
+- `tensors`: list of `{fqn, dtype, shape, chunks}`. `fqn` is the path in the tree, for people. `dtype` is torch's name.
+  `shape` is the global shape. `chunks` MUST hold exactly one chunk in this version: the box that the source holds.
+- a chunk: `{offsets, sizes, segment, byte_offset, strides}`. The box MUST lie within the global shape. Its bytes start
+  `byte_offset` into the segment, which MUST be a multiple of the item size. Where `strides` is null they are little-endian
+  items in C order; else they are addressed with these strides (in items, not negative), and the box MUST NOT have more bytes
+  than the segment. Every addressed byte MUST lie within the segment. Chunks of one segment share memory (tied weights,
+  views), and the receiver MUST tie them again. Each segment MUST be reached by a chunk to its very last byte.
+- `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest.
+
+A node is null, a boolean, a JSON integer, a finite JSON number with a fraction or exponent (a float), a string, an array of
+nodes (a list), or an object with exactly one member: `t` array of nodes: tuple; `d` array of `[key, node]` pairs: dict, no
+key twice; `n` the same: Counter; `x` index: tensor; `a` index: numpy array; `b` base64: bytes; `s` integers: torch.Size;
+`y` dtype name: torch.dtype; `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is
+not finite; `c` 32 hex digits: a complex number. A key is null, boolean, number, string, `i`, `f`, or `t` of keys.
+
+What changes on the way: `OrderedDict` and `defaultdict` arrive as `dict`, `Parameter` as tensor, numpy scalars as Python
+numbers, a DTensor as its local shard, an expanded view as a tensor of its own; memory on an accelerator arrives on the
+CPU. All else arrives equal in type and in every bit.
+
+Byte space
+----------
+`total_bytes` bytes in blocks of `block_bytes`, the last one shorter. A block is verified by its xxh3_128 digest (canonical,
+big-endian, 16 bytes) with the block's index as seed. A receiver MUST NOT use a block that does not verify.
+
+A writer MAY send bytes that lie between overlapping views of one storage. A reader MAY limit the size of the manifest and
+of the byte space, and MUST check all of the above before it allocates memory for the byte space.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+
+from torchft_ckpt.checkpointing.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.space import ALIGN_BYTES, Placed, Space
+from torchft_ckpt.checkpointing.tree import check_tree
+from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
+
+FORMAT_NAME = "torchft_ckpt.state"
+FORMAT_VERSION = 1
+MAX_DIMS = 64
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Dims = Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One box of a tensor and where its bytes are."""
+
+    offsets: _Dims
+    sizes: _Dims
+    segment: Count
+    byte_offset: Count
+    strides: _Dims | None
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor: its name, dtype, global shape, and the chunk that the source holds."""
+
+    fqn: str
+    dtype: str
+    shape: _Dims
+    chunks: Annotated[list[Chunk], msgspec.Meta(min_length=1, max_length=1)]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of a state but its bytes."""
+
+    format: str
+    version: int
+    step: Count
+    snapshot: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]{1,64}\Z")]
+    block_bytes: Annotated[int, msgspec.Meta(ge=MIN_BLOCK_BYTES, le=MAX_BLOCK_BYTES)]
+    total_bytes: Count
+    segments: list[tuple[Count, Count]]
+    tensors: list[TensorEntry]
+    tree: object
+
+
+class _Header(msgspec.Struct):
+    format: str
+    version: int
+
+
+def build_manifest(*, step: int, snapshot: str, block_bytes: int, tree: object, space: Space) -> Manifest:
+    """Return the manifest of a state that has been laid out.
+
+    Raises:
+        UnsupportedValueError: this machine is big-endian.
+    """
+    if sys.byteorder != "little":
+        raise UnsupportedValueError("this machine is big-endian; the state format carries little-endian memory only")
+    return Manifest(
+        format=FORMAT_NAME,
+        version=FORMAT_VERSION,
+        step=step,
+        snapshot=snapshot,
+        block_bytes=block_bytes,
+        total_bytes=space.total_bytes,
+        segments=[(start, memory.length) for start, memory in zip(space.starts, space.memories, strict=True)],
+        tensors=[_entry(placed) for placed in space.placed],
+        tree=tree,
+    )
+
+
+def _entry(placed: Placed) -> TensorEntry:
+    chunk = Chunk(
+        offsets=list(placed.offsets),
+        sizes=list(placed.sizes),
+        segment=placed.segment,
+        byte_offset=placed.byte_offset,
+        strides=None if placed.strides is None else list(placed.strides),
+    )
+    return TensorEntry(
+        fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=[chunk]
+    )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON."""
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(data: bytes, *, max_total_bytes: int | None = None) -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        data: JSON from a peer, not trusted.
+        max_total_bytes: refuse a longer byte space.
+
+    Raises:
+        StateFormatError: a rule of the format is broken; the message says which.
+    """
+    if sys.byteorder != "little":
+        raise StateFormatError("this machine is big-endian; the state format carries little-endian memory only")
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != FORMAT_NAME:
+            raise StateFormatError(f"not a state manifest: format {header.format[:64]!r}", party="source")
+        if header.version != FORMAT_VERSION:
+            raise StateFormatError(
+                f"the source speaks state format {header.version}, this side {FORMAT_VERSION}: run one version on both",
+                party="source",
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+        check_manifest(manifest, max_total_bytes=max_total_bytes)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StateFormatError(f"the manifest cannot be read: {error}", party="source") from error
+    except RecursionError as error:
+        raise StateFormatError("the manifest is nested too deeply", party="source") from error
+    return manifest
+
+
+def check_manifest(manifest: Manifest, *, max_total_bytes: int | None = None) -> None:
+    """Check every rule that the types alone do not.
+
+    Raises:
+        StateFormatError: a rule is broken.
+    """
+    if max_total_bytes is not None and manifest.total_bytes > max_total_bytes:
+        raise StateFormatError(
+            f"the source announces {manifest.total_bytes} bytes, the limit here is {max_total_bytes}", party="source"
+        )
+    end = 0
+    for index, (offset, length) in enumerate(manifest.segments):
+        if offset != -(-end // ALIGN_BYTES) * ALIGN_BYTES:
+            raise StateFormatError(
+                f"segment {index} starts at {offset}, the one before ends at {end}: overlap or hole", party="source"
+            )
+        end = offset + length
+    if end != manifest.total_bytes:
+        raise StateFormatError(f"segments end at {end}, total_bytes is {manifest.total_bytes}", party="source")
+    reached = [0 if length else -1 for _, length in manifest.segments]
+    touched = [False] * len(reached)
+    for tensor in manifest.tensors:
+        chunk = tensor.chunks[0]
+        if chunk.segment >= len(reached):
+            raise StateFormatError(f"tensor {_name(tensor)} lies in a segment that does not exist", party="source")
+        last = _check_chunk(tensor, chunk, manifest.segments[chunk.segment][1])
+        reached[chunk.segment] = max(reached[chunk.segment], last)
+        touched[chunk.segment] = True
+    for index, (_, length) in enumerate(manifest.segments):
+        if not touched[index] or max(reached[index], 0) != length:
+            raise StateFormatError(f"segment {index} has {length} bytes that no tensor reaches", party="source")
+    check_tree(manifest.tree, len(manifest.tensors))
+
+
+def _check_chunk(tensor: TensorEntry, chunk: Chunk, length: int) -> int:
+    """Check one chunk against its segment's length; return the byte after the last one that it reaches."""
+    itemsize = parse_dtype(tensor.dtype).itemsize
+    if not len(tensor.shape) == len(chunk.offsets) == len(chunk.sizes):
+        raise StateFormatError(f"tensor {_name(tensor)}: shape, offsets and sizes differ in length", party="source")
+    for whole, offset, size in zip(tensor.shape, chunk.offsets, chunk.sizes, strict=True):
+        if offset + size > whole:
+            raise StateFormatError(f"tensor {_name(tensor)}: its box is not within its shape", party="source")
+    if chunk.byte_offset % itemsize:
+        raise StateFormatError(f"tensor {_name(tensor)}: its bytes are not aligned to its items", party="source")
+    num_bytes = itemsize
+    for size in chunk.sizes:
+        num_bytes *= size
+    if num_bytes and num_bytes > length:
+        raise StateFormatError(
+            f"tensor {_name(tensor)} has {num_bytes} bytes, its segment {length}", party="source"
+        )
+    if any(size >= 2**62 for size in chunk.sizes) or _element_limit(chunk.sizes) > 2**62:
+        raise StateFormatError(f"tensor {_name(tensor)}: its sizes are out of range", party="source")
+    if chunk.strides is None:
+        last = chunk.byte_offset + num_bytes
+    else:
+        if len(chunk.strides) != len(chunk.sizes):
+            raise StateFormatError(f"tensor {_name(tensor)}: strides and sizes differ in length", party="source")
+        span = sum((size - 1) * stride for size, stride in zip(chunk.sizes, chunk.strides, strict=True) if size)
+        last = chunk.byte_offset + ((span + 1) * itemsize if num_bytes else 0)
+    if last > length:
+        raise StateFormatError(f"tensor {_name(tensor)} reaches beyond its segment", party="source")
+    return last
+
+
+def _element_limit(sizes: list[int]) -> int:
+    """Product of the sizes that are not zero: what torch computes strides from."""
+    product = 1
+    for size in sizes:
+        product *= max(size, 1)
+    return product
+
+
+def _name(tensor: TensorEntry) -> str:
+    return repr(tensor.fqn[:120])

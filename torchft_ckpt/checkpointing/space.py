@@ -1,0 +1,262 @@
+"""Decides which bytes of which memory make up the byte space of a state: its segments, in order.
+
+A segment is what one or more tensors share: tied weights and overlapping views of one storage become one segment, so they
+are sent once and tied again. Nothing is copied here. It does not know JSON, the network or locks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchft_ckpt.checkpointing.boxes import local_box
+from torchft_ckpt.checkpointing.dtypes import DTYPES, dtype_name
+from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
+
+ALIGN_BYTES = 64
+_MAX_ITEMSIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where one tensor lies: global shape, its box, and the bytes of the box inside a segment.
+
+    `strides` (elements) is None where the box is the segment's bytes in C order.
+    """
+
+    path: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    segment: int
+    byte_offset: int
+    strides: tuple[int, ...] | None
+
+
+class Memory:
+    """The live bytes of one segment: a run of one storage, or a strided tensor read in C order."""
+
+    def __init__(self, tensor: torch.Tensor, length: int, *, packed: bool) -> None:
+        self.tensor = tensor
+        self.length = length
+        self._packed = packed
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.tensor.device
+
+    def contiguous_bytes(self) -> torch.Tensor:
+        """Return the segment as one uint8 tensor: the live memory itself, or a copy where it is strided."""
+        return self.tensor if not self._packed else as_bytes(self.tensor.contiguous())
+
+    def copy_out(self, start: int, stop: int) -> bytes:
+        """Return a copy of bytes [start, stop). The memory must be on the CPU.
+
+        Raises:
+            CheckpointError: the storage was freed or shrunk since the state was handed over.
+        """
+        if self._packed:
+            itemsize = self.tensor.element_size()
+            first, last = start // itemsize, -(-stop // itemsize)
+            data = b"".join(
+                ctypes.string_at(piece.data_ptr(), piece.numel() * itemsize) for piece in _c_order(self.tensor, first, last)
+            )
+            return data[start - first * itemsize : stop - first * itemsize]
+        self._check_alive()
+        return ctypes.string_at(self.tensor.data_ptr() + start, stop - start)
+
+    def copy_to(self, start: int, stop: int, target: torch.Tensor) -> None:
+        """Copy bytes [start, stop) into a uint8 tensor of that length."""
+        if self._packed:
+            target.copy_(torch.frombuffer(bytearray(self.copy_out(start, stop)), dtype=torch.uint8))
+            return
+        self._check_alive()
+        target.copy_(self.tensor[start:stop])
+
+    def _check_alive(self) -> None:
+        needed = self.tensor.storage_offset() + self.length
+        if self.length and self.tensor.untyped_storage().nbytes() < needed:
+            raise CheckpointError("a tensor's storage was freed while its state was being served", party="state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The byte space of one state. `starts[i]` is the first byte of segment i; segments on the CPU come first."""
+
+    memories: list[Memory]
+    starts: list[int]
+    placed: list[Placed]
+    total_bytes: int
+
+
+@dataclass(slots=True)
+class _Piece:
+    path: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    index: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def low(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def high(self) -> int:
+        span = sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        return self.low + (span + 1) * self.tensor.element_size()
+
+    def same_view(self, other: _Piece) -> bool:
+        a, b = self.tensor, other.tensor
+        return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
+    """Lay the tensors out in one byte space.
+
+    Args:
+        tensors: (path, tensor) pairs; DTensors stand for their local shard.
+
+    Raises:
+        UnsupportedValueError: a tensor that cannot be carried; the message has its path.
+    """
+    pieces = [_piece(index, path, tensor) for index, (path, tensor) in enumerate(tensors)]
+    groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
+    groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
+    groups.sort(key=lambda group: (group[0].tensor.device.type != "cpu", min(piece.index for piece in group)))
+
+    memories: list[Memory] = []
+    starts: list[int] = []
+    placed: dict[int, Placed] = {}
+    end = 0
+    for group in groups:
+        memory, places = _segment(group)
+        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+        end = starts[-1] + memory.length
+        for piece, (byte_offset, strides) in zip(group, places, strict=True):
+            placed[piece.index] = Placed(
+                piece.path,
+                piece.tensor.dtype,
+                piece.global_shape,
+                piece.offsets,
+                tuple(piece.tensor.shape),
+                len(memories),
+                byte_offset,
+                strides,
+            )
+        memories.append(memory)
+    return Space(memories, starts, [placed[index] for index in range(len(pieces))], end)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as a uint8 tensor on the same memory."""
+    itemsize = tensor.element_size()
+    return _storage_bytes(tensor, tensor.storage_offset() * itemsize, tensor.numel() * itemsize)
+
+
+def _storage_bytes(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), start, (length,))  # type: ignore[call-overload]
+
+
+def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
+    global_shape: tuple[int, ...]
+    if isinstance(tensor, DTensor):
+        tensor, global_shape, offsets = local_box(tensor, path)
+    else:
+        global_shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise _refuse(path, f"a tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}")
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise _refuse(path, f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''}")
+    if tensor.is_quantized or dtype_name(tensor.dtype) not in DTYPES:
+        raise _refuse(path, f"a tensor of dtype {tensor.dtype}")
+    if tensor.device.type != "cpu" and not _stageable(tensor.device):
+        raise _refuse(path, f"a tensor on device {tensor.device}")
+    return _Piece(path, tensor.resolve_conj().resolve_neg(), global_shape, offsets, index)
+
+
+def _stageable(device: torch.device) -> bool:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device.type
+
+
+def _refuse(path: str, what: str) -> UnsupportedValueError:
+    return UnsupportedValueError(f"state dict at {path!r}: {what} cannot be carried", path)
+
+
+def _overlaps_itself(piece: _Piece) -> bool:
+    """Whether the view names a byte twice (`expand`): such a view is sent by value."""
+    return piece.nbytes > piece.high - piece.low
+
+
+def _group_overlapping(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Put pieces that share bytes into one group."""
+    groups: list[list[_Piece]] = []
+    reach, device = 0, None
+    for piece in sorted(pieces, key=lambda piece: (str(piece.tensor.device), piece.low)):
+        if piece.tensor.device != device or piece.low >= reach:
+            groups.append([])
+            reach, device = 0, piece.tensor.device
+        groups[-1].append(piece)
+        reach = max(reach, piece.high)
+    return groups
+
+
+def _segment(group: list[_Piece]) -> tuple[Memory, list[tuple[int, tuple[int, ...] | None]]]:
+    """Return the memory of one segment, and for each piece its byte offset and strides in it."""
+    first = group[0]
+    if all(piece.same_view(first) for piece in group):
+        if first.tensor.is_contiguous():
+            memory = Memory(as_bytes(first.tensor), first.nbytes, packed=False)
+        else:
+            memory = Memory(first.tensor, first.nbytes, packed=True)
+        return memory, [(0, None)] * len(group)
+    # The hull starts where every piece is a whole number of its own items away from it.
+    storage_start = first.tensor.untyped_storage().data_ptr()
+    low = storage_start + (min(piece.low for piece in group) - storage_start) // _MAX_ITEMSIZE * _MAX_ITEMSIZE
+    high = max(piece.high for piece in group)
+    holder = next((piece.tensor for piece in group if _within_storage(piece.tensor, low, high)), None)
+    misplaced = any((piece.low - low) % piece.tensor.element_size() for piece in group)
+    if holder is None or misplaced:
+        path = first.path
+        raise _refuse(path, "a tensor that overlaps another one of a different storage")
+    start = low - holder.untyped_storage().data_ptr()
+    memory = Memory(_storage_bytes(holder, start, high - low), high - low, packed=False)
+    return memory, [(piece.low - low, tuple(piece.tensor.stride())) for piece in group]
+
+
+def _within_storage(tensor: torch.Tensor, low: int, high: int) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() <= low and high <= storage.data_ptr() + storage.nbytes()
+
+
+def _c_order(tensor: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
+    """Return contiguous pieces that hold elements [first, last) of a strided tensor in C order."""
+    if first >= last:
+        return []
+    if tensor.dim() == 0 or tensor.is_contiguous():
+        return [tensor.reshape(-1)[first:last]]
+    if tensor.dim() == 1:
+        return [tensor[first:last].contiguous()]
+    row = tensor[0].numel()
+    start_row, stop_row = first // row, last // row
+    pieces: list[torch.Tensor] = []
+    if first % row:
+        pieces += _c_order(tensor[start_row], first % row, min(row, last - start_row * row))
+        start_row += 1
+    if start_row < stop_row:
+        pieces.append(tensor[start_row:stop_row].contiguous())
+    if last % row and start_row <= stop_row:
+        pieces += _c_order(tensor[stop_row], 0, last % row)
+    return pieces

@@ -1,0 +1,80 @@
+"""The contract of everything that carries a state from one replica to another.
+
+This file says what a transport promises; it does not know how bytes travel. The methods and their meanings are those of
+torchft 0.2.0, so a transport written for either library works in the other. `torchft_ckpt.testing` has a conformance
+check that any implementation can be put through.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class CheckpointTransport(Generic[T], ABC):
+    """Carries a state, named by its step, from a replica that holds it to replicas that need it.
+
+    `send_checkpoint`, `disallow_checkpoint` and `metadata` are called by one thread at a time; `recv_checkpoint` may run on
+    another thread meanwhile; `cancel_recv` and `shutdown` may be called from any thread.
+    """
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """Return what a peer must hand to its `recv_checkpoint` to reach this transport. It does not change."""
+
+    @abstractmethod
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Make the state available to the destinations, and return without waiting for them.
+
+        The caller keeps the state unchanged from this call until `disallow_checkpoint` has returned (or changes it only
+        under the write side of a lock that the transport knows).
+
+        Args:
+            dst_ranks: replica ranks that were told to fetch this state.
+            step: the step that names this state; not negative.
+            state_dict: the state. It is referred to, and need not be copied.
+            timeout: the lease: how long the state is kept available for destinations that have not finished.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried; nothing is served.
+            CheckpointError: the transport was shut down.
+        """
+
+    def disallow_checkpoint(self) -> None:
+        """Return once the state may be mutated; what is received afterwards is still the state of its step or an error.
+
+        Never waits for a peer or the network. May be called when nothing is served, and more than once.
+        """
+
+    @abstractmethod
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Fetch the state of a step; return it whole or raise.
+
+        A source that does not serve the step yet is waited for, within the timeout.
+
+        Args:
+            src_rank: replica rank of the source, for messages.
+            metadata: what the source's `metadata()` returned.
+            step: the step wanted.
+            timeout: the overall deadline, counted from this call.
+
+        Raises:
+            TransferError: a subclass says why nothing was received.
+            StateFormatError: the source sent something that is not a state.
+        """
+
+    def cancel_recv(self) -> None:
+        """Give up the receives in progress: each raises `TransferCancelledError` soon. From any thread.
+
+        A receive that starts after this call is not affected. Transports that cannot cancel do nothing.
+        """
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving and receiving, and free what is held. May be called more than once.
+
+        Args:
+            wait: return only once threads and sockets are gone.
+        """

@@ -1,0 +1,118 @@
+"""The only place that reads the environment. One precedence everywhere: argument, then environment, then default.
+
+| variable                            | also read                     | meaning                                          |
+|-------------------------------------|-------------------------------|--------------------------------------------------|
+| `TORCHFT_CKPT_LIGHTHOUSE`           | `TORCHFT_LIGHTHOUSE`          | address of the lighthouse                        |
+| `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
+| `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process advertises to peers    |
+| `TORCHFT_CKPT_MANAGER_PORT`         | `TORCHFT_MANAGER_PORT`        | port of the manager service (group rank 0)       |
+| `TORCHFT_CKPT_TIMEOUT_SEC`          | `TORCHFT_TIMEOUT_SEC`         | collectives, commit votes, transfers; seconds    |
+| `TORCHFT_CKPT_QUORUM_TIMEOUT_SEC`   | `TORCHFT_QUORUM_TIMEOUT_SEC`  | one attempt at a quorum; seconds                 |
+| `TORCHFT_CKPT_CONNECT_TIMEOUT_SEC`  | `TORCHFT_CONNECT_TIMEOUT_SEC` | connecting to lighthouse and peers; seconds      |
+| `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
+| `TORCHFT_CKPT_JOIN_BUDGET_SEC`      |                               | how long healthy groups wait for a joiner        |
+| `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore of this replica group, as torchrun sets |
+| `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+from torchft_ckpt.errors import ConfigError
+
+T = TypeVar("T")
+
+LIGHTHOUSE = ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
+TOKEN = ("TORCHFT_CKPT_TOKEN",)
+HOSTNAME = ("TORCHFT_CKPT_HOSTNAME",)
+MANAGER_PORT = ("TORCHFT_CKPT_MANAGER_PORT", "TORCHFT_MANAGER_PORT")
+TIMEOUT = ("TORCHFT_CKPT_TIMEOUT_SEC", "TORCHFT_TIMEOUT_SEC")
+QUORUM_TIMEOUT = ("TORCHFT_CKPT_QUORUM_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC")
+CONNECT_TIMEOUT = ("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
+QUORUM_RETRIES = ("TORCHFT_CKPT_QUORUM_RETRIES", "TORCHFT_QUORUM_RETRIES")
+JOIN_BUDGET = ("TORCHFT_CKPT_JOIN_BUDGET_SEC",)
+STORE_ADDR = ("MASTER_ADDR",)
+STORE_PORT = ("MASTER_PORT",)
+RANK = ("RANK",)
+WORLD_SIZE = ("WORLD_SIZE",)
+
+
+def resolve(
+    argument: T | None,
+    variables: tuple[str, ...],
+    default: T,
+    parse: Callable[[str], T],
+    environ: Mapping[str, str] | None = None,
+) -> T:
+    """Return the argument if it was given, else the first variable that is set, else the default.
+
+    Raises:
+        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value.
+    """
+    if argument is not None:
+        return argument
+    environ = os.environ if environ is None else environ
+    for variable in variables:
+        value = environ.get(variable, "")
+        if value != "":
+            try:
+                return parse(value)
+            except ValueError as error:
+                raise ConfigError(
+                    f"environment variable {variable}={value!r} cannot be used: {error}", party=variable
+                ) from error
+    return default
+
+
+def parse_seconds(text: str) -> timedelta:
+    """Parse a positive number of seconds."""
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise ValueError("expected a positive number of seconds")
+    return timedelta(seconds=seconds)
+
+
+def parse_port(text: str) -> int:
+    """Parse a TCP port; 0 lets the system choose."""
+    port = int(text)
+    if not 0 <= port < 65536:
+        raise ValueError("expected a port between 0 and 65535")
+    return port
+
+
+def parse_count(text: str) -> int:
+    """Parse a whole number that is not negative."""
+    count = int(text)
+    if count < 0:
+        raise ValueError("expected a whole number that is not negative")
+    return count
+
+
+def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple[str, int]:
+    """Split `host:port`, `[v6]:port`, `:port` or `http://host:port` into host and port.
+
+    Args:
+        address: the text to split.
+        what: how to name it in the error.
+        default_host: the host of `:port`.
+
+    Raises:
+        ConfigError: there is no port or it is out of range.
+    """
+    text = address.strip()
+    for scheme in ("http://", "https://", "ws://", "wss://"):
+        text = text.removeprefix(scheme)
+    text = text.rstrip("/")
+    host, colon, port_text = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        if not colon:
+            raise ValueError("it has no port")
+        port = parse_port(port_text)
+    except ValueError as error:
+        raise ConfigError(f"{what} {address!r} cannot be used: {error}; expected HOST:PORT", party=what) from error
+    return host or default_host, port

@@ -1,0 +1,11 @@
+"""Decisions only: no torch, no aiohttp, no sockets, no threads, no clock (`now` is an argument), no environment.
+
+messages    what travels between ranks, groups and lighthouse, validated on decode
+quorum      who trains together next
+recovery    who recovers from whom
+commit      does the step of a quorum count
+lighthouse  the three above over time, for all groups: events in, instructions out
+group       one replica group's ranks towards the lighthouse: all of them or none
+replica     the life of one rank's step: what state it holds, whether it may contribute, vote and commit
+patience    back-off schedules, and when a collective counts as stalled behind a joiner
+"""

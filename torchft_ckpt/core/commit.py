@@ -1,0 +1,164 @@
+"""This file decides whether the step of a quorum counts. It knows the votes, not the clock and not the network.
+
+One decision is taken for all members together, so that no survivor is ever a step ahead of another:
+- one vote against by a member whose vote counts: the step is discarded, for all;
+- every living member whose vote counts approved: the step is committed. The dead have no vote: what they contributed is
+  already in the sum that the living hold;
+- joiners never decide. Those that approved in time commit with the others; those that did not are left behind. How long
+  the others wait for them is the caller's business (`Tally.all_voters_approved`, then `close`).
+
+The same file holds the tally of a quorum that the lighthouse has no memory of, because it was restarted in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torchft_ckpt.core.messages import CommitVote, Outcome, Role
+
+
+class Verdict(Enum):
+    """State of a vote: pending, or decided one way."""
+
+    PENDING = "pending"
+    COMMIT = "commit"
+    DISCARD = "discard"
+
+
+@dataclass(slots=True)
+class Tally:
+    """The votes of one step of one quorum.
+
+    Args:
+        roles: every member's role.
+    """
+
+    roles: Mapping[str, Role]
+    verdict: Verdict = Verdict.PENDING
+    reason: str = ""
+    broken: bool = False
+    """The quorum's collectives cannot be used again."""
+    votes: dict[str, CommitVote] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    undecided_voters: int = 0
+    undecided_joiners: int = 0
+
+    def __post_init__(self) -> None:
+        self.undecided_voters = sum(role in (Role.HEALTHY, Role.INLINE) for role in self.roles.values())
+        self.undecided_joiners = sum(role is Role.JOINER for role in self.roles.values())
+
+    @property
+    def decided(self) -> bool:
+        return self.verdict is not Verdict.PENDING
+
+    @property
+    def all_voters_approved(self) -> bool:
+        """Nothing but joiners is waited for."""
+        return not self.decided and self.undecided_voters == 0
+
+    def cast(self, replica_id: str, vote: CommitVote) -> None:
+        """Count a vote. A second vote of one member, and a vote of the lost, change nothing."""
+        if self.decided or replica_id in self.votes or replica_id in self.lost or replica_id not in self.roles:
+            return
+        self.votes[replica_id] = vote
+        self._settle(replica_id)
+        if vote.approve:
+            self._close_if_complete()
+        elif self.roles[replica_id] in (Role.HEALTHY, Role.INLINE):
+            self._decide(Verdict.DISCARD, f"{replica_id}: {vote.reason or 'voted against'}", broken=vote.broken)
+        else:
+            self.broken = self.broken or vote.broken
+            self._close_if_complete()
+
+    def lose(self, replica_id: str, reason: str) -> None:
+        """A member is gone: its collectives are broken, its vote is no longer waited for."""
+        if replica_id not in self.roles or replica_id in self.lost:
+            return
+        self.lost.add(replica_id)
+        self.broken = True
+        if self.decided:
+            return
+        if replica_id not in self.votes:
+            self._settle(replica_id)
+        if not any(
+            role in (Role.HEALTHY, Role.INLINE) and member not in self.lost for member, role in self.roles.items()
+        ):
+            self._decide(Verdict.DISCARD, f"no living voter is left, the last was {replica_id}: {reason}", broken=True)
+        else:
+            self._close_if_complete()
+
+    def give_up(self, reason: str) -> None:
+        """Discard the step because its collectives cannot finish."""
+        if not self.decided:
+            self._decide(Verdict.DISCARD, reason, broken=True)
+
+    def close(self, reason: str = "the joiners' time is up") -> None:
+        """Stop waiting for joiners. Does nothing while a voter is waited for."""
+        if self.all_voters_approved:
+            waited_for = [member for member in self.joiners_waited_for()]
+            self.broken = self.broken or bool(waited_for)
+            self._decide(Verdict.COMMIT, f"{reason}: without {', '.join(waited_for)}" if waited_for else "all approved")
+
+    def joiners_waited_for(self) -> list[str]:
+        """Joiners that live and have not voted."""
+        return [
+            member
+            for member, role in self.roles.items()
+            if role is Role.JOINER and member not in self.votes and member not in self.lost
+        ]
+
+    def outcome(self, replica_id: str) -> Outcome:
+        """How the decided step ends for one member; who is not a member was left behind by a commit."""
+        if self.verdict is not Verdict.COMMIT:
+            return Outcome.DISCARD
+        vote = self.votes.get(replica_id)
+        return Outcome.COMMIT if vote is not None and vote.approve else Outcome.LEFT_BEHIND
+
+    def _settle(self, replica_id: str) -> None:
+        role = self.roles[replica_id]
+        if role in (Role.HEALTHY, Role.INLINE):
+            self.undecided_voters -= 1
+        elif role is Role.JOINER:
+            self.undecided_joiners -= 1
+
+    def _close_if_complete(self) -> None:
+        if self.undecided_voters == 0 and self.undecided_joiners == 0:
+            self._decide(Verdict.COMMIT, "all approved")
+
+    def _decide(self, verdict: Verdict, reason: str, broken: bool = False) -> None:
+        self.verdict = verdict
+        self.reason = reason
+        self.broken = self.broken or broken
+
+
+def decide_forgotten(
+    votes: Iterable[CommitVote], *, known_outcome: Outcome | None, someone_still_training: bool, grace_over: bool
+) -> Verdict:
+    """Decide a step whose quorum this lighthouse does not remember, from what its members report.
+
+    A member that approved holds the averaged gradients of all. The old lighthouse committed only if no voter was against.
+    So if anybody knows the old decision, that is it; if a voter was against, it can only have been a discard; and if all
+    who can be heard approved, a commit is what the old lighthouse decided or could still have decided, and whoever
+    cannot be heard is at the older step and heals.
+
+    Args:
+        votes: the votes of members, sent again after they connected again.
+        known_outcome: how the step ended, if a member had heard it.
+        someone_still_training: a member of that quorum is connected and has yet to vote.
+        grace_over: those who are not back are not waited for any longer.
+    """
+    votes = list(votes)
+    if known_outcome is not None:
+        return Verdict.DISCARD if known_outcome is Outcome.DISCARD else Verdict.COMMIT
+    counting = [vote for vote in votes if vote.counts]
+    if any(not vote.approve for vote in counting):
+        return Verdict.DISCARD
+    if not counting:
+        return Verdict.DISCARD if grace_over else Verdict.PENDING
+    if len(counting) >= max(vote.num_voters for vote in counting):
+        return Verdict.COMMIT
+    if grace_over and not someone_still_training:
+        return Verdict.COMMIT
+    return Verdict.PENDING

@@ -1,0 +1,294 @@
+"""One replica group towards the lighthouse: all of its ranks take part in a step, or none does.
+
+It gathers the ranks' requests into the group's request and their votes into the group's vote, and hands what the
+lighthouse says to each of them. It runs at group rank 0. It knows no sockets and no clock.
+
+- The group asks when all of its ranks have asked. If one asks anew while the step is open, the step is given up for all.
+- The group approves when all of its ranks approve; one that does not is enough against.
+- Ranks that hold different states (one of them failed to load, say) hold none as a group: all heal.
+- A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
+- What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
+    CommitDecided,
+    CommitVote,
+    FromLighthouse,
+    GroupBroken,
+    GroupToRank,
+    JoinerWaiting,
+    Leave,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    QuorumRequest,
+    RankHello,
+    RankToGroup,
+    Refused,
+    StallReport,
+    StateVersion,
+    ToLighthouse,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaid:
+    """A message of one of the group's ranks."""
+
+    rank: int
+    message: RankToGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The connection of a rank ended without `Leave`."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseSaid:
+    """A message of the lighthouse."""
+
+    message: FromLighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseUp:
+    """A new connection to a lighthouse is up, `Hello` was sent on it."""
+
+
+GroupEvent: TypeAlias = RankSaid | RankLost | LighthouseSaid | LighthouseUp
+
+
+@dataclass(frozen=True, slots=True)
+class ToRank:
+    """Hand the message to a rank."""
+
+    rank: int
+    message: GroupToRank
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """Send the message to the lighthouse; without a connection it is dropped (and said again later)."""
+
+    message: ToLighthouse
+
+
+GroupInstruction: TypeAlias = ToRank | Up
+
+
+class GroupState:
+    """The open request and vote of a group. Not thread-safe: one caller at a time.
+
+    Args:
+        world_size: number of ranks in the group.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.broken: str | None = None
+        """Why the group cannot go on, once a rank is gone."""
+        self._addresses: dict[int, str] = {}
+        self._addresses_told: list[str] | None = None
+        self._requests: dict[int, QuorumRequest] = {}
+        self._request_id = 0
+        self._asked: QuorumRequest | None = None
+        self._quorum: QuorumFormed | None = None
+        self._votes: dict[int, CommitVote] = {}
+        self._voted: CommitVote | None = None
+        self._stall_reported = False
+        self._decided: OrderedDict[tuple[int, int], CommitDecided] = OrderedDict()
+        self._last_request_ids: dict[int, int] = {}
+
+    def handle(self, event: GroupEvent) -> list[GroupInstruction]:
+        """Take an event, return what to do, in order."""
+        if isinstance(event, RankSaid):
+            return list(self._rank_said(event.rank, event.message))
+        if isinstance(event, RankLost):
+            return list(self._break(f"group rank {event.rank} is gone: {event.reason}"))
+        if isinstance(event, LighthouseUp):
+            return list(self._say_again())
+        return list(self._lighthouse_said(event.message))
+
+    # ---------------------------------------------------------------------------------------------------------- ranks
+
+    def _rank_said(self, rank: int, message: RankToGroup) -> Iterator[GroupInstruction]:
+        if self.broken is not None:
+            yield ToRank(rank, GroupBroken(self.broken))
+        elif isinstance(message, QuorumRequest):
+            yield from self._asks(rank, message)
+        elif isinstance(message, CommitVote):
+            yield from self._votes_on(rank, message)
+        elif isinstance(message, StallReport):
+            if not self._stall_reported and self._is_open(message.quorum_id, message.step):
+                self._stall_reported = True
+                yield Up(message)
+        elif isinstance(message, Leave):
+            yield from self._break(f"group rank {rank} left: {message.reason or 'it was shut down'}")
+
+    def refusal(self, rank: int, hello: RankHello) -> Refused | None:
+        """Whether a rank may connect as `rank`."""
+        if hello.protocol != PROTOCOL_VERSION:
+            reason = (
+                f"the manager service speaks protocol {PROTOCOL_VERSION}, group rank {rank} speaks {hello.protocol}"
+            )
+            return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
+        if not 0 < rank < self.world_size:
+            return Refused(code="config", reason=f"group rank {rank} is not in 1..{self.world_size - 1} of this group")
+        return None
+
+    def _asks(self, rank: int, request: QuorumRequest) -> Iterator[GroupInstruction]:
+        if self._quorum is not None and self._voted is None:
+            yield from self._give_up(rank)
+        self._requests[rank] = request
+        for address in request.checkpoint_addresses or []:
+            self._addresses[rank] = address
+        if len(self._requests) < self.world_size:
+            return
+        self._request_id += 1
+        self._asked = self._combine()
+        self._last_request_ids = {r: asked.request_id for r, asked in self._requests.items()}
+        self._requests.clear()
+        self._quorum = None
+        self._votes.clear()
+        self._voted = None
+        self._stall_reported = False
+        yield Up(self._asked)
+
+    def _give_up(self, rank: int) -> Iterator[GroupInstruction]:
+        """One rank began anew while the step is open: it is over for all of them."""
+        formed = self._quorum
+        if formed is None:
+            return
+        reason = f"group rank {rank} gave the step up"
+        self._voted = CommitVote(
+            quorum_id=formed.quorum_id,
+            epoch=formed.epoch,
+            step=formed.version.step,
+            approve=False,
+            broken=True,
+            num_voters=formed.num_voters,
+            reason=reason,
+        )
+        yield Up(self._voted)
+        for other in range(self.world_size):
+            if other != rank and other not in self._votes and other not in self._requests:
+                broken = QuorumBroken(quorum_id=formed.quorum_id, replica_id="this group", lost=False, reason=reason)
+                yield ToRank(other, broken)
+
+    def _combine(self) -> QuorumRequest:
+        requests = [self._requests[rank] for rank in range(self.world_size)]
+        versions = {request.version for request in requests}
+        first = requests[0]
+        version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
+        addresses = [self._addresses.get(rank, "") for rank in range(self.world_size)]
+        told = None if addresses == self._addresses_told else addresses
+        self._addresses_told = addresses
+        return msgspec.structs.replace(
+            first,
+            request_id=self._request_id,
+            version=version,
+            restored=all(request.restored for request in requests),
+            init_sync=any(request.init_sync for request in requests),
+            shrink_only=any(request.shrink_only for request in requests),
+            allow_heal=all(request.allow_heal for request in requests),
+            heal_inline=all(request.heal_inline for request in requests),
+            can_serve=all(request.can_serve for request in requests),
+            needs_new_quorum=any(request.needs_new_quorum for request in requests),
+            join_budget_s=min(request.join_budget_s for request in requests),
+            checkpoint_addresses=told,
+        )
+
+    def _votes_on(self, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:
+        key = (vote.quorum_id, vote.step)
+        if not self._is_open(*key) or self._voted is not None:
+            known = self._decided.get(key)
+            if known is not None:
+                yield ToRank(rank, known)
+            return
+        self._votes[rank] = vote
+        if vote.approve and len(self._votes) < self.world_size:
+            return
+        self._voted = msgspec.structs.replace(
+            vote,
+            broken=any(cast.broken for cast in self._votes.values()),
+            reason=vote.reason if self.world_size == 1 else f"group rank {rank}: {vote.reason}"[:2000],
+        )
+        yield Up(self._voted)
+
+    def _is_open(self, quorum_id: int, step: int) -> bool:
+        formed = self._quorum
+        return formed is not None and (formed.quorum_id, formed.version.step) == (quorum_id, step)
+
+    def _break(self, reason: str) -> Iterator[GroupInstruction]:
+        if self.broken is not None:
+            return
+        self.broken = reason
+        yield Up(Leave(reason))
+        for rank in range(self.world_size):
+            yield ToRank(rank, GroupBroken(reason))
+
+    # ------------------------------------------------------------------------------------------------------ lighthouse
+
+    def _lighthouse_said(self, message: FromLighthouse) -> Iterator[GroupInstruction]:
+        if isinstance(message, QuorumFormed):
+            yield from self._formed(message)
+        elif isinstance(message, CommitDecided):
+            voted = self._voted
+            if voted is None or (voted.quorum_id, voted.step) != (message.quorum_id, message.step):
+                if not self._is_open(message.quorum_id, message.step):
+                    return
+                self._voted = _late_vote(message)  # decided without this group's vote
+            self._decided[message.quorum_id, message.step] = message
+            while len(self._decided) > 4:
+                self._decided.popitem(last=False)
+            for rank in range(self.world_size):
+                yield ToRank(rank, message)
+        elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused):
+            for rank in range(self.world_size):
+                yield ToRank(rank, message)
+
+    def _formed(self, formed: QuorumFormed) -> Iterator[GroupInstruction]:
+        if self._asked is None or formed.request_id != self._asked.request_id:
+            return
+        self._asked = None
+        self._quorum = formed
+        self._decided.pop((formed.quorum_id, formed.version.step), None)
+        for rank in range(self.world_size):
+            sources = [
+                msgspec.structs.replace(source, checkpoint_addresses=source.checkpoint_addresses[rank : rank + 1])
+                for source in formed.sources
+            ]
+            mine = msgspec.structs.replace(formed, request_id=self._last_request_ids[rank], sources=sources)
+            yield ToRank(rank, mine)
+
+    def _say_again(self) -> Iterator[GroupInstruction]:
+        self._addresses_told = [self._addresses.get(rank, "") for rank in range(self.world_size)]
+        if self.broken is not None:
+            yield Up(Leave(self.broken))
+        elif self._asked is not None:
+            self._asked = msgspec.structs.replace(self._asked, checkpoint_addresses=self._addresses_told)
+            yield Up(self._asked)
+        else:
+            self._addresses_told = None  # a new lighthouse has not heard them
+            if self._voted is not None and (self._voted.quorum_id, self._voted.step) not in self._decided:
+                yield Up(self._voted)
+
+
+def _late_vote(message: CommitDecided) -> CommitVote:
+    return CommitVote(
+        quorum_id=message.quorum_id, epoch=message.epoch, step=message.step, approve=False, reason="decided without it"
+    )

@@ -1,0 +1,827 @@
+"""The lighthouse over time: events in, instructions out. It knows no sockets and no clock.
+
+    state = LighthouseState(settings, epoch="5f0c")
+    for instruction in state.handle(Received("conn-1", Hello(...)), now=12.0): ...
+    state.next_deadline()  # call handle(Tick(), now) then
+
+The life of a step: members ask (`QuorumRequest`), a quorum is formed (`core.quorum`), each gets its part
+(`core.recovery`), each votes, the step is decided for all (`core.commit`), they ask again.
+
+What must hold, whatever happens (the simulation in `testing` checks it):
+- a `quorum_id` names one set of members; it only rises, also across restarts, since members report the last they saw and
+  a lighthouse that hears of an older life begins at the next thousand;
+- a step is decided once;
+- who is not in the quorum, or did not approve in time, is never told to commit;
+- no quorum is formed below the newest committed step that anybody here knows of, unless on purpose.
+
+Work per event is constant but for the event that forms a quorum or decides a step, which costs one pass over the members.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torchft_ckpt.core.commit import Tally, Verdict, decide_forgotten
+from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
+    AllowStepLoss,
+    CommitDecided,
+    CommitVote,
+    Dropped,
+    FromLighthouse,
+    Heartbeat,
+    Hello,
+    JoinerWaiting,
+    Leave,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    QuorumRequest,
+    Refused,
+    Role,
+    Source,
+    StallReport,
+    StateVersion,
+    ToLighthouse,
+    Welcome,
+    group_name,
+)
+from torchft_ckpt.core.patience import JoinBackoff
+from torchft_ckpt.core.quorum import Asked, decide_quorum
+from torchft_ckpt.core.recovery import Assignment, Holder, StepLost, assign_recovery
+
+QUORUM_IDS_PER_LIFE = 1000
+PENDING_NOTICE_S = 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message came in on a connection."""
+
+    connection: str
+    message: ToLighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    """A connection ended, from whichever side."""
+
+    connection: str
+    reason: str = "its connection closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed `next_deadline`."""
+
+
+Event: TypeAlias = Received | ConnectionClosed | Tick
+
+
+# ------------------------------------------------------------------------------------------------------ instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the message on the connection; a connection that is gone is not an error."""
+
+    connection: str
+    message: FromLighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connection after what was sent on it."""
+
+    connection: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Something an operator wants to read."""
+
+    line: str
+    is_warning: bool = False
+
+
+Instruction: TypeAlias = Send | Close | Log
+
+
+# ------------------------------------------------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LighthouseSettings:
+    """What the operator chose. Durations in seconds."""
+
+    min_replicas: int
+    join_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 5.0
+    allow_step_loss: bool = False
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation that is connected."""
+
+    connection: str
+    hello: Hello
+    last_seen: float
+    checkpoint_addresses: list[str] = field(default_factory=list)
+    store_address: str = ""
+    request: QuorumRequest | None = None
+    asked_at: float = 0.0
+    told_reason: str = ""
+    told_at: float = float("-inf")
+
+    @property
+    def replica_id(self) -> str:
+        return self.hello.replica_id
+
+
+@dataclass(slots=True)
+class Round:
+    """One step of one quorum."""
+
+    quorum_id: int
+    step: int
+    assignment: Assignment
+    tally: Tally
+    join_budget_s: float | None
+    formed_at: float
+    all_approved_at: float | None = None
+    """Since when nothing but joiners is waited for."""
+    stalled: set[str] = field(default_factory=set)
+    """Voters that wait in a collective for longer than the budget."""
+
+    @property
+    def joiners_close_at(self) -> float | None:
+        if self.tally.decided or self.all_approved_at is None or self.join_budget_s is None:
+            return None
+        return self.all_approved_at + self.join_budget_s
+
+
+@dataclass(slots=True)
+class Forgotten:
+    """Votes of a quorum that was formed by an earlier life of the lighthouse."""
+
+    votes: dict[str, CommitVote] = field(default_factory=dict)
+    grace_until: float = 0.0
+
+
+class LighthouseState:
+    """All that the lighthouse knows. Not thread-safe: one caller at a time.
+
+    Args:
+        settings: what the operator chose.
+        epoch: a text that no other life of this lighthouse has.
+    """
+
+    def __init__(self, settings: LighthouseSettings, epoch: str) -> None:
+        self.settings = settings
+        self.epoch = epoch
+        self.quorum_id = 0
+        self.newest_step = 0
+        self.allow_step_loss = settings.allow_step_loss
+        self.round: Round | None = None
+        self.members: OrderedDict[str, Member] = OrderedDict()
+        """By replica id, the one heard from longest ago first."""
+        self.lost_members: OrderedDict[str, str] = OrderedDict()
+        """Replica ids that are gone, with the reason; the latest few, for the operator."""
+        self._by_connection: dict[str, str] = {}
+        self._by_group: dict[str, str] = {}
+        self._waiting: dict[str, None] = {}
+        self._quorum_members: dict[str, None] = {}
+        """Members of the last quorum that have not been lost since."""
+        self._back: set[str] = set()
+        """Those of them that have asked again."""
+        self._backoff: dict[str, JoinBackoff] = {}
+        self._superseded: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: dict[tuple[int, int], Forgotten] = {}
+        self._decided: OrderedDict[tuple[int, int], tuple[Tally | None, Outcome, str]] = OrderedDict()
+        self._rolled_back_to: tuple[int, int] = (0, 0)
+        """Step and quorum id at which the job went back on purpose: later steps of earlier quorums are void."""
+        self._expected_members = 0
+        """After a restart: how many the last quorum had, before it is known who they were."""
+        self._first_hello_at: float | None = None
+        self._evaluate_at: float | None = None
+        self._reason = ""
+
+    # -------------------------------------------------------------------------------------------------- the interface
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take an event, return what to do, in order. `now` in seconds, never falling."""
+        if isinstance(event, Received):
+            return list(self._received(event.connection, event.message, now))
+        if isinstance(event, ConnectionClosed):
+            replica_id = self._by_connection.get(event.connection)
+            return list(self._lose(replica_id, event.reason, now)) if replica_id is not None else []
+        return list(self._tick(now))
+
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due, if nothing else happens before. It never needs to be early."""
+        deadlines = []
+        if self.members:
+            oldest = next(iter(self.members.values()))
+            deadlines.append(oldest.last_seen + self.settings.heartbeat_timeout_s)
+        if self.round is not None and self.round.joiners_close_at is not None:
+            deadlines.append(self.round.joiners_close_at)
+        if self._waiting and self._evaluate_at is not None:
+            deadlines.append(self._evaluate_at)
+        deadlines.extend(forgotten.grace_until for forgotten in self._forgotten.values())
+        return min(deadlines, default=None)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no quorum at the moment, or why the last was formed."""
+        return self._reason
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _received(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
+        if isinstance(message, AllowStepLoss):
+            self.allow_step_loss = True
+            yield Log("the operator allows the loss of steps", is_warning=True)
+            yield from self._evaluate(now)
+            return
+        if isinstance(message, Hello):
+            yield from self._hello(connection, message, now)
+            return
+        replica_id = self._by_connection.get(connection)
+        if replica_id is None:
+            yield Send(connection, Refused(code="hello", reason="the first message has to be Hello"))
+            yield Close(connection)
+            return
+        member = self.members[replica_id]
+        member.last_seen = now
+        self.members.move_to_end(replica_id)
+        if isinstance(message, Heartbeat):
+            return
+        if isinstance(message, QuorumRequest):
+            yield from self._asked(member, message, now)
+        elif isinstance(message, CommitVote):
+            yield from self._voted(member, message, now)
+        elif isinstance(message, StallReport):
+            yield from self._stalled(member, message, now)
+        elif isinstance(message, Leave):
+            yield from self._lose(replica_id, message.reason or "it left", now)
+            yield Close(connection)
+
+    def _hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
+        refusal = self._refusal(connection, hello)
+        if refusal is not None:
+            yield Send(connection, refusal)
+            yield Close(connection)
+            return
+        replica_id = hello.replica_id
+        name = group_name(replica_id)
+        before = self._by_group.get(name)
+        if before is not None:
+            old_connection = self.members[before].connection
+            if before == replica_id:
+                yield from self._lose(before, "it connected again", now)
+            else:
+                self._superseded[before] = None
+                if len(self._superseded) > 4096:
+                    self._superseded.popitem(last=False)
+                yield from self._lose(before, f"replaced by a newer process of {name}", now)
+                reason = f"another process runs as replica group {name!r} now"
+                yield Send(old_connection, Refused(code="superseded", reason=reason))
+            yield Close(old_connection)
+
+        self._learn(hello, now)
+        self.members[replica_id] = Member(connection=connection, hello=hello, last_seen=now)
+        self._by_connection[connection] = replica_id
+        self._by_group[name] = replica_id
+        self.lost_members.pop(replica_id, None)
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION, epoch=self.epoch, heartbeat_timeout_s=self.settings.heartbeat_timeout_s
+        )
+        yield Send(connection, welcome)
+        yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
+        for other in self._quorum_members:
+            yield Send(self.members[other].connection, JoinerWaiting())
+        yield from self._settle_forgotten(now)
+        yield from self._reconsider(now)
+
+    def _refusal(self, connection: str, hello: Hello) -> Refused | None:
+        if hello.protocol != PROTOCOL_VERSION:
+            reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, {hello.replica_id} speaks {hello.protocol}"
+            return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
+        if connection in self._by_connection:
+            return Refused(code="hello", reason="a connection says Hello once")
+        if hello.replica_id in self._superseded:
+            name = group_name(hello.replica_id)
+            return Refused(code="superseded", reason=f"another process runs as replica group {name!r} now")
+        other = next(iter(self.members.values()), None)
+        if other is not None and other.hello.group_world_size != hello.group_world_size:
+            reason = (
+                f"{hello.replica_id} has {hello.group_world_size} ranks, {other.replica_id} has"
+                f" {other.hello.group_world_size}; all replica groups of a job need the same number"
+            )
+            return Refused(code="config", reason=reason)
+        return None
+
+    def _learn(self, hello: Hello, now: float) -> None:
+        """Take what a member remembers and this lighthouse may not."""
+        if hello.last_quorum_id >= self._rolled_back_to[1]:
+            self.newest_step = max(self.newest_step, hello.newest_step)
+        self._note_version(hello.version)
+        if self._first_hello_at is None:
+            self._first_hello_at = now
+        if hello.last_quorum_id > self.quorum_id:
+            lives = hello.last_quorum_id // QUORUM_IDS_PER_LIFE + 1
+            self.quorum_id = lives * QUORUM_IDS_PER_LIFE - 1
+            self._expected_members = max(self._expected_members, hello.last_quorum_size)
+            self._quorum_members.clear()
+            self._back.clear()
+
+    def _note_version(self, version: StateVersion) -> None:
+        if version.proven and not self._is_void(version):
+            self.newest_step = max(self.newest_step, version.step)
+
+    def _is_void(self, version: StateVersion) -> bool:
+        step, quorum_id = self._rolled_back_to
+        return version.quorum_id < quorum_id and version.step > step
+
+    def _holder(self, member: Member) -> Holder:
+        request = _request(member)
+        version = request.version
+        return Holder(
+            replica_id=member.replica_id,
+            version=StateVersion(step=version.step) if self._is_void(version) else version,
+            restored=request.restored,
+            init_sync=request.init_sync,
+            allow_heal=request.allow_heal,
+            heal_inline=request.heal_inline,
+            can_serve=request.can_serve,
+        )
+
+    # --------------------------------------------------------------------------------------------------------- quorum
+
+    def _asked(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
+        replica_id = member.replica_id
+        current = self.round
+        if current is not None and not current.tally.decided and replica_id in current.tally.roles:
+            yield from self._abandoned(current, replica_id, now)
+        if request.checkpoint_addresses is not None:
+            member.checkpoint_addresses = request.checkpoint_addresses
+        if request.store_address:
+            member.store_address = request.store_address
+        if member.request is None:
+            member.asked_at = now
+        member.request = request
+        self._note_version(request.version)
+        self._waiting[replica_id] = None
+        if replica_id in self._quorum_members:
+            self._back.add(replica_id)
+        yield from self._reconsider(now)
+
+    def _abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
+        role = current.tally.roles[replica_id]
+        if replica_id in current.tally.votes:
+            # It gave up waiting for the decision. Its vote stands; it is told the outcome with the others.
+            return
+        reason = f"{replica_id} gave step {current.step} up"
+        if role in (Role.HEALTHY, Role.INLINE):
+            current.tally.give_up(reason)
+            yield from self._announce(current, now, culprit=replica_id)
+        else:
+            self._fail_join([replica_id], now - current.formed_at, now)
+            yield from self._break_collectives(current, replica_id, lost=False, reason=reason)
+            current.tally.lose(replica_id, reason)
+            yield from self._after_vote(current, now)
+
+    def _reconsider(self, now: float) -> Iterator[Instruction]:
+        """Evaluate the rule if this event can have changed its answer; else leave it to the deadline."""
+        if not self._waiting:
+            return
+        everyone = len(self._waiting) == len(self.members)
+        survivors_back = bool(self._quorum_members) and len(self._back) == len(self._quorum_members)
+        if everyone or survivors_back or self._evaluate_at is None:
+            yield from self._evaluate(now)
+
+    def _evaluate(self, now: float) -> Iterator[Instruction]:
+        self._evaluate_at = now + PENDING_NOTICE_S
+        if not self._waiting:
+            return
+        hold = self._restart_hold(now)
+        if hold is not None:
+            yield from self._pending(hold[0], now, hold[1])
+            return
+        candidates = [self.members[replica_id] for replica_id in self._waiting]
+        admitted, out = self._split_out(candidates, now)
+        asked = {m.replica_id: Asked(at=m.asked_at, shrink_only=_request(m).shrink_only) for m in admitted}
+        alive = [replica_id for replica_id in self.members if replica_id not in out]
+        verdict = decide_quorum(
+            alive=alive,
+            asked=asked,
+            last_quorum=self._quorum_members,
+            min_replicas=self.settings.min_replicas,
+            join_timeout_s=self.settings.join_timeout_s,
+            now=now,
+        )
+        if not verdict.formed:
+            yield from self._pending(verdict.reason, now, verdict.deadline)
+            return
+        members = [self.members[replica_id] for replica_id in verdict.members]
+        assignment = assign_recovery(
+            [self._holder(member) for member in members],
+            newest_step=self.newest_step,
+            allow_step_loss=self.allow_step_loss,
+            min_replicas=self.settings.min_replicas,
+            quorum_id=self._next_quorum_id(verdict.members, members),
+            epoch=self.epoch,
+        )
+        if isinstance(assignment, StepLost):
+            gone = ", ".join(list(self.lost_members)[-5:]) or "not known here"
+            reason = (
+                f"step {assignment.newest_step} was committed, the newest state here is step {assignment.best_step}:"
+                f" every group that held it is gone ({gone}). Bring one of them back, or start a group from a"
+                " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
+            )
+            yield from self._pending(reason, now, None, is_warning=True)
+            return
+        yield from self._form(assignment, verdict.reason, now)
+
+    def _restart_hold(self, now: float) -> tuple[str, float] | None:
+        """After a restart, wait for the last quorum's members to come back before judging who is there."""
+        if self._expected_members == 0 or self._first_hello_at is None:
+            return None
+        deadline = self._first_hello_at + min(self.settings.join_timeout_s, self.settings.heartbeat_timeout_s)
+        if len(self.members) >= self._expected_members or now >= deadline:
+            if self._forgotten:
+                return "a step from before the lighthouse restarted is still being decided", now + PENDING_NOTICE_S
+            self._expected_members = 0
+            return None
+        reason = (
+            f"{len(self.members)} of {self._expected_members} replica groups are back since the lighthouse restarted"
+        )
+        return reason, deadline
+
+    def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
+        """Set joiners aside that were left behind lately, if those who remain are enough."""
+        out = {
+            member.replica_id
+            for member in candidates
+            if member.replica_id not in self._quorum_members
+            and (backoff := self._backoff.get(group_name(member.replica_id))) is not None
+            and backoff.is_out(now)
+        }
+        admitted = [member for member in candidates if member.replica_id not in out]
+        if len(admitted) < self.settings.min_replicas:
+            return candidates, set()
+        return admitted, out
+
+    def _next_quorum_id(self, replica_ids: tuple[str, ...], members: list[Member]) -> int:
+        last = self.round
+        if (
+            last is None
+            or last.tally.broken
+            or self.quorum_id != last.quorum_id
+            or any(_request(member).needs_new_quorum for member in members)
+            or set(last.tally.roles) != set(replica_ids)
+        ):
+            return self.quorum_id + 1
+        return self.quorum_id
+
+    def _pending(
+        self, reason: str, now: float, deadline: float | None, is_warning: bool = False
+    ) -> Iterator[Instruction]:
+        """Tell those who wait why, now and then."""
+        if deadline is not None:
+            self._evaluate_at = min(now + PENDING_NOTICE_S, deadline)
+        if reason != self._reason:
+            self._reason = reason
+            yield Log(f"no quorum: {reason}", is_warning=is_warning)
+        for replica_id in self._waiting:
+            member = self.members[replica_id]
+            waited = now - member.asked_at
+            if waited >= PENDING_NOTICE_S / 2 and (
+                reason != member.told_reason or now - member.told_at >= 5 * PENDING_NOTICE_S
+            ):
+                member.told_reason, member.told_at = reason, now
+                yield Send(member.connection, QuorumPending(reason=reason, waited_s=waited))
+
+    def _form(self, assignment: Assignment, reason: str, now: float) -> Iterator[Instruction]:
+        if self.round is not None and not self.round.tally.decided:
+            self.round.tally.give_up("a new quorum was formed without those who have not voted")
+            yield from self._announce(self.round, now)
+        replica_ids = tuple(part.replica_id for part in assignment.parts)
+        members = [self.members[replica_id] for replica_id in replica_ids]
+        quorum_id = self._next_quorum_id(replica_ids, members)
+        is_new = quorum_id != self.quorum_id or self.round is None
+        roles = {part.replica_id: part.role for part in assignment.parts}
+        healing = [part for part in assignment.parts if part.role in (Role.INLINE, Role.JOINER)]
+        budgets = [
+            _request(member).join_budget_s
+            for member, part in zip(members, assignment.parts, strict=True)
+            if part.role is Role.HEALTHY
+        ]
+        budget = min(budgets, default=0.0) if healing and not assignment.is_first else None
+        step = assignment.version.step
+        if step < self.newest_step:
+            yield Log(f"steps {step + 1} to {self.newest_step} are lost, the job goes on from {step}", is_warning=True)
+            self._rolled_back_to = (step, quorum_id)
+        self.quorum_id = quorum_id
+        self.newest_step = step
+        self.allow_step_loss = self.settings.allow_step_loss
+        self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
+        self._reason = reason
+        self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
+        self._back.clear()
+        self._evaluate_at = None
+        store = next(
+            member.store_address
+            for member, part in zip(members, assignment.parts, strict=True)
+            if part.role is Role.HEALTHY
+        )
+        if is_new:
+            who = ", ".join(f"{part.replica_id} ({part.role.value})" for part in assignment.parts[:8])
+            more = f" and {len(members) - 8} more" if len(members) > 8 else ""
+            yield Log(
+                f"quorum {quorum_id} at step {assignment.version.step}: {who}{more}; {reason}; {assignment.reason}"
+            )
+        num_contributors, num_voters = assignment.num_contributors, assignment.num_voters
+        for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
+            request = _request(member)
+            member.request = None
+            member.told_reason = ""
+            del self._waiting[member.replica_id]
+            formed = QuorumFormed(
+                request_id=request.request_id,
+                quorum_id=quorum_id,
+                epoch=self.epoch,
+                version=assignment.version,
+                role=part.role,
+                replica_rank=rank,
+                replica_world_size=len(members),
+                contributor_rank=part.contributor_rank,
+                num_contributors=num_contributors,
+                num_voters=num_voters,
+                store_address=store,
+                sources=[
+                    Source(
+                        replica_id=replica_ids[source],
+                        replica_rank=source,
+                        checkpoint_addresses=members[source].checkpoint_addresses,
+                    )
+                    for source in part.sources
+                ],
+                destinations=list(part.destinations),
+                join_budget_s=budget,
+                joiner_waiting=bool(assignment.deferred),
+                newest_step=self.newest_step,
+                reason=reason,
+            )
+            yield Send(member.connection, formed)
+
+    # --------------------------------------------------------------------------------------------------------- commit
+
+    def _voted(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
+        current = self.round
+        key = (vote.quorum_id, vote.step)
+        if current is not None and (current.quorum_id, current.step) == key and vote.epoch == self.epoch:
+            if current.tally.decided or member.replica_id in current.tally.lost:
+                yield from self._tell_late(member, vote, current, now)
+                return
+            current.tally.cast(member.replica_id, vote)
+            yield from self._after_vote(current, now)
+        elif key in self._decided or vote.epoch == self.epoch:
+            yield Send(member.connection, self._late_answer(member.replica_id, vote))
+        else:
+            grace = now + min(self.settings.join_timeout_s, self.settings.heartbeat_timeout_s)
+            forgotten = self._forgotten.setdefault(key, Forgotten(grace_until=grace))
+            forgotten.votes[member.replica_id] = vote
+            yield from self._settle_forgotten(now)
+
+    def _tell_late(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
+        """A vote after the decision, or of a member that was taken for dead meanwhile."""
+        tally = current.tally
+        if not tally.decided:
+            # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
+            tally.votes.setdefault(member.replica_id, vote)
+            return
+        yield Send(member.connection, self._late_answer(member.replica_id, vote))
+
+    def _late_answer(self, replica_id: str, vote: CommitVote) -> CommitDecided:
+        tally, outcome, reason = self._decided.get(
+            (vote.quorum_id, vote.step), (None, Outcome.LEFT_BEHIND, "this step was decided long ago")
+        )
+        if tally is not None:
+            outcome = tally.outcome(replica_id)
+            voter = tally.roles.get(replica_id) in (Role.HEALTHY, Role.INLINE)
+            if outcome is Outcome.LEFT_BEHIND and vote.approve and voter:
+                outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
+        elif outcome is Outcome.COMMIT and not vote.approve:
+            outcome = Outcome.LEFT_BEHIND
+        return CommitDecided(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step, outcome=outcome, reason=reason)
+
+    def _after_vote(self, current: Round, now: float) -> Iterator[Instruction]:
+        tally = current.tally
+        if tally.all_voters_approved:
+            if current.join_budget_s is None:
+                tally.close()
+            elif current.all_approved_at is None:
+                current.all_approved_at = now
+        if tally.decided:
+            yield from self._announce(current, now)
+        elif current.stalled:
+            yield from self._judge_stall(current, now)
+
+    def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
+        """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
+        tally = current.tally
+        committed = tally.verdict is Verdict.COMMIT
+        key = (current.quorum_id, current.step)
+        outcome = Outcome.COMMIT if committed else Outcome.DISCARD
+        self._remember(key, tally, outcome, tally.reason)
+        if committed:
+            self.newest_step = max(self.newest_step, current.step + 1)
+            behind = [m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT]
+            cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
+            self._fail_join(behind, cost_s, now)
+        else:
+            yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
+        for replica_id in self._joiners(tally):
+            if (vote := tally.votes.get(replica_id)) is not None and vote.approve:
+                self._quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
+                self._backoff.pop(group_name(replica_id), None)
+        for replica_id in tally.roles:
+            member = self.members.get(replica_id)
+            if member is None:
+                continue
+            has_voted = replica_id in tally.votes
+            if not committed and not has_voted and member.request is None:
+                broken = QuorumBroken(
+                    quorum_id=current.quorum_id, replica_id=culprit or replica_id, lost=False, reason=tally.reason
+                )
+                yield Send(member.connection, broken)
+            if has_voted or (committed and replica_id not in tally.lost):
+                decided = CommitDecided(
+                    quorum_id=current.quorum_id,
+                    epoch=self.epoch,
+                    step=current.step,
+                    outcome=tally.outcome(replica_id),
+                    reason=tally.reason,
+                )
+                yield Send(member.connection, decided)
+
+    def _remember(self, key: tuple[int, int], tally: Tally | None, outcome: Outcome, reason: str) -> None:
+        self._decided[key] = (tally, outcome, reason)
+        while len(self._decided) > 8:
+            self._decided.popitem(last=False)
+
+    def _joiners(self, tally: Tally) -> list[str]:
+        """Joiners of a quorum that have not been lost."""
+        return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
+
+    def _fail_join(self, joiners: list[str], cost_s: float, now: float) -> None:
+        """Note that an attempt to join cost the others `cost_s`."""
+        for replica_id in joiners:
+            self._quorum_members.pop(replica_id, None)
+            self._back.discard(replica_id)
+            self._backoff.setdefault(group_name(replica_id), JoinBackoff()).failed(cost_s, now)
+        if len(self._backoff) > 4096:
+            self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
+
+    def _stalled(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
+        current = self.round
+        if (
+            current is None
+            or current.tally.decided
+            or (current.quorum_id, current.step) != (report.quorum_id, report.step)
+            or member.replica_id not in current.tally.roles
+        ):
+            return
+        current.stalled.add(member.replica_id)
+        yield from self._judge_stall(current, now)
+
+    def _judge_stall(self, current: Round, now: float) -> Iterator[Instruction]:
+        """Every living member that held the state waits in a collective or is done: it can only be the others."""
+        roles, tally = current.tally.roles, current.tally
+        held = [m for m, role in roles.items() if role is Role.HEALTHY and m not in tally.lost]
+        if not all(member in current.stalled or member in tally.votes for member in held):
+            return
+        joiners = [
+            member
+            for member, role in roles.items()
+            if role in (Role.JOINER, Role.INLINE) and member not in tally.lost and member not in current.stalled
+        ] or [member for member, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
+        self._fail_join(joiners, now - current.formed_at, now)
+        tally.give_up(f"the others waited longer than join_budget for {', '.join(joiners)}")
+        yield from self._announce(current, now, culprit=joiners[0])
+
+    # --------------------------------------------------------------------------------------------------------- losses
+
+    def _lose(self, replica_id: str, reason: str, now: float) -> Iterator[Instruction]:
+        """A member is gone: tell those who share a collective with it, at once."""
+        member = self.members.pop(replica_id)
+        del self._by_connection[member.connection]
+        self._by_group.pop(group_name(replica_id), None)
+        self._waiting.pop(replica_id, None)
+        self._quorum_members.pop(replica_id, None)
+        self._back.discard(replica_id)
+        self.lost_members[replica_id] = reason
+        while len(self.lost_members) > 64:
+            self.lost_members.popitem(last=False)
+        yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
+        current = self.round
+        if current is not None and replica_id in current.tally.roles and replica_id not in current.tally.lost:
+            was_decided = current.tally.decided
+            current.tally.lose(replica_id, reason)
+            if not was_decided:
+                if current.tally.roles[replica_id] is Role.JOINER:
+                    self._fail_join([replica_id], now - current.formed_at, now)
+                yield from self._break_collectives(current, replica_id, lost=True, reason=f"{replica_id}: {reason}")
+                yield from self._after_vote(current, now)
+        if not self.members:
+            self._evaluate_at = None
+        yield from self._settle_forgotten(now)
+        yield from self._reconsider(now)
+
+    def _break_collectives(self, current: Round, culprit: str, *, lost: bool, reason: str) -> Iterator[Instruction]:
+        broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
+        for replica_id in current.tally.roles:
+            if replica_id != culprit and replica_id in self.members and replica_id not in current.tally.votes:
+                yield Send(self.members[replica_id].connection, broken)
+
+    # ------------------------------------------------------------------------------------------- after our own restart
+
+    def _settle_forgotten(self, now: float) -> Iterator[Instruction]:
+        for key, forgotten in list(self._forgotten.items()):
+            known, still_training = self._testimony(key, forgotten)
+            verdict = decide_forgotten(
+                forgotten.votes.values(),
+                known_outcome=known,
+                someone_still_training=still_training,
+                grace_over=now >= forgotten.grace_until,
+            )
+            if verdict is Verdict.PENDING:
+                if now >= forgotten.grace_until:
+                    forgotten.grace_until = now + PENDING_NOTICE_S
+                continue
+            del self._forgotten[key]
+            outcome = Outcome.COMMIT if verdict is Verdict.COMMIT else Outcome.DISCARD
+            reason = "decided from the members' reports after the lighthouse restarted"
+            self._remember(key, None, outcome, reason)
+            if verdict is Verdict.COMMIT:
+                self.newest_step = max(self.newest_step, key[1] + 1)
+            yield Log(f"step {key[1]} of quorum {key[0]}: {outcome.value}, {reason}")
+            for replica_id, vote in forgotten.votes.items():
+                member = self.members.get(replica_id)
+                if member is not None:
+                    yield Send(member.connection, self._late_answer(replica_id, vote))
+        if self._expected_members and not self._forgotten and self._waiting:
+            yield from self._evaluate(now)
+
+    def _testimony(self, key: tuple[int, int], forgotten: Forgotten) -> tuple[Outcome | None, bool]:
+        """What the connected members say about a step: how it ended, and whether one of them is still in it."""
+        known: Outcome | None = None
+        still_training = False
+        for member in self.members.values():
+            hello = member.hello
+            if hello.version.quorum_id == key[0] and hello.version.step == key[1] + 1:
+                known = Outcome.COMMIT
+            elif (hello.last_quorum_id, hello.last_step) == key:
+                if hello.last_outcome is None:
+                    still_training = still_training or (
+                        member.replica_id not in forgotten.votes and member.request is None
+                    )
+                else:
+                    known = known or hello.last_outcome
+        return known, still_training
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def _tick(self, now: float) -> Iterator[Instruction]:
+        timeout = self.settings.heartbeat_timeout_s
+        while self.members:
+            oldest = next(iter(self.members.values()))
+            if now < oldest.last_seen + timeout:
+                break
+            reason = f"nothing heard from it for {now - oldest.last_seen:.1f} s"
+            connection = oldest.connection
+            yield from self._lose(oldest.replica_id, reason, now)
+            yield Send(connection, Dropped(reason=reason))
+            yield Close(connection)
+        current = self.round
+        if current is not None and current.joiners_close_at is not None and now >= current.joiners_close_at:
+            current.tally.close()
+            yield from self._announce(current, now)
+        yield from self._settle_forgotten(now)
+        if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:
+            yield from self._evaluate(now)
+
+
+def _request(member: Member) -> QuorumRequest:
+    if member.request is None:
+        raise RuntimeError(f"internal error: {member.replica_id} is waiting without a request")
+    return member.request

@@ -1,0 +1,304 @@
+"""What travels between ranks, groups and the lighthouse: typed, bounded, validated on decode.
+
+Every message is a JSON object whose `type` names its class. A message that does not decode is a `ProtocolError` of the
+peer that sent it, never an exception of another kind. Integers are bounded to 63 bits, texts and lists in length, so that
+no peer can make another allocate at will.
+
+Times on the wire are durations in seconds; no clock is ever compared across machines.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from torchft_ckpt.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 4 << 20
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+ReplicaId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
+
+
+class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
+    """Names one state of the model: two replicas with equal proven versions hold equal bits.
+
+    `step` counts committed steps, `quorum_id` and `epoch` name the quorum in which the last of them was committed (or in
+    which the first state was agreed on). `quorum_id` 0 is an unproven state: fresh weights, or a restored checkpoint.
+    Versions of one step are ordered by quorum: the later quorum's is the one that the job went on with.
+    """
+
+    step: Count = 0
+    quorum_id: Count = 0
+    epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    @property
+    def proven(self) -> bool:
+        return self.quorum_id > 0
+
+
+class Role(str, Enum):
+    """What a member of a quorum is in this step."""
+
+    HEALTHY = "healthy"
+    """Holds the newest state, contributes, and its vote counts."""
+    INLINE = "inline"
+    """Loads the newest state before its forward pass, then contributes; its vote counts."""
+    JOINER = "joiner"
+    """Loads the newest state beside its forward pass, contributes zeros; the others wait for it within a budget."""
+    IDLE = "idle"
+    """Must not heal in this step (`allow_heal=False`): contributes zeros, commits nothing, nobody waits for it."""
+
+
+class Outcome(str, Enum):
+    """How a step ended for one member."""
+
+    COMMIT = "commit"
+    DISCARD = "discard"
+    LEFT_BEHIND = "left_behind"
+    """The others committed, this member must not: it heals at a later quorum."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A group to recover from. `checkpoint_addresses` has one entry for each of its group ranks."""
+
+    replica_id: ReplicaId
+    replica_rank: Count
+    checkpoint_addresses: Addresses
+
+
+# ---------------------------------------------------------------------------------------------- group -> lighthouse
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message on a connection, and what a lighthouse that lost its memory learns from."""
+
+    protocol: Count
+    replica_id: ReplicaId
+    group_world_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
+    version: StateVersion = StateVersion()
+    newest_step: Count = 0
+    last_quorum_id: Count = 0
+    last_quorum_size: Count = 0
+    last_step: Count = 0
+    last_outcome: Outcome | None = None
+    """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Says that the sender lives. Any other message says so too."""
+
+
+class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ready for the next step. Asking while a step is open abandons that step."""
+
+    request_id: Count
+    version: StateVersion
+    restored: bool = False
+    """The unproven `version` was loaded from a checkpoint on purpose."""
+    init_sync: bool = True
+    shrink_only: bool = False
+    allow_heal: bool = True
+    heal_inline: bool = False
+    can_serve: bool = False
+    """The state was captured on the training thread: a joiner can be served without touching it again."""
+    needs_new_quorum: bool = False
+    join_budget_s: Seconds = 5.0
+    store_address: Text = ""
+    checkpoint_addresses: Addresses | None = None
+    """One for each group rank; None: as in the last request on this connection."""
+
+
+class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Whether the step may count, from one rank to its group and from one group to the lighthouse."""
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+    approve: bool
+    broken: bool = False
+    """The collectives of this quorum cannot be used again."""
+    counts: bool = True
+    """False from a joiner: nobody's commit depends on it."""
+    num_voters: Count = 0
+    """Votes that count in this quorum, as it was formed."""
+    reason: Text = ""
+
+
+class StallReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A collective has been waiting for longer than the join budget allows."""
+
+    quorum_id: Count
+    step: Count
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The sender goes on purpose."""
+
+    reason: Text = ""
+
+
+class AllowStepLoss(msgspec.Struct, frozen=True, tag=True):
+    """The operator's word that the job may go on from an older state than the newest one committed."""
+
+
+# ---------------------------------------------------------------------------------------------- lighthouse -> group
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `Hello`."""
+
+    protocol: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    heartbeat_timeout_s: Seconds
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The sender closes after this; trying again unchanged cannot help."""
+
+    code: Annotated[str, msgspec.Meta(max_length=64)]
+    reason: Text
+
+
+class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Why there is no quorum yet."""
+
+    reason: Text
+    waited_s: Seconds
+
+
+class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One member's view of a step. Its size does not depend on the number of members."""
+
+    request_id: Count
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    version: StateVersion
+    """The state that all members train from; healing members load it, an unproven source takes its name."""
+    role: Role
+    replica_rank: Count
+    replica_world_size: Count
+    contributor_rank: Count | None
+    """Rank among those that contribute gradients, None for those that do not."""
+    num_contributors: Count
+    num_voters: Count
+    store_address: Text
+    sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
+    destinations: Annotated[list[Count], msgspec.Meta(max_length=65536)] = []
+    """Replica ranks that this member has to serve."""
+    join_budget_s: Seconds | None = None
+    """Set where members join: how long a collective may wait for them before `StallReport` is due."""
+    joiner_waiting: bool = False
+    """A joiner could not be admitted, because no member had captured its state: capture at the next step."""
+    newest_step: Count = 0
+    reason: Text = ""
+
+
+class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
+    """A joiner is about to ask: capture the state at the next step boundary."""
+
+
+class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The one decision on a step, for one member."""
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+    outcome: Outcome
+    reason: Text = ""
+
+
+class QuorumBroken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The collectives of this quorum cannot finish: abort what is in flight."""
+
+    quorum_id: Count
+    replica_id: ReplicaId
+    """The member on whose account it broke."""
+    lost: bool
+    """That member is gone (else it gave the step up)."""
+    reason: Text
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """This incarnation was taken for dead; it may connect again and will be told what to do."""
+
+    reason: Text
+
+
+# ---------------------------------------------------------------------------------------------- rank <-> group
+
+
+class RankHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message of a rank to its group's manager service."""
+
+    protocol: Count
+    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class GroupBroken(msgspec.Struct, frozen=True, tag=True):
+    """A rank is gone: the group has left the quorum and must be restarted as a whole."""
+
+    reason: Text
+
+
+ToLighthouse: TypeAlias = Hello | Heartbeat | QuorumRequest | CommitVote | StallReport | Leave | AllowStepLoss
+FromLighthouse: TypeAlias = (
+    Welcome | Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | Dropped
+)
+RankToGroup: TypeAlias = RankHello | QuorumRequest | CommitVote | StallReport | Leave
+GroupToRank: TypeAlias = (
+    Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | GroupBroken
+)
+Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank
+
+_encoder = msgspec.json.Encoder()
+_to_lighthouse: msgspec.json.Decoder[ToLighthouse] = msgspec.json.Decoder(ToLighthouse)
+_from_lighthouse: msgspec.json.Decoder[FromLighthouse] = msgspec.json.Decoder(FromLighthouse)
+_rank_to_group: msgspec.json.Decoder[RankToGroup] = msgspec.json.Decoder(RankToGroup)
+_group_to_rank: msgspec.json.Decoder[GroupToRank] = msgspec.json.Decoder(GroupToRank)
+
+
+def encode(message: Message) -> str:
+    """Return the message as JSON text."""
+    return _encoder.encode(message).decode()
+
+
+def decode_to_lighthouse(data: str | bytes, party: str) -> ToLighthouse:
+    """Decode what a group sent. Raises `ProtocolError` naming `party`."""
+    return _decode(_to_lighthouse, data, party)
+
+
+def decode_from_lighthouse(data: str | bytes, party: str) -> FromLighthouse:
+    """Decode what the lighthouse sent. Raises `ProtocolError` naming `party`."""
+    return _decode(_from_lighthouse, data, party)
+
+
+def decode_rank_to_group(data: str | bytes, party: str) -> RankToGroup:
+    """Decode what a rank sent. Raises `ProtocolError` naming `party`."""
+    return _decode(_rank_to_group, data, party)
+
+
+def decode_group_to_rank(data: str | bytes, party: str) -> GroupToRank:
+    """Decode what the manager service sent. Raises `ProtocolError` naming `party`."""
+    return _decode(_group_to_rank, data, party)
+
+
+_T = msgspec.Struct
+
+
+def _decode(decoder: msgspec.json.Decoder, data: str | bytes, party: str):  # type: ignore[no-untyped-def]
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{party} sent a message that cannot be read: {error}", party=party) from error
+
+
+def group_name(replica_id: str) -> str:
+    """Return the name that a replica group keeps over its incarnations: what stands before the last colon."""
+    return replica_id.rpartition(":")[0] or replica_id

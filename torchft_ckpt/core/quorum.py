@@ -1,0 +1,104 @@
+"""This file decides who trains together next. It does not know the network, the model or the clock.
+
+The rule is torchft's. A quorum is formed when
+1. every member of the last quorum that still lives has asked again (the *fast quorum*: those who wait as well come in
+   with it), or else
+2. enough have asked: at least `min_replicas`, and more than half of those alive (so two halves of a split job cannot both
+   go on), and either all alive have asked or `join_timeout_s` has passed since the first of them did.
+With `shrink_only`, asked for by anyone, nobody may join who was not in the last quorum.
+
+One difference: a member that is known dead does not stand in the way. Who is alive is the caller's knowledge: a closed
+connection ends a life at once, so after a loss the survivors are the fast quorum, and nobody waits for a timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One member's wish to be in the next quorum."""
+
+    at: float
+    shrink_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumVerdict:
+    """The answer, with its reason in a sentence.
+
+    `members` is sorted by replica id; empty: no quorum yet. `deadline`: when the answer may change by time alone.
+    """
+
+    members: tuple[str, ...]
+    reason: str
+    deadline: float | None = None
+
+    @property
+    def formed(self) -> bool:
+        return bool(self.members)
+
+
+def decide_quorum(
+    *,
+    alive: Collection[str],
+    asked: Mapping[str, Asked],
+    last_quorum: Collection[str],
+    min_replicas: int,
+    join_timeout_s: float,
+    now: float,
+) -> QuorumVerdict:
+    """Decide whether a quorum can be formed now.
+
+    Args:
+        alive: replica ids of all who live, whether they have asked or not.
+        asked: who has asked, and since when. Who is not alive is ignored.
+        last_quorum: members of the last quorum, in any order; empty before the first.
+        min_replicas: the fewest that may train.
+        join_timeout_s: how long those who asked wait for those who live and have not asked.
+        now: seconds on the clock of `Asked.at`.
+    """
+    living = set(alive)
+    candidates = sorted(replica_id for replica_id in asked if replica_id in living)
+    if any(asked[replica_id].shrink_only for replica_id in candidates):
+        candidates = [replica_id for replica_id in candidates if replica_id in last_quorum]
+    if not candidates:
+        return QuorumVerdict(members=(), reason="nobody has asked for a quorum")
+
+    if len(candidates) < min_replicas:
+        return QuorumVerdict(
+            members=(),
+            reason=f"{len(candidates)} of at least {min_replicas} replica groups are here ({_names(candidates)})",
+        )
+
+    survivors = [replica_id for replica_id in last_quorum if replica_id in living]
+    if survivors and all(replica_id in asked for replica_id in survivors):
+        return QuorumVerdict(members=tuple(candidates), reason="all living members of the last quorum are back")
+
+    absent = sorted(living.difference(asked))
+    if 2 * len(candidates) <= len(living):
+        return QuorumVerdict(
+            members=(),
+            reason=f"{len(candidates)} of {len(living)} living replica groups have asked, more than half are needed;"
+            f" waiting for {_names(absent)}",
+        )
+    if absent:
+        deadline = min(asked[replica_id].at for replica_id in candidates) + join_timeout_s
+        if now < deadline:
+            return QuorumVerdict(
+                members=(),
+                reason=f"{len(candidates)} replica groups have asked, waiting at most {join_timeout_s:g} s for"
+                f" {_names(absent)}",
+                deadline=deadline,
+            )
+        return QuorumVerdict(
+            members=tuple(candidates), reason=f"join timeout of {join_timeout_s:g} s passed without {_names(absent)}"
+        )
+    return QuorumVerdict(members=tuple(candidates), reason="all living replica groups have asked")
+
+
+def _names(replica_ids: Collection[str], most: int = 5) -> str:
+    shown = ", ".join(list(replica_ids)[:most])
+    return shown if len(replica_ids) <= most else f"{shown} and {len(replica_ids) - most} more"

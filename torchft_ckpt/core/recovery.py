@@ -1,0 +1,193 @@
+"""This file decides, for the members of a quorum, from which state they train, who must load it, and from whom.
+
+The rules, in this order:
+1. Proven states (committed or healed in a quorum) win over restored ones, restored ones over fresh ones, unless the newest
+   committed step that anybody knows of is beyond every proven state here. Among proven states the highest version wins;
+   all who hold another version heal, also from the same step: equal versions are equal bits, nothing else is.
+2. If the newest committed step is beyond every proven state, its holders are gone. Then only a state that was restored on
+   purpose may be trained from, or any if the operator allowed the loss of steps. Else there is no quorum.
+3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
+   load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
+4. All ranks of a group heal from the same source. Sources serve evenly many; one that has captured its state comes first.
+5. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
+   remain are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchft_ckpt.core.messages import Role, StateVersion
+
+MAX_SOURCES = 1
+"""Sources named to one healing member. Each of them has to hold a snapshot for it, so no more than it will use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What one member of a quorum holds and wants."""
+
+    replica_id: str
+    version: StateVersion
+    restored: bool = False
+    init_sync: bool = True
+    allow_heal: bool = True
+    heal_inline: bool = False
+    can_serve: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One member's part in the step. Ranks are positions in `Assignment.parts`."""
+
+    replica_id: str
+    role: Role
+    contributor_rank: int | None
+    sources: tuple[int, ...] = ()
+    destinations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Who plays which part; `parts` in the order of replica ranks."""
+
+    version: StateVersion
+    parts: tuple[Part, ...]
+    deferred: tuple[str, ...]
+    is_first: bool
+    """No state was proven before: there are no survivors yet who could be kept waiting."""
+    reason: str
+
+    @property
+    def num_contributors(self) -> int:
+        return sum(part.contributor_rank is not None for part in self.parts)
+
+    @property
+    def num_voters(self) -> int:
+        return sum(part.role in (Role.HEALTHY, Role.INLINE) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLost:
+    """No state here may be trained from: the holders of the newest step are gone."""
+
+    newest_step: int
+    best_step: int
+
+
+def assign_recovery(
+    members: Sequence[Holder],
+    *,
+    newest_step: int,
+    allow_step_loss: bool,
+    min_replicas: int,
+    quorum_id: int,
+    epoch: str,
+) -> Assignment | StepLost:
+    """Assign every member of a quorum its part.
+
+    Args:
+        members: in the order of replica ranks; at least one.
+        newest_step: the highest committed step that anybody is known to have reached.
+        allow_step_loss: the operator allows to go on from an older state.
+        min_replicas: joiners are deferred only while this many remain.
+        quorum_id: id of the quorum that is being formed, for the name of a first state.
+        epoch: the lighthouse's epoch, likewise.
+    """
+    proven = [member for member in members if member.version.proven]
+    best_proven = max((member.version for member in proven), default=None)
+    if best_proven is not None and (best_proven.step >= newest_step or (allow_step_loss and not _restored(members))):
+        return _heal_towards(members, best_proven, min_replicas)
+    restored = _restored(members)
+    if restored:
+        step = max(member.version.step for member in restored)
+        equals = [member for member in restored if member.version.step == step]
+        return _first_state(members, equals, step, quorum_id, epoch)
+    if newest_step > 0 and not allow_step_loss:
+        return StepLost(newest_step=newest_step, best_step=best_proven.step if best_proven else 0)
+    step = max(member.version.step for member in members)
+    equals = [member for member in members if member.version.step == step]
+    return _first_state(members, equals, step, quorum_id, epoch)
+
+
+def _restored(members: Sequence[Holder]) -> list[Holder]:
+    return [member for member in members if member.restored and not member.version.proven]
+
+
+def _first_state(
+    members: Sequence[Holder], equals: Sequence[Holder], step: int, quorum_id: int, epoch: str
+) -> Assignment:
+    """Nothing is proven: name the first state."""
+    version = StateVersion(step=step, quorum_id=quorum_id, epoch=epoch)
+    sync = any(member.init_sync for member in members)
+    holders = {equals[0].replica_id} if sync else {member.replica_id for member in equals}
+    roles = [
+        Role.HEALTHY if member.replica_id in holders else (Role.INLINE if member.allow_heal else Role.IDLE)
+        for member in members
+    ]
+    what = "restored from a checkpoint" if equals[0].restored else "fresh"
+    return _assignment(
+        members,
+        roles,
+        version=version,
+        deferred=(),
+        is_first=True,
+        reason=f"first state of this job is step {step} of {equals[0].replica_id} ({what})",
+    )
+
+
+def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas: int) -> Assignment:
+    holders = [member for member in members if member.version == version]
+    deferred: tuple[str, ...] = ()
+    if not any(member.can_serve for member in holders) and len(holders) >= min_replicas:
+        deferred = tuple(member.replica_id for member in members if member.version != version and member.allow_heal)
+        members = [member for member in members if member.replica_id not in deferred]
+    roles = [_role(member, version) for member in members]
+    healing = [member.replica_id for member, role in zip(members, roles, strict=True) if role is not Role.HEALTHY]
+    reason = f"{len(members) - len(healing)} of {len(members)} hold step {version.step}"
+    return _assignment(members, roles, version=version, deferred=deferred, is_first=False, reason=reason)
+
+
+def _role(member: Holder, version: StateVersion) -> Role:
+    if member.version == version:
+        return Role.HEALTHY
+    if not member.allow_heal:
+        return Role.IDLE
+    return Role.INLINE if member.heal_inline else Role.JOINER
+
+
+def _assignment(
+    members: Sequence[Holder],
+    roles: Sequence[Role],
+    *,
+    version: StateVersion,
+    deferred: tuple[str, ...],
+    is_first: bool,
+    reason: str,
+) -> Assignment:
+    servers = [rank for rank, role in enumerate(roles) if role is Role.HEALTHY and members[rank].can_serve]
+    servers = servers or [rank for rank, role in enumerate(roles) if role is Role.HEALTHY]
+    sources: dict[int, tuple[int, ...]] = {}
+    destinations: dict[int, list[int]] = {}
+    healing = [rank for rank, role in enumerate(roles) if role in (Role.INLINE, Role.JOINER)]
+    for turn, rank in enumerate(healing):
+        mine = tuple(servers[(turn + i) % len(servers)] for i in range(min(MAX_SOURCES, len(servers))))
+        sources[rank] = mine
+        for server in mine:
+            destinations.setdefault(server, []).append(rank)
+    parts: list[Part] = []
+    num_contributors = 0
+    for rank, (member, role) in enumerate(zip(members, roles, strict=True)):
+        contributes = role in (Role.HEALTHY, Role.INLINE)
+        parts.append(
+            Part(
+                replica_id=member.replica_id,
+                role=role,
+                contributor_rank=num_contributors if contributes else None,
+                sources=sources.get(rank, ()),
+                destinations=tuple(destinations.get(rank, ())),
+            )
+        )
+        num_contributors += contributes
+    return Assignment(version=version, parts=tuple(parts), deferred=deferred, is_first=is_first, reason=reason)

@@ -1,0 +1,319 @@
+"""The life of one rank's step: which state it holds, and whether it may contribute, vote and commit.
+
+It knows no tensors, threads, sockets or clock. The manager drives it with what happens and does what it says; the
+simulation drives it in the same way.
+
+    phase      event                      next        what follows
+    ---------  -------------------------  ----------  ------------------------------------------------------------
+    IDLE       begin                      ASKING      send the returned `QuorumRequest`
+    ASKING     formed                     TRAINING    configure, serve, load as the returned `StepPlan` says
+    TRAINING   load_finished              TRAINING    the state is the quorum's: it may contribute (inline) or vote (joiner)
+    TRAINING   fail, broken               TRAINING    the step cannot count; `broken`: abort what is in flight
+    TRAINING   vote                       VOTED       send the returned `CommitVote`
+    VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on
+    VOTED      decided(other)             IDLE        do not step it
+    VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did
+    any        begin                      ASKING      the step that was open is abandoned
+
+Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
+not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
+    CommitDecided,
+    CommitVote,
+    Hello,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumRequest,
+    Role,
+    StateVersion,
+)
+
+
+class Phase(Enum):
+    """Where in a step the replica is."""
+
+    IDLE = "idle"
+    ASKING = "asking"
+    TRAINING = "training"
+    VOTED = "voted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the user chose for this replica."""
+
+    min_replica_size: int
+    init_sync: bool = True
+    heal_inline: bool = False
+    fixed_with_spares: bool = False
+    join_budget_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What to do with a quorum that was formed."""
+
+    formed: QuorumFormed
+    configure: bool
+    """The process group has to be made anew."""
+    load: bool
+    """The state has to be loaded from `formed.sources`."""
+    load_before_forward: bool
+    serve: bool
+    """`formed.destinations` want this replica's state."""
+
+
+class ReplicaState:
+    """One rank's state over its steps. Not thread-safe: the caller serialises.
+
+    Args:
+        settings: what the user chose.
+    """
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self.settings = settings
+        self.version = StateVersion()
+        self.restored = False
+        self.phase = Phase.IDLE
+        self.quorum: QuorumFormed | None = None
+        """The quorum of the open step, or of the last one."""
+        self.newest_step = 0
+        self.capture_wanted = True
+        """Capture the state at the next step boundary: a joiner waits for it, or nothing is known yet."""
+        self.error: str | None = None
+        self.configured: tuple[int, str] | None = None
+        """Quorum id and epoch that the process group was made for; None: it cannot be used."""
+        self._request_id = 0
+        self._last_outcome: Outcome | None = None
+        self._is_broken = False
+        self._vote: CommitVote | None = None
+
+    # ------------------------------------------------------------------------------------------------ what it is now
+
+    @property
+    def healed(self) -> bool:
+        """The state is the open quorum's (or, between steps, a proven one)."""
+        if self.phase in (Phase.TRAINING, Phase.VOTED) and self.quorum is not None:
+            return self.version == self.quorum.version
+        return self.version.proven
+
+    @property
+    def num_participants(self) -> int:
+        """How many replica groups contribute gradients in this step."""
+        if self.quorum is None:
+            return 0
+        count = self.quorum.num_contributors
+        return min(count, self.settings.min_replica_size) if self.settings.fixed_with_spares else count
+
+    @property
+    def participating_rank(self) -> int | None:
+        """Rank among those that contribute, None for a healing replica and for a spare."""
+        if self.quorum is None or not self.healed:
+            return None
+        rank = self.quorum.contributor_rank
+        if rank is not None and self.settings.fixed_with_spares and rank >= self.settings.min_replica_size:
+            return None
+        return rank
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def restore(self, step: int) -> None:
+        """The user loaded a checkpoint of `step` on purpose."""
+        self.version = StateVersion(step=step)
+        self.restored = True
+
+    def begin(self, *, allow_heal: bool, shrink_only: bool, can_serve: bool, store_address: str) -> QuorumRequest:
+        """A step begins. One that is open is abandoned."""
+        if self.phase in (Phase.TRAINING, Phase.VOTED):
+            # Without this replica's vote nobody can have committed, unless it was a joiner that nobody waits for.
+            voter = self.quorum is not None and self.quorum.role in (Role.HEALTHY, Role.INLINE)
+            self._last_outcome = Outcome.DISCARD if voter and self.phase is Phase.TRAINING else None
+            self.configured = None
+        self._request_id += 1
+        self.phase = Phase.ASKING
+        self.error = None
+        self.capture_wanted = False
+        self._is_broken = False
+        self._vote = None
+        return QuorumRequest(
+            request_id=self._request_id,
+            version=self.version,
+            restored=self.restored,
+            init_sync=self.settings.init_sync,
+            shrink_only=shrink_only,
+            allow_heal=allow_heal,
+            heal_inline=self.settings.heal_inline,
+            can_serve=can_serve,
+            needs_new_quorum=self.configured is None,
+            join_budget_s=self.settings.join_budget_s,
+            store_address=store_address,
+        )
+
+    def formed(self, formed: QuorumFormed) -> StepPlan | None:
+        """The quorum of the open request was formed; None: it answers a request that is not open any more."""
+        if self.phase is not Phase.ASKING or formed.request_id != self._request_id:
+            return None
+        self.phase = Phase.TRAINING
+        self.quorum = formed
+        self.newest_step = formed.newest_step
+        self.capture_wanted = formed.joiner_waiting
+        self._last_outcome = None
+        if formed.role is Role.HEALTHY and self.version != formed.version:
+            # The first state of a job is this replica's: it gets its name.
+            if self.version.proven or self.version.step != formed.version.step:
+                self.fail(f"the quorum takes this replica for a holder of {formed.version}, it holds {self.version}")
+            else:
+                self._adopt(formed.version)
+        load = formed.role in (Role.INLINE, Role.JOINER) and self.version != formed.version
+        configure = self.configured != (formed.quorum_id, formed.epoch)
+        if configure:
+            self.configured = None
+        return StepPlan(
+            formed=formed,
+            configure=configure,
+            load=load,
+            load_before_forward=load and formed.role is Role.INLINE,
+            serve=bool(formed.destinations),
+        )
+
+    def configure_finished(self) -> None:
+        """The process group of the open quorum is ready."""
+        if self.quorum is not None:
+            self.configured = (self.quorum.quorum_id, self.quorum.epoch)
+
+    def load_finished(self, version: StateVersion) -> None:
+        """All of the state that `version` names is in place."""
+        self._adopt(version)
+
+    def load_torn(self) -> None:
+        """Loading failed half-way: what is held now has no name."""
+        self.version = StateVersion()
+        self.restored = False
+
+    def fail(self, reason: str) -> None:
+        """This step cannot count. The first reason is kept."""
+        if self.error is None:
+            self.error = reason
+
+    def collectives_failed(self) -> None:
+        """The process group of this quorum cannot be used again."""
+        self._is_broken = True
+        self.configured = None
+
+    def broken(self, message: QuorumBroken) -> bool:
+        """The lighthouse says that a quorum broke. Returns whether what is in flight has to be aborted."""
+        if self.quorum is None or message.quorum_id != self.quorum.quorum_id:
+            return False
+        if self.phase is not Phase.TRAINING:
+            self.configured = None
+            return False
+        self.fail(message.reason)
+        self.collectives_failed()
+        return True
+
+    def vote(self) -> CommitVote:
+        """All work of the step is done, or failed: what to say about it."""
+        if self.quorum is None or self.phase is not Phase.TRAINING:
+            raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
+        formed = self.quorum
+        approve = self.error is None and self.healed
+        reason = self.error or ("" if self.healed else "its state is not loaded yet")
+        if approve and self.num_participants < self.settings.min_replica_size:
+            approve = False
+            reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
+        self.phase = Phase.VOTED
+        self._vote = CommitVote(
+            quorum_id=formed.quorum_id,
+            epoch=formed.epoch,
+            step=formed.version.step,
+            approve=approve,
+            broken=self._is_broken or (self.error is not None and formed.role is not Role.JOINER),
+            counts=formed.role in (Role.HEALTHY, Role.INLINE),
+            num_voters=formed.num_voters,
+            reason=reason[:1000],
+        )
+        if self._vote.broken:
+            self.configured = None
+        return self._vote
+
+    def is_open(self, decided: CommitDecided) -> bool:
+        """Whether this decision is about the step that was voted on."""
+        vote = self._vote
+        return (
+            self.phase is Phase.VOTED
+            and vote is not None
+            and (vote.quorum_id, vote.epoch, vote.step) == (decided.quorum_id, decided.epoch, decided.step)
+        )
+
+    def decided(self, decided: CommitDecided) -> Outcome | None:
+        """The step was decided; None: not the one that is open.
+
+        Only an approved step commits: the check here is the last of several, and the one that needs nobody's word.
+        """
+        if not self.is_open(decided) or self._vote is None:
+            return None
+        outcome = decided.outcome
+        if outcome is Outcome.COMMIT and not self._vote.approve:
+            outcome = Outcome.LEFT_BEHIND
+        self.phase = Phase.IDLE
+        self._last_outcome = outcome
+        if outcome is Outcome.COMMIT:
+            step = decided.step + 1
+            self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
+        elif outcome is Outcome.LEFT_BEHIND:
+            self.newest_step = max(self.newest_step, decided.step + 1)
+            self.configured = None
+        return outcome
+
+    def overtaken(self, decided: CommitDecided) -> bool:
+        """The others decided the open step without this replica's vote: what it still loads for it is of no use."""
+        formed = self.quorum
+        if (
+            self.phase is not Phase.TRAINING
+            or formed is None
+            or (formed.quorum_id, formed.epoch, formed.version.step) != (decided.quorum_id, decided.epoch, decided.step)
+        ):
+            return False
+        self.fail(decided.reason or "the others went on without this replica")
+        return decided.outcome is Outcome.LEFT_BEHIND
+
+    def decision_unknown(self) -> None:
+        """The time to wait for the decision is over. If the others committed, the next quorum heals this replica."""
+        self.phase = Phase.IDLE
+        self._last_outcome = None
+        self.configured = None
+
+    def hello(self, replica_id: str, group_world_size: int) -> Hello:
+        """What a lighthouse that hears of this replica for the first time has to know."""
+        formed = self.quorum
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            replica_id=replica_id,
+            group_world_size=group_world_size,
+            version=self.version,
+            newest_step=self.newest_step,
+            last_quorum_id=formed.quorum_id if formed else 0,
+            last_quorum_size=formed.replica_world_size if formed else 0,
+            last_step=formed.version.step if formed else 0,
+            last_outcome=self._last_outcome,
+        )
+
+    def _adopt(self, version: StateVersion) -> None:
+        self.version = version
+        self.restored = False
+        self.newest_step = max(self.newest_step, version.step)
+
+    def __repr__(self) -> str:
+        quorum = self.quorum.quorum_id if self.quorum else None
+        return (
+            f"ReplicaState(step={self.version.step}, phase={self.phase.value}, quorum={quorum}, healed={self.healed})"
+        )

@@ -1,0 +1,165 @@
+"""Every error that this library raises on purpose, in one tree.
+
+    TorchftCkptError
+    |-- ConfigError                     an argument or environment variable cannot be used (also a ValueError)
+    |-- CoordinationError               lighthouse, manager service, or a rank of this group
+    |   |-- LighthouseUnreachableError  nobody answered at the lighthouse's address within the connect timeout
+    |   |-- AddressInUseError           the port that a service was told to bind is taken
+    |   |-- AuthenticationError         the other side refused our token, or we refused theirs
+    |   |-- ProtocolVersionError        the two sides speak different versions
+    |   |-- ProtocolError               a peer sent something that the protocol does not allow
+    |   |-- RefusedError                the lighthouse will not have this group; the message says why
+    |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1)
+    |   |-- GroupBrokenError            a rank of this replica group is gone: the group must be restarted as a whole
+    |   `-- CommitUnknownError          the vote was sent, its outcome is not known
+    |-- CheckpointError                 moving or holding state
+    |   |-- LockTimeoutError            the state dict lock was not free in time (also a TimeoutError)
+    |   |-- StateFormatError            received bytes break a rule of the state format
+    |   |-- UnsupportedValueError       our own state dict holds something that the format cannot carry
+    |   |-- StateMismatchError          a whole and correct state that does not fit this replica
+    |   |-- StateDictLoadError          the user's load_state_dict function raised
+    |   `-- TransferError               a transfer did not finish; nothing was applied
+    |       |-- SourceLostError         the source closed the connection or could not be reached
+    |       |-- SourceRefusedError      the source answered, with a refusal (other step, no token, not serving)
+    |       |-- TransferStalledError    no byte arrived for the stall timeout
+    |       |-- TransferTimeoutError    the overall deadline passed
+    |       |-- TransferCancelledError  this side gave the transfer up
+    |       `-- DigestMismatchError     a block arrived whose digest is not the announced one
+    |-- ProcessGroupError
+    |   |-- ProcessGroupAbortedError    a collective ended because the group was aborted
+    |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
+    `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (also a RuntimeError)
+
+Each message names the party (which peer, which address, which argument) and what may be concluded. `party` repeats the
+name for programs. All of them survive pickling, because they cross processes.
+"""
+
+from __future__ import annotations
+
+
+class TorchftCkptError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: one or two sentences that name the party, and what to do where there is something to do.
+        party: the peer, address or argument at fault, for programs.
+    """
+
+    def __init__(self, message: str, party: str | None = None) -> None:
+        super().__init__(message)
+        self.party = party
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.args[0], self.party)
+
+
+class ConfigError(TorchftCkptError, ValueError):
+    """An argument or an environment variable cannot be used; nothing was started."""
+
+
+class CoordinationError(TorchftCkptError):
+    """Base of what goes wrong between this process and its lighthouse or group."""
+
+
+class LighthouseUnreachableError(CoordinationError):
+    """Nobody answered at the lighthouse's address within the connect timeout."""
+
+
+class AddressInUseError(CoordinationError):
+    """The address that a service was told to bind is taken by another process."""
+
+
+class AuthenticationError(CoordinationError):
+    """One side refused the other's token; no message was exchanged."""
+
+
+class ProtocolVersionError(CoordinationError):
+    """The two sides speak different protocol versions; no message was exchanged."""
+
+
+class ProtocolError(CoordinationError):
+    """A peer sent something that the protocol does not allow; its connection was closed."""
+
+
+class RefusedError(CoordinationError):
+    """The lighthouse will not have this replica group; trying again unchanged cannot help."""
+
+
+class QuorumTimeoutError(CoordinationError):
+    """No quorum was formed in the time that the caller allowed; no state was changed."""
+
+
+class GroupBrokenError(CoordinationError):
+    """A rank of this replica group is gone; the group has left and must be restarted as a whole."""
+
+
+class CommitUnknownError(CoordinationError):
+    """The vote was sent but its outcome is not known; the replica heals at the next quorum if others committed."""
+
+
+class CheckpointError(TorchftCkptError):
+    """Base of what goes wrong in holding or moving state."""
+
+
+class LockTimeoutError(CheckpointError, TimeoutError):
+    """The state dict lock was not free within the caller's timeout; it was not taken and stays usable."""
+
+
+class StateFormatError(CheckpointError):
+    """Received bytes break a rule of the state format; nothing was applied."""
+
+
+class UnsupportedValueError(CheckpointError):
+    """Our own state dict holds a value that the format cannot carry; the message has its path in the tree."""
+
+
+class StateMismatchError(CheckpointError):
+    """A whole and correct state that does not fit this replica (names, shapes or dtypes); nothing was applied."""
+
+
+class StateDictLoadError(CheckpointError):
+    """The user's `load_state_dict` function raised; this replica's state is undefined and it stays un-healed."""
+
+
+class TransferError(CheckpointError):
+    """A transfer did not finish; nothing was applied and it may be tried again."""
+
+
+class SourceLostError(TransferError):
+    """The source closed the connection early or could not be reached."""
+
+
+class SourceRefusedError(TransferError):
+    """The source answered with a refusal: it serves another step, wants another token, or serves nothing."""
+
+
+class TransferStalledError(TransferError):
+    """No byte arrived for the stall timeout."""
+
+
+class TransferTimeoutError(TransferError):
+    """The overall deadline of the transfer passed."""
+
+
+class TransferCancelledError(TransferError):
+    """This side gave the transfer up, because the step it was for is over."""
+
+
+class DigestMismatchError(TransferError):
+    """A block arrived whose digest is not the announced one; it was thrown away."""
+
+
+class ProcessGroupError(TorchftCkptError):
+    """Base of what goes wrong in the training process group."""
+
+
+class ProcessGroupAbortedError(ProcessGroupError):
+    """A collective ended because the group was aborted; its tensors must not be used."""
+
+
+class ProcessGroupConfigureError(ProcessGroupError):
+    """The members of a quorum could not connect to each other in time."""
+
+
+class MaxRetriesExceededError(TorchftCkptError, RuntimeError):
+    """More than `max_retries` steps in a row were discarded."""
