@@ -27,6 +27,7 @@
     |       `-- DigestMismatchError     a block arrived whose digest is not the announced one
     |-- ProcessGroupError
     |   |-- ProcessGroupAbortedError    a collective ended because the group was aborted
+    |   |-- CollectiveFailedError       a collective failed by itself: a peer was lost or did not answer in time
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
     `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (also a RuntimeError)
 
@@ -155,6 +156,10 @@ class ProcessGroupError(TorchftCkptError):
 
 class ProcessGroupAbortedError(ProcessGroupError):
     """A collective ended because the group was aborted; its tensors must not be used."""
+
+
+class CollectiveFailedError(ProcessGroupError):
+    """A collective failed by itself (a peer was lost, aborted, or did not answer in time); its tensors must not be used."""
 
 
 class ProcessGroupConfigureError(ProcessGroupError):

@@ -90,8 +90,10 @@ class Display:
             )
         elapsed_s = time.monotonic() - timeline.started_s
         head = Text(f"step {newest} of about {self._num_steps}, {len(timeline.kills)} kills, {elapsed_s:.0f} s")
-        bar = ProgressBar(total=self._num_steps, completed=min(newest, self._num_steps), width=60)
-        return Group(table, head, bar, Text("\n".join(self._notes[-_NUM_NOTES:]), style="dim"))
+        bar = ProgressBar(total=self._num_steps, completed=min(newest, self._num_steps), width=40)
+        progress = Table.grid(padding=(0, 1))
+        progress.add_row(bar, head)
+        return Group(table, progress, Text("\n".join(self._notes[-_NUM_NOTES:]), style="dim"))
 
 
 def describe(life: Life) -> str:

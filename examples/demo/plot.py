@@ -91,7 +91,7 @@ def _draw_losses(axes: Axes, timeline: Timeline, report: Report) -> None:
     axes.legend(
         handles=handles,
         loc="upper right",
-        bbox_to_anchor=(1.0, 0.93),
+        bbox_to_anchor=(1.0, 0.87),
         frameon=True,
         edgecolor="none",
         framealpha=0.9,
@@ -181,6 +181,6 @@ def _smoothed(values: list[float], *, window: int) -> list[float]:
     sums = list(itertools.accumulate(values, initial=0.0))
     means = []
     for index in range(len(values)):
-        half = min(window // 2, index, len(values) - 1 - index)
-        means.append((sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
+        low, high = max(0, index - window // 2), min(len(values), index + window // 2 + 1)
+        means.append((sums[high] - sums[low]) / (high - low))
     return means

@@ -156,4 +156,5 @@ def main(arguments: list[str]) -> int:
 
 def quorum_id_of(manager: object) -> int:
     """Return the id of the quorum that this manager last trained in."""
-    return int(getattr(manager, "quorum_id", -1))
+    value = getattr(manager, "quorum_id", -1)
+    return int(value() if callable(value) else value)

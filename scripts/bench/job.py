@@ -104,8 +104,7 @@ class Job:
 
         def all_in() -> bool | None:
             for child in self.groups.values():
-                if child.ended():
-                    child.wait_for("never", 1)
+                child.require_alive("all groups are to train together")
                 last = child.events("step")[-steps:]
                 good = [e for e in last if e["committed"] and e["participants"] == len(self.groups)]
                 if len(good) < steps or not all(e["participating"] for e in good):

@@ -6,6 +6,7 @@ most 1 step. Each kill counts with its worst survivor. Where the survivors die, 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +17,16 @@ from typing import Any
 from bench import sides
 from bench.job import Job, Plan, steps_of
 from bench.processes import Child, ChildEndedError, Children, wait_until
-from bench.stats import KillOutcome, Verdict, first_contribution, judge_at_most, judge_kill, longest_gap, median
+from bench.stats import (
+    KillOutcome,
+    Verdict,
+    first_contribution,
+    judge_at_most,
+    judge_kill,
+    longest_gap,
+    median,
+    usual_step,
+)
 from bench.table import NOT_RUN, Row, Section, seconds
 
 GAP_BAR_S = 0.5
@@ -55,8 +65,7 @@ def _kill_once(job: Job, victim: int, spare: Child | None, delay_s: float) -> Ki
     """Let the job run for a random time, kill one group, watch, and send the spare in its place."""
     time.sleep(delay_s)
     survivors = {group: child for group, child in job.groups.items() if group != victim}
-    commits = [s.ended for s in steps_of(next(iter(survivors.values()))) if s.committed][-20:]
-    step_s = median([b - a for a, b in zip(commits, commits[1:], strict=False)])
+    step_s = usual_step(steps_of(next(iter(survivors.values()))))
     killed_at = job.groups[victim].kill()
 
     def settled() -> bool | None:
@@ -66,10 +75,8 @@ def _kill_once(job: Job, victim: int, spare: Child | None, delay_s: float) -> Ki
         )
         return True if going_on and time.monotonic() > killed_at + _AFTER_KILL_S else None
 
-    try:
+    with contextlib.suppress(TimeoutError):  # the silence up to now is the gap that is reported
         wait_until(settled, _GIVE_UP_S, "survivors commit again")
-    except TimeoutError:
-        pass  # the silence up to now is the gap that is reported
     end = time.monotonic()
     dead = [child for child in survivors.values() if child.ended()]
     alive = {child.name: steps_of(child) for child in survivors.values() if not child.ended()}
@@ -90,9 +97,7 @@ def _kill_once(job: Job, victim: int, spare: Child | None, delay_s: float) -> Ki
     return Kill(victim=victim, outcome=outcome, step_s=step_s, join_gap_s=join_gap_s, errors=errors)
 
 
-def _run_kills(
-    plan: Plan, num_kills: int, log_dir: Path, say: Callable[[str], None]
-) -> list[Kill]:
+def _run_kills(plan: Plan, num_kills: int, log_dir: Path, say: Callable[[str], None]) -> list[Kill]:
     """Make a number of kills, in one job as long as its survivors live."""
     side, num_groups, seed = plan.side + (" by hand" if plan.by_hand else ""), plan.num_groups, plan.seed
     rng = random.Random(seed)

@@ -15,12 +15,14 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from bench import sides
 from bench.wire import Commands, Reporter
 
 _PATIENCE = timedelta(seconds=300)
+_PATH = "/v1/groups"
 
 
 # ---------------------------------------------------------------------------------------------------------- torchft
@@ -106,7 +108,7 @@ class _Group(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(
-            f"GET {self._groups.path} HTTP/1.1\r\nHost: {self._groups.host}:{self._groups.port}\r\n"
+            f"GET {_PATH} HTTP/1.1\r\nHost: {self._groups.host}:{self._groups.port}\r\n"
             "Upgrade: websocket\r\nConnection: Upgrade\r\n"
             "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
         )
@@ -120,9 +122,7 @@ class _Group(asyncio.Protocol):
             if b" 101 " not in head.split(b"\r\n")[0]:
                 raise ConnectionError(f"the lighthouse did not upgrade: {head!r}")
             self._upgraded, self._buffer = True, rest
-            self._send(
-                self._messages.Hello(protocol=self._messages.PROTOCOL_VERSION, replica_id=self._replica_id)
-            )
+            self._send(self._messages.Hello(protocol=self._messages.PROTOCOL_VERSION, replica_id=self._replica_id))
         while len(self._buffer) >= 2:
             size, start = self._buffer[1] & 0x7F, 2
             if size == 126:
@@ -192,14 +192,17 @@ class _Group(asyncio.Protocol):
         self._transport.write(bytes([first]) + length + b"\0\0\0\0" + payload)
 
 
+def _same(member: _Group) -> _Group:
+    return member
+
+
 class _OurGroups:
     """All connections of this process, and when the last of them had each answer."""
 
-    def __init__(self, options: dict[str, Any], path: str) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self.host, _, port = options["address"].rpartition("://")[2].rstrip("/").rpartition(":")
         self.host = self.host.strip("[]")
         self.port = int(port)
-        self.path = path
         self._first, self._count = options["first"], options["count"]
         self._members: list[_Group] = []
         self._target = 0
@@ -214,7 +217,8 @@ class _OurGroups:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._fail)
         for number in range(self._first, self._first + self._count):
-            _, member = await loop.create_connection(lambda number=number: _Group(self, number), self.host, self.port)
+            member = _Group(self, number)
+            await loop.create_connection(partial(_same, member), self.host, self.port)
             self._members.append(member)
         await asyncio.wait_for(self._done.wait(), _PATIENCE.total_seconds())
 
@@ -250,9 +254,7 @@ class _OurGroups:
 
 
 async def _serve_ours(options: dict[str, Any], reporter: Reporter, commands: Commands) -> None:
-    from torchft_ckpt.coordination import LIGHTHOUSE_PATH
-
-    groups = _OurGroups(options, LIGHTHOUSE_PATH)
+    groups = _OurGroups(options)
     await groups.connect()
     reporter.emit("ready")
     loop = asyncio.get_running_loop()

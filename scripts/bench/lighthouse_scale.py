@@ -15,7 +15,7 @@ from typing import Any
 from bench import sides
 from bench.processes import Child, Children
 from bench.stats import Verdict, growth_exponent, judge_at_most, median, pair_ratios, round_durations
-from bench.table import Row, Section, ratio, seconds
+from bench.table import NOT_RUN, Row, Section, ratio, seconds
 
 SIZES = (16, 64, 256, 1000)
 AHEAD_FROM = 256
@@ -57,6 +57,11 @@ class _Fleet:
             before = [max(times) for times in zip(*ended, strict=True)]
             self.quorum_s.append(median([b - a for a, b in zip(before, formed[1:], strict=False)]) or 0.0)
 
+    def forget(self) -> None:
+        """Drop what was measured so far: it only warmed up."""
+        for figures in (self.round_s, self.quorum_s, self.cpu_s):
+            figures.clear()
+
 
 def _start(children: Children, side: str, size: int) -> _Fleet:
     settings = {
@@ -93,7 +98,7 @@ def _measure(
             fleet.play(1, 300)
             fleet.measure(3, 300)
             rounds[name] = _rounds_a_turn(size, fleet.round_s[-1], turn_s)
-            fleet.round_s.clear(), fleet.quorum_s.clear(), fleet.cpu_s.clear()
+            fleet.forget()
         for _ in range(turns):
             for name, fleet in fleets.items():
                 fleet.measure(rounds[name], 300)
@@ -121,15 +126,19 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
                 verdict=judge_at_most(to_torchft, 1.0) if has_bar else Verdict.NO_BAR,
             )
         )
-        cpu = seconds(median(theirs.cpu_s)) if theirs else seconds(None)
         mine = fleets[size][sides.OURS]
-        rows.append(
+        rows += [
             Row(
-                figure="    a group's part; ours: of it quorum; lighthouse's processor time",
-                ours=f"{ours[size] / size * 1e6:.0f} us; {seconds(median(mine.quorum_s))}; {seconds(median(mine.cpu_s))}",
-                reference=f"{(median(theirs.round_s) or 0) / size * 1e6:.0f} us; {cpu}" if theirs else seconds(None),
-            )
-        )
+                figure="    of it the quorum; each group's part",
+                ours=f"quorum {seconds(median(mine.quorum_s))}; {ours[size] / size * 1e6:.0f} us a group",
+                reference=f"{(median(theirs.round_s) or 0.0) / size * 1e6:.0f} us a group" if theirs else NOT_RUN,
+            ),
+            Row(
+                figure="    the lighthouse's processor time for it",
+                ours=seconds(median(mine.cpu_s)),
+                reference=seconds(median(theirs.cpu_s) if theirs else None),
+            ),
+        ]
     large = {size: ours[size] for size in SIZES if size >= 64}
     exponent = growth_exponent(large)
     reference = None
@@ -138,8 +147,8 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
     rows.append(
         Row(
             figure=f"  growth from {min(large)} to {max(large)} groups: exponent (1 linear, 2 quadratic)",
-            ours="not run" if exponent is None else f"{exponent:.2f}",
-            reference="not run" if reference is None else f"{reference:.2f}",
+            ours=NOT_RUN if exponent is None else f"{exponent:.2f}",
+            reference=NOT_RUN if reference is None else f"{reference:.2f}",
             bar=f"<= {EXPONENT_BAR}",
             verdict=judge_at_most(exponent, EXPONENT_BAR),
         )

@@ -56,7 +56,7 @@ class Task:
     def loss(self, forward: nn.Module) -> Tensor:
         """Run the (wrapped) model on the next batch."""
         if self._name == "transformer":
-            tokens = torch.randint(0, 256, (2, 97), generator=self._random)
+            tokens = torch.randint(0, 256, (3, 97), generator=self._random)
             logits = forward(tokens[:, :-1])
             return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         width = 256 if self._name == "small" else 1024

@@ -62,6 +62,11 @@ class Child:
         with self._changed:
             return self._ended
 
+    def require_alive(self, what: str) -> None:
+        """Raise `ChildEndedError` if it has ended."""
+        if self.ended():
+            raise ChildEndedError(f"{self.name} ended while {what}:\n{self.log_tail()}")
+
     def tell(self, **command: Any) -> None:
         """Send a command; a child that is gone does not hear it."""
         assert self._process.stdin is not None

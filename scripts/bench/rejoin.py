@@ -15,7 +15,7 @@ from typing import Any
 from bench import sides
 from bench.job import Job, Plan, steps_of
 from bench.processes import Child, ChildEndedError, Children, wait_until
-from bench.stats import first_contribution, judge_at_most, longest_gap, median
+from bench.stats import first_contribution, judge_at_most, longest_gap, median, usual_step
 from bench.table import NOT_RUN, Row, Section, seconds
 
 BAR_S = 1.0
@@ -43,16 +43,15 @@ class Rejoin:
 
 def _measure(job: Job, joiner: Child, group: int, timeout_s: float = 60) -> Rejoin:
     others = list(job.groups.values())
-    commits = [s.ended for s in steps_of(others[0]) if s.committed][-10:]
-    step_s = median([b - a for a, b in zip(commits, commits[1:], strict=False)])
+    step_s = usual_step(steps_of(others[0]), num_latest=10)
     job.groups[group] = joiner
     joiner.tell(go=True)
     ready_at = joiner.wait_for("manager_ready", timeout_s)["t"]
 
     def contributed() -> float | None:
         step = first_contribution(steps_of(joiner))
-        if step is None and joiner.ended():
-            joiner.wait_for("contribution", 1)
+        if step is None:
+            joiner.require_alive("it is to contribute")
         return None if step is None else step.ended
 
     ended_at = wait_until(contributed, timeout_s, "the joiner contributes")
@@ -145,7 +144,9 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
         for name, text in parts.items()
     ]
     steps = [str(max((r.num_steps for r in side), default=NOT_RUN)) for side in (ours, theirs)]
-    rows.append(Row(figure="    most steps gone through, the contributed one included", ours=steps[0], reference=steps[1]))
+    rows.append(
+        Row(figure="    most steps gone through, the contributed one included", ours=steps[0], reference=steps[1])
+    )
     notes = [
         "25.2 M fp32 parameters, all trained, SGD; three groups; every step reduces all 100.8 MB",
         "ours: SIGKILL and restart; torchft: a third group joins two, since its survivors die of a SIGKILL",
@@ -154,4 +155,6 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
         sides.OURS: [asdict(rejoin) for rejoin in ours],
         sides.REFERENCE: [asdict(rejoin) for rejoin in theirs],
     }
-    return Section(name="rejoin", title="How long a restarted group takes to contribute", rows=rows, notes=notes, raw=raw)
+    return Section(
+        name="rejoin", title="How long a restarted group takes to contribute", rows=rows, notes=notes, raw=raw
+    )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 
 class Verdict(Enum):
@@ -46,7 +47,7 @@ def longest_gap(times: Sequence[float], start: float, end: float) -> float | Non
     if not known:
         return None
     edges = [*known, later[0] if later else end]
-    gaps = [b - a for a, b in zip(edges, edges[1:], strict=False) if b > start]
+    gaps = [b - a for a, b in pairwise(edges) if b > start]
     return max(gaps, default=None)
 
 
@@ -70,7 +71,7 @@ def round_durations(completions: Sequence[Sequence[float]]) -> list[float]:
         One duration fewer than there are rounds: the first round only sets the clock.
     """
     ends = [max(times) for times in zip(*completions, strict=True)]
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return [b - a for a, b in pairwise(ends)]
 
 
 def growth_exponent(seconds_by_size: Mapping[int, float]) -> float | None:
@@ -113,6 +114,12 @@ class KillOutcome:
     discarded: int
     """Discarded steps of the survivor that discarded the most."""
     survivors_died: int
+
+
+def usual_step(steps: Sequence[Step], num_latest: int = 20) -> float | None:
+    """Return the median distance in seconds between the latest commits, or None where there are fewer than two."""
+    commits = [step.ended for step in steps if step.committed][-num_latest:]
+    return median([b - a for a, b in pairwise(commits)])
 
 
 def judge_kill(survivors: Mapping[str, Sequence[Step]], died: int, killed_at: float, end: float) -> KillOutcome:

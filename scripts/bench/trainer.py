@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -25,18 +25,6 @@ from bench.wire import Commands, Reporter
 _TIMEOUT = timedelta(seconds=10)
 """Of collectives, votes and transfers, for both libraries alike."""
 _QUORUM_TIMEOUT = timedelta(seconds=40)
-
-
-class _Loop(Protocol):
-    """What differs between the libraries in one training loop."""
-
-    forward: nn.Module
-    optimizer: optim.Optimizer
-
-    def reduce(self) -> None: ...
-    def step(self) -> int: ...
-    def participating(self) -> bool: ...
-    def participants(self) -> int: ...
 
 
 class _PlainLoop:
@@ -74,7 +62,7 @@ class _ManagedLoop:
         library = sides.load(options["side"])
         inner = _make_optimizer(options, task.model)
 
-        class TimedTransport(library.HTTPTransport):  # type: ignore[name-defined,misc]
+        class TimedTransport(library.HTTPTransport):  # type: ignore[name-defined]
             """Reports when a transfer began and ended on the receiving side."""
 
             def recv_checkpoint(self, *arguments: Any, **named: Any) -> Any:
@@ -111,15 +99,21 @@ class _ManagedLoop:
         self._by_hand = list(task.model.parameters()) if options["by_hand"] else []
         self.forward = task.model if options["by_hand"] else library.DistributedDataParallel(self.manager, task.model)
         self.optimizer = library.Optimizer(self.manager, inner)
-        self.step = self.manager.current_step
-        self.participating = self.manager.is_participating
-        self.participants = self.manager.num_participants
 
     def reduce(self) -> None:
         """Average the gradients without the DDP wrapper, where the plan says so."""
         works = [self.manager.allreduce(parameter.grad) for parameter in self._by_hand]
         for work in works:
             work.wait()
+
+    def step(self) -> int:
+        return self.manager.current_step()
+
+    def participating(self) -> bool:
+        return self.manager.is_participating()
+
+    def participants(self) -> int:
+        return self.manager.num_participants()
 
 
 def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimizer:
@@ -128,7 +122,9 @@ def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimize
     return optim.SGD(model.parameters(), lr=1e-3)
 
 
-def _train(options: dict[str, Any], loop: _Loop, task: Task, commands: Commands, reporter: Reporter) -> None:
+def _train(
+    options: dict[str, Any], loop: _PlainLoop | _ManagedLoop, task: Task, commands: Commands, reporter: Reporter
+) -> None:
     until = options["until"]
     pause_s = options.get("pause_s", 0.0)
     while True:
@@ -167,7 +163,7 @@ def main() -> None:
     commands.next()
     try:
         is_plain = options["side"] == sides.PLAIN
-        loop: _Loop = _PlainLoop(options, task) if is_plain else _ManagedLoop(options, task, reporter)
+        loop = _PlainLoop(options, task) if is_plain else _ManagedLoop(options, task, reporter)
         _train(options, loop, task, commands, reporter)
     except Exception as error:
         traceback.print_exc()

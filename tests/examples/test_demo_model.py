@@ -29,15 +29,15 @@ def test_a_fresh_model_guesses_blindly() -> None:
 
 def test_the_model_learns_a_text_that_repeats_itself() -> None:
     model = make_model()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(60):
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(120):
         inputs, targets = sample_batch(TOKENS, seed=1, group=0, step=step, batch_size=8, context=16)
         loss = loss_of(model(inputs), targets)
         adamw.zero_grad()
         loss.backward()
         adamw.step()
 
-    assert loss.item() < 1.5
+    assert loss.item() < 1.0
 
 
 def test_no_character_sees_the_ones_after_it() -> None:

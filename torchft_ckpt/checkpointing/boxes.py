@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -29,27 +31,37 @@ def local_box(tensor: DTensor, path: str) -> tuple[torch.Tensor, tuple[int, ...]
     shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
     if tuple(local.shape) != tuple(shape):
         raise UnsupportedValueError(
-            f"state dict at {path!r}: the local shard has shape {tuple(local.shape)}, its placements say {tuple(shape)}", path
+            f"state dict at {path!r}: the local shard has shape {tuple(local.shape)}, its placements say {tuple(shape)}",
+            path,
         )
-    if any(not placement.is_replicate() and type(placement) is not Shard for placement in placements):
-        _check_one_box(tensor, coordinate, shape, offsets, path)
+    if any(hasattr(placement, "split_factor") for placement in placements):
+        _check_one_box(tensor, list(coordinate), tuple(shape), tuple(offsets), path)
     return local, tuple(tensor.shape), tuple(offsets)
 
 
 def _check_one_box(
     tensor: DTensor, coordinate: list[int], shape: tuple[int, ...], offsets: tuple[int, ...], path: str
 ) -> None:
-    """Shard the row numbers of every dimension as the placements do, and see that they come out as one run."""
+    """Shard the row numbers of every dimension as the placements do, and see that they come out as one run.
+
+    Strided shards (FSDP2 over tensor parallelism) can be one box or not, depending on their order.
+    """
     for dim, size in enumerate(tensor.shape):
         rows = torch.arange(size)
         for mesh_dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard) and placement.dim == dim or getattr(placement, "dim", None) == dim:
-                flat = type(placement)(0, split_factor=placement.split_factor) if hasattr(placement, "split_factor") else Shard(0)
-                parts, _ = flat._split_tensor(rows, tensor.device_mesh.size(mesh_dim), with_padding=False)
-                rows = parts[coordinate[mesh_dim]]
+            if getattr(placement, "dim", None) == dim:
+                rows = _split_rows(placement, rows, tensor.device_mesh.size(mesh_dim))[coordinate[mesh_dim]]
         if rows.numel() and not torch.equal(rows, torch.arange(offsets[dim], offsets[dim] + shape[dim])):
             raise UnsupportedValueError(
                 f"state dict at {path!r}: the local shard is not one box of the global tensor in dimension {dim} "
                 f"(placements {tensor.placements})",
                 path,
             )
+
+
+def _split_rows(placement: Any, rows: torch.Tensor, num_shards: int) -> list[torch.Tensor]:
+    """Cut row numbers as a placement cuts its dimension."""
+    split_factor = getattr(placement, "split_factor", None)
+    flat = Shard(0) if split_factor is None else type(placement)(0, split_factor=split_factor)
+    parts, _ = flat._split_tensor(rows, num_shards, with_padding=False)
+    return list(parts)

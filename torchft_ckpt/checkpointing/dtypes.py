@@ -31,4 +31,6 @@ def parse_dtype(name: str) -> torch.dtype:
     try:
         return DTYPES[name]
     except KeyError:
-        raise StateFormatError(f"unknown dtype {name[:64]!r}: the source may run a newer torch", party="source") from None
+        raise StateFormatError(
+            f"unknown dtype {name[:64]!r}: the source may run a newer torch", party="source"
+        ) from None

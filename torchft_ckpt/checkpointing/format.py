@@ -127,9 +127,7 @@ def _entry(placed: Placed) -> TensorEntry:
         byte_offset=placed.byte_offset,
         strides=None if placed.strides is None else list(placed.strides),
     )
-    return TensorEntry(
-        fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=[chunk]
-    )
+    return TensorEntry(fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=[chunk])
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -215,9 +213,7 @@ def _check_chunk(tensor: TensorEntry, chunk: Chunk, length: int) -> int:
     for size in chunk.sizes:
         num_bytes *= size
     if num_bytes and num_bytes > length:
-        raise StateFormatError(
-            f"tensor {_name(tensor)} has {num_bytes} bytes, its segment {length}", party="source"
-        )
+        raise StateFormatError(f"tensor {_name(tensor)} has {num_bytes} bytes, its segment {length}", party="source")
     if any(size >= 2**62 for size in chunk.sizes) or _element_limit(chunk.sizes) > 2**62:
         raise StateFormatError(f"tensor {_name(tensor)}: its sizes are out of range", party="source")
     if chunk.strides is None:

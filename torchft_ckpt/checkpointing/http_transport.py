@@ -1,9 +1,196 @@
-"""Placeholder while the parts are written."""
+"""The transport over HTTP: live weights, served from memory to peers that are behind.
+
+It puts the parts together: a shelf of snapshots behind a server, and a fetch. It decides nothing itself.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
+import uuid
+from datetime import timedelta
+from typing import TypeVar, cast
+
+from torchft_ckpt.checkpointing.address import choose_advertised_host, format_url, parse_metadata
+from torchft_ckpt.checkpointing.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from torchft_ckpt.checkpointing.buffers import BufferPool
+from torchft_ckpt.checkpointing.fetch import Fetch, FetchOptions
+from torchft_ckpt.checkpointing.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.receive import BufferShelf
+from torchft_ckpt.checkpointing.shelf import Shelf
+from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
+from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
+from torchft_ckpt.errors import CheckpointError, ConfigError, TransferError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_STREAMS = 64
 
 
-class HTTPTransport(CheckpointTransport[object]):
-    """Placeholder."""
+class HTTPTransport(CheckpointTransport[T]):
+    """Serves the live state to peers and fetches theirs.
+
+    Nothing is copied while it is served, until the trainer is about to mutate it: `disallow_checkpoint`, and every writer
+    of `lock`, first copies aside what receivers still need. Received tensors are plain, on the CPU, and in fresh memory.
+
+    Args:
+        timeout: limit for the lock, and default of what has no limit of its own.
+        num_chunks: connections that a receive uses at once; 0 leaves the choice to the transport.
+        hostname: address that peers are told; default: `TORCHFT_CKPT_HOSTNAME`, else that of the outward interface.
+        bind: address to listen on.
+        port: port to listen on; 0 lets the system choose.
+        token: shared secret; default: `TORCHFT_CKPT_TOKEN`, else everybody who can connect is served.
+        lock: the lock under which the trainer mutates the state; default: one of its own.
+        stall_timeout: a receive fails when a connection gets no byte for so long.
+        connect_timeout: limit for a connection to be accepted.
+        block_bytes: unit of digests and of copying aside.
+        max_manifest_bytes: refuse a longer manifest.
+        max_total_bytes: refuse a longer state; default: the memory of this machine.
+        reuse_buffers: keep the memory of a finished receive for the next one, as far as nobody refers to it by then. After a
+            failed receive it is always kept for the next attempt.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        AddressInUseError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        num_chunks: int = 0,
+        *,
+        hostname: str | None = None,
+        bind: str = "0.0.0.0",
+        port: int = 0,
+        token: str | None = None,
+        lock: StateDictLock | None = None,
+        stall_timeout: timedelta = timedelta(seconds=15),
+        connect_timeout: timedelta | None = None,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        max_manifest_bytes: int = 256 * 1024 * 1024,
+        max_total_bytes: int | None = None,
+        reuse_buffers: bool = False,
+    ) -> None:
+        _check(num_chunks in range(MAX_STREAMS + 1), "num_chunks", num_chunks, f"0 to {MAX_STREAMS}")
+        _check(timeout > timedelta(0), "timeout", timeout, "a positive duration")
+        _check(stall_timeout > timedelta(0), "stall_timeout", stall_timeout, "a positive duration")
+        _check(
+            block_bytes in range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1), "block_bytes", block_bytes, "4 KiB to 64 MiB"
+        )
+        _check(port in range(65536), "port", port, "0 to 65535")
+        connect = resolve(connect_timeout, CONNECT_TIMEOUT, timedelta(seconds=10), parse_seconds)
+        _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
+        token = resolve(token, TOKEN, "", str) or None
+        self._lock = lock or StateDictLock(timeout)
+        self._pool = BufferPool(block_bytes)
+        self._shelf = Shelf()
+        self._buffer_shelf = BufferShelf()
+        self._reuse_buffers = reuse_buffers
+        self._options = FetchOptions(
+            connect_timeout_s=connect.total_seconds(),
+            stall_timeout_s=stall_timeout.total_seconds(),
+            num_streams=num_chunks,
+            max_manifest_bytes=max_manifest_bytes,
+            max_total_bytes=_physical_memory_bytes() if max_total_bytes is None else max_total_bytes,
+            token=token,
+            receiver=uuid.uuid4().hex,
+        )
+        self._fetches: set[Fetch] = set()
+        self._fetches_lock = threading.Lock()
+        self._shut_down = threading.Event()
+        host = choose_advertised_host(hostname, bind)
+        self._server = CheckpointServer(self._shelf, bind=bind, port=port, token=token)
+        self._metadata = format_url(host, self._server.port)
+        self._lock.add_before_write(self._shelf.detach_all)
+
+    def __repr__(self) -> str:
+        return f"HTTPTransport({self._metadata}, serving={self._shelf.open_snapshots()})"
+
+    @property
+    def lock(self) -> StateDictLock:
+        """The lock whose writers may mutate the state that is served."""
+        return self._lock
+
+    def metadata(self) -> str:
+        """Return `http://HOST:PORT`."""
+        return self._metadata
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Serve the state to the destinations for at most `timeout`; returns at once and copies no tensor.
+
+        The state must not change between its reading by the caller and the return of this call: hold `lock.read()` around
+        both where the trainer may be stepping. With no destinations the state is served until it is about to change.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried; nothing is served.
+            CheckpointError: the transport was shut down.
+        """
+        if self._shut_down.is_set():
+            raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
+        _check(step >= 0, "step", step, "a step that is not negative")
+        snapshot = Snapshot(state_dict, step=step, lock=self._lock, pool=self._pool, num_expected=len(set(dst_ranks)))
+        logger.info("serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
+        self._server.publish(snapshot, lease_s=max(timeout.total_seconds(), 0.0))
+
+    def disallow_checkpoint(self) -> None:
+        """Return once the state may be mutated: after one memory copy of what receivers still need, at most."""
+        self._shelf.detach_all()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        source = parse_metadata(metadata)
+        _check(step >= 0, "step", step, "a step that is not negative")
+        fetch = Fetch(source, step=step, deadline=deadline, options=self._options, shelf=self._buffer_shelf)
+        with self._fetches_lock:
+            if self._shut_down.is_set():
+                raise CheckpointError("recv_checkpoint after shutdown of the transport", party="transport")
+            self._fetches.add(fetch)
+        started = time.monotonic()
+        try:
+            state = fetch.run()
+        except TransferError as error:
+            logger.warning("step %d was not received from rank %d: %s", step, src_rank, error)
+            raise
+        finally:
+            with self._fetches_lock:
+                self._fetches.discard(fetch)
+        if self._reuse_buffers:
+            self._buffer_shelf.keep(fetch.buffers())
+        else:
+            self._buffer_shelf.clear()
+        logger.info("received step %d from rank %d (%s) in %.3f s", step, src_rank, source, time.monotonic() - started)
+        return cast(T, state)
+
+    def cancel_recv(self) -> None:
+        """Give up the receives in progress; each raises `TransferCancelledError`. From any thread."""
+        with self._fetches_lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.cancel()
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving and receiving, free what is held. May be called more than once."""
+        with self._fetches_lock:
+            self._shut_down.set()
+        self._lock.remove_before_write(self._shelf.detach_all)
+        self.cancel_recv()
+        self._shelf.close_all()
+        self._server.stop(wait=wait)
+        self._buffer_shelf.clear()
+
+
+def _check(holds: bool, argument: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{argument}={value!r} cannot be used; expected {expected}", party=argument)
+
+
+def _physical_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

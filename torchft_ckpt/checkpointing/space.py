@@ -52,7 +52,7 @@ class Memory:
 
     def contiguous_bytes(self) -> torch.Tensor:
         """Return the segment as one uint8 tensor: the live memory itself, or a copy where it is strided."""
-        return self.tensor if not self._packed else as_bytes(self.tensor.contiguous())
+        return as_bytes(self.tensor.contiguous())
 
     def copy_out(self, start: int, stop: int) -> bytes:
         """Return a copy of bytes [start, stop). The memory must be on the CPU.
@@ -64,7 +64,8 @@ class Memory:
             itemsize = self.tensor.element_size()
             first, last = start // itemsize, -(-stop // itemsize)
             data = b"".join(
-                ctypes.string_at(piece.data_ptr(), piece.numel() * itemsize) for piece in _c_order(self.tensor, first, last)
+                ctypes.string_at(piece.data_ptr(), piece.numel() * itemsize)
+                for piece in _c_order(self.tensor, first, last)
             )
             return data[start - first * itemsize : stop - first * itemsize]
         self._check_alive()
@@ -76,10 +77,10 @@ class Memory:
             target.copy_(torch.frombuffer(bytearray(self.copy_out(start, stop)), dtype=torch.uint8))
             return
         self._check_alive()
-        target.copy_(self.tensor[start:stop])
+        target.copy_(as_bytes(self.tensor)[start:stop])
 
     def _check_alive(self) -> None:
-        needed = self.tensor.storage_offset() + self.length
+        needed = int(self.tensor.storage_offset()) * self.tensor.element_size() + self.length
         if self.length and self.tensor.untyped_storage().nbytes() < needed:
             raise CheckpointError("a tensor's storage was freed while its state was being served", party="state_dict")
 
@@ -94,30 +95,31 @@ class Space:
     total_bytes: int
 
 
-@dataclass(slots=True)
 class _Piece:
-    path: str
-    tensor: torch.Tensor
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    index: int
+    """One tensor on its way into the space: what it is, and the addresses [low, high) of its bytes."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+    __slots__ = ("global_shape", "high", "index", "low", "nbytes", "offsets", "path", "tensor")
 
-    @property
-    def low(self) -> int:
-        return self.tensor.data_ptr()
-
-    @property
-    def high(self) -> int:
-        span = sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
-        return self.low + (span + 1) * self.tensor.element_size()
+    def __init__(
+        self, index: int, path: str, tensor: torch.Tensor, global_shape: tuple[int, ...], offsets: tuple[int, ...]
+    ) -> None:
+        self.index = index
+        self.path = path
+        self.tensor = tensor
+        self.global_shape = global_shape
+        self.offsets = offsets
+        itemsize = tensor.element_size()
+        self.nbytes = tensor.numel() * itemsize
+        self.low = tensor.data_ptr()
+        if tensor.is_contiguous():
+            self.high = self.low + self.nbytes
+        else:
+            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            self.high = self.low + (span + 1) * itemsize
 
     def same_view(self, other: _Piece) -> bool:
         a, b = self.tensor, other.tensor
-        return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+        return self.low == other.low and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
@@ -160,7 +162,7 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor as a uint8 tensor on the same memory."""
     itemsize = tensor.element_size()
-    return _storage_bytes(tensor, tensor.storage_offset() * itemsize, tensor.numel() * itemsize)
+    return _storage_bytes(tensor, int(tensor.storage_offset()) * itemsize, tensor.numel() * itemsize)
 
 
 def _storage_bytes(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -183,7 +185,7 @@ def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
         raise _refuse(path, f"a tensor of dtype {tensor.dtype}")
     if tensor.device.type != "cpu" and not _stageable(tensor.device):
         raise _refuse(path, f"a tensor on device {tensor.device}")
-    return _Piece(path, tensor.resolve_conj().resolve_neg(), global_shape, offsets, index)
+    return _Piece(index, path, tensor.resolve_conj().resolve_neg(), global_shape, offsets)
 
 
 def _stageable(device: torch.device) -> bool:
@@ -216,11 +218,8 @@ def _group_overlapping(pieces: list[_Piece]) -> list[list[_Piece]]:
 def _segment(group: list[_Piece]) -> tuple[Memory, list[tuple[int, tuple[int, ...] | None]]]:
     """Return the memory of one segment, and for each piece its byte offset and strides in it."""
     first = group[0]
-    if all(piece.same_view(first) for piece in group):
-        if first.tensor.is_contiguous():
-            memory = Memory(as_bytes(first.tensor), first.nbytes, packed=False)
-        else:
-            memory = Memory(first.tensor, first.nbytes, packed=True)
+    if len(group) == 1 or all(piece.same_view(first) for piece in group):
+        memory = Memory(first.tensor, first.nbytes, packed=not first.tensor.is_contiguous())
         return memory, [(0, None)] * len(group)
     # The hull starts where every piece is a whole number of its own items away from it.
     storage_start = first.tensor.untyped_storage().data_ptr()

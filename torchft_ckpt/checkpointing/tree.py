@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -51,9 +52,9 @@ class TreeEncoder:
         if kind is str:
             return self._text(value, path)
         if kind is int:
-            return value if value in _INT64 else self._big_int(value, path)  # type: ignore[operator]
+            return value if value in _INT64 else self._big_int(value, path)
         if kind is float:
-            return value if np.isfinite(value) else {"f": struct.pack(">d", value).hex()}  # type: ignore[arg-type]
+            return value if math.isfinite(value) else {"f": struct.pack(">d", value).hex()}  # type: ignore[arg-type]
         if kind is complex:
             return {"c": struct.pack(">dd", value.real, value.imag).hex()}  # type: ignore[attr-defined]
         if isinstance(value, torch.Tensor):
@@ -107,7 +108,9 @@ class TreeEncoder:
 
     def _array(self, array: np.ndarray, path: str) -> int:
         if not array.dtype.isnative or array.dtype.hasobject:
-            raise UnsupportedValueError(f"state dict{_at(path)}: a numpy array of {array.dtype} cannot be carried", path)
+            raise UnsupportedValueError(
+                f"state dict{_at(path)}: a numpy array of {array.dtype} cannot be carried", path
+            )
         usable = array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
         try:
             return self._tensor(torch.from_numpy(usable), path)
@@ -119,7 +122,9 @@ class TreeEncoder:
         try:
             str(text).encode()
         except UnicodeEncodeError as error:
-            raise UnsupportedValueError(f"state dict{_at(path)}: a string that is not valid Unicode: {error}", path) from error
+            raise UnsupportedValueError(
+                f"state dict{_at(path)}: a string that is not valid Unicode: {error}", path
+            ) from error
         return str(text)
 
     def _big_int(self, value: object, path: str) -> Node:
@@ -182,9 +187,7 @@ def _decode(node: Node, depth: int, tensor_of: Callable[[object], torch.Tensor])
     return _decode_scalar(tag, content)
 
 
-def _decode_pairs(
-    content: list[Node], depth: int, tensor_of: Callable[[object], torch.Tensor]
-) -> dict[object, object]:
+def _decode_pairs(content: list[Node], depth: int, tensor_of: Callable[[object], torch.Tensor]) -> dict[object, object]:
     decoded: dict[object, object] = {}
     for pair in content:
         if not isinstance(pair, list) or len(pair) != 2:
@@ -250,12 +253,15 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
     except TypeError as error:
-        raise StateFormatError(f"an array has dtype {tensor.dtype}, which numpy does not know", party="source") from error
+        raise StateFormatError(
+            f"an array has dtype {tensor.dtype}, which numpy does not know", party="source"
+        ) from error
 
 
 def _as_counter(pairs: dict[object, object]) -> Counter[object]:
     counter: Counter[object] = Counter()
-    dict.update(counter, pairs)
+    for key, count in pairs.items():
+        counter[key] = count  # type: ignore[assignment]  # a Counter holds whatever it was given
     return counter
 
 

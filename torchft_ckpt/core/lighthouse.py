@@ -405,8 +405,10 @@ class LighthouseState:
             return
         everyone = len(self._waiting) == len(self.members)
         survivors_back = bool(self._quorum_members) and len(self._back) == len(self._quorum_members)
-        if everyone or survivors_back or self._evaluate_at is None:
+        if everyone or survivors_back:
             yield from self._evaluate(now)
+        elif self._evaluate_at is None:
+            self._evaluate_at = now + PENDING_NOTICE_S
 
     def _evaluate(self, now: float) -> Iterator[Instruction]:
         self._evaluate_at = now + PENDING_NOTICE_S

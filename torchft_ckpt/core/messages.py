@@ -251,7 +251,7 @@ ToLighthouse: TypeAlias = Hello | Heartbeat | QuorumRequest | CommitVote | Stall
 FromLighthouse: TypeAlias = (
     Welcome | Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | Dropped
 )
-RankToGroup: TypeAlias = RankHello | QuorumRequest | CommitVote | StallReport | Leave
+RankToGroup: TypeAlias = RankHello | Heartbeat | QuorumRequest | CommitVote | StallReport | Leave
 GroupToRank: TypeAlias = (
     Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | GroupBroken
 )

@@ -1,0 +1,121 @@
+"""The demo as a user starts it: real processes, a real kill, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.processes
+
+
+def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.Popen(
+        [sys.executable, str(REPO / "examples" / "demo"), "--out", str(out), *arguments],
+        cwd=out,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def read_until(demo: subprocess.Popen[str], text: str) -> str:
+    """Read the demo's output up to a line that holds the text; all that was read."""
+    lines: list[str] = []
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"the demo ended without {text!r}:\n{''.join(lines)}")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_ended(pids: list[int], *, timeout_s: float) -> list[int]:
+    """Wait until none of these processes runs; those that still do after the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return alive
+
+
+def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None:
+    figures_path = tmp_path / "figures.json"
+    demo = start_demo(tmp_path, "--steps", "100", "--kills", "1", "--seed", "7", "--json", str(figures_path))
+
+    output, _ = demo.communicate(timeout=120)
+
+    assert demo.returncode == 0, output
+    figures = json.loads(figures_path.read_text())
+    (kill,) = figures["kills"]
+    assert figures["verdict"]["is_bit_equal"]
+    assert len(set(figures["verdict"]["digests"].values())) == 1 and len(figures["verdict"]["digests"]) == 3
+    assert kill["rejoined_step"] > kill["step"]
+    assert max(kill["discarded"].values()) <= 1
+    assert figures["last_loss"] < 3.3 < figures["first_loss"]
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert "OK: all 3 groups ended bit-equal" in output
+
+
+def test_an_interrupt_ends_every_group(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path, "--steps", "5000", "--kills", "0", "--groups", "2")
+    read_until(demo, "starts contributing")
+    groups = children_of(demo.pid)
+
+    demo.send_signal(signal.SIGINT)
+    output, _ = demo.communicate(timeout=20)
+
+    assert (len(groups), demo.returncode, wait_until_ended(groups, timeout_s=0)) == (2, 130, []), output
+
+
+def test_a_group_that_dies_by_itself_ends_the_demo_with_its_name(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path, "--steps", "5000", "--kills", "0", "--groups", "2")
+    read_until(demo, "starts contributing")
+    groups = children_of(demo.pid)
+
+    os.kill(groups[1], signal.SIGKILL)
+    output, _ = demo.communicate(timeout=20)
+
+    assert demo.returncode == 1
+    assert "group_1 exited by itself with code -9" in output
+    assert wait_until_ended(groups, timeout_s=0) == []
+
+
+def test_groups_leave_when_the_demo_itself_is_killed(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path, "--steps", "5000", "--kills", "0", "--groups", "2")
+    read_until(demo, "starts contributing")
+    groups = children_of(demo.pid)
+
+    demo.kill()
+    demo.communicate(timeout=20)
+
+    assert wait_until_ended(groups, timeout_s=10) == []
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path, "--groups", "1")
+
+    output, _ = demo.communicate(timeout=20)
+
+    assert (demo.returncode, "somebody must survive a kill" in output) == (2, True)

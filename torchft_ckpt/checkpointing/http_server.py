@@ -1,0 +1,168 @@
+"""Serves snapshots over HTTP, on a thread and event loop of its own.
+
+A shell: which snapshot answers is the shelf's decision, what a snapshot still holds is the snapshot's. The loop never waits
+for a lock, a device or the disk; bytes are copied in slices so small that the training process does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
+
+from aiohttp import web
+
+from torchft_ckpt.checkpointing.handlers import CheckpointHandlers
+from torchft_ckpt.checkpointing.shelf import Shelf
+from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.errors import AddressInUseError, ConfigError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 10.0
+_TOUCH_AFTER_S = 0.25
+_TOUCH_PAUSE_S = 0.001
+
+
+class CheckpointServer:
+    """An HTTP server over a shelf of snapshots. Listening when the constructor returns.
+
+    Args:
+        shelf: what is served.
+        bind: address to listen on.
+        port: port to listen on; 0 lets the system choose.
+        token: what clients must present as `Authorization: Bearer`; None lets everybody in.
+
+    Raises:
+        AddressInUseError: the port is taken.
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(self, shelf: Shelf, *, bind: str, port: int, token: str | None) -> None:
+        self._shelf = shelf
+        self._listener = _listen(bind, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        # Two threads: reads that would have to wait, and touching buffers ahead.
+        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="torchft_ckpt-serve-read")
+        self._handlers = CheckpointHandlers(shelf, self._executor, token=token, on_registered=self._touch_buffers)
+        self._runner: web.AppRunner | None = None
+        self._stop_lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchft_ckpt-serve", daemon=True)
+        self._thread.start()
+        self._call(self._start, _START_TIMEOUT_S)
+
+    def publish(self, snapshot: Snapshot, *, lease_s: float) -> None:
+        """Serve a snapshot for at most `lease_s` seconds. From any thread."""
+        for closed in self._shelf.put(snapshot, lease_ends=time.monotonic() + lease_s):
+            logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)
+        self._loop.call_soon_threadsafe(self._published, lease_s)
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Stop listening and cut every connection. May be called again."""
+        with self._stop_lock:
+            if not self._stopping.is_set():
+                self._stopping.set()
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._finish()))
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("the checkpoint server did not stop within %g s", _STOP_TIMEOUT_S)
+            self._executor.shutdown(wait=True)
+
+    # On the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self) -> None:
+        app = self._handlers.application()
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener).start()
+
+    async def _finish(self) -> None:
+        try:
+            self._handlers.cancel_all()
+            if self._runner is not None:
+                await asyncio.wait_for(self._runner.cleanup(), _STOP_TIMEOUT_S / 2)
+        except asyncio.TimeoutError:
+            logger.warning("connections of the checkpoint server did not close in time")
+        finally:
+            self._listener.close()
+            self._loop.stop()
+
+    def _published(self, lease_s: float) -> None:
+        self._handlers.wake_waiting()
+        # A little later than the lease, so that the clock has certainly passed it.
+        self._loop.call_later(lease_s + 0.01, self._expire)
+
+    def _expire(self) -> None:
+        for snapshot in self._shelf.expire(time.monotonic()):
+            logger.info("the lease of %r has ended", snapshot)
+        self._handlers.cancel_closed()
+
+    def _touch_buffers(self, snapshot: Snapshot) -> None:
+        """A receiver has come: if the trainer mutates before it is done, buffers should be at hand.
+
+        Touching memory costs the transfer as much as the bytes cost, so one that is over soon is left alone.
+        """
+        if not self._stopping.is_set():
+            self._loop.call_later(_TOUCH_AFTER_S, self._start_touching, snapshot)
+
+    def _start_touching(self, snapshot: Snapshot) -> None:
+        if not self._stopping.is_set():
+            self._executor.submit(self._touch, snapshot)
+
+    def _touch(self, snapshot: Snapshot) -> None:
+        while not self._stopping.wait(_TOUCH_PAUSE_S) and snapshot.touch_buffer_ahead():
+            pass
+
+    def _call(self, start: Callable[[], Coroutine[object, object, T]], timeout_s: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
+        try:
+            return future.result(timeout_s)
+        except (OSError, FutureTimeoutError) as error:
+            self.stop()
+            raise ConfigError(
+                f"the checkpoint server could not start on port {self.port}: {error}", party="bind"
+            ) from error
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"bind={bind!r}: not an address of this machine: {error}", party="bind") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(
+                f"port {port} on {bind or 'all addresses'} is taken by another process; port=0 lets the system choose",
+                party=f"{bind}:{port}",
+            ) from error
+        raise ConfigError(f"cannot listen on {bind}:{port}: {error}", party="bind") from error
+    return listener

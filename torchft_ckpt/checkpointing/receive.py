@@ -1,0 +1,136 @@
+"""The memory that a state is received into, and the state made of it once it is whole.
+
+It knows the format; it does not know where the bytes come from. Each segment has memory of its own, so that a tensor that
+outlives the others does not keep them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import threading
+
+import numpy as np
+import torch
+
+from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, digest_of
+from torchft_ckpt.checkpointing.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.tree import decode_tree
+from torchft_ckpt.errors import DigestMismatchError, TransferError
+
+_KEEP_FROM_BYTES = 64 * 1024
+
+
+def _num_references(buffers: list[np.ndarray], index: int) -> int:
+    return sys.getrefcount(buffers[index])
+
+
+_UNREFERENCED = _num_references([np.empty(1, dtype=np.uint8)], 0)
+"""What `_num_references` says of a buffer that only the list refers to; measured, because it differs between Pythons."""
+
+
+class BufferShelf:
+    """Keeps the memory of a receive for the next one: fresh memory costs more than the network. From any thread.
+
+    Only memory that nobody refers to any more is handed out again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[np.ndarray]] = {}
+
+    def keep(self, buffers: list[np.ndarray]) -> None:
+        """Keep these for the next receive, instead of what was kept before."""
+        with self._lock:
+            self._kept = {}
+            for buffer in buffers:
+                if buffer.nbytes >= _KEEP_FROM_BYTES:
+                    self._kept.setdefault(buffer.nbytes, []).append(buffer)
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Return uint8 memory of that length with undefined contents."""
+        with self._lock:
+            candidates = self._kept.get(num_bytes, [])
+            for index in range(len(candidates)):
+                if _num_references(candidates, index) == _UNREFERENCED:
+                    return candidates.pop(index)
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self.keep([])
+
+
+class Destination:
+    """Receives the blocks of one state. Different blocks may be received on different threads.
+
+    Args:
+        manifest: a manifest that has been checked.
+        shelf: where memory is taken from.
+
+    Raises:
+        TransferError: there is not enough memory.
+    """
+
+    def __init__(self, manifest: Manifest, shelf: BufferShelf) -> None:
+        self.manifest = manifest
+        self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
+        self._starts = [offset for offset, _ in manifest.segments]
+        try:
+            self.buffers = [shelf.take(length) for _, length in manifest.segments]
+        except MemoryError as error:
+            raise TransferError(
+                f"no memory for the {manifest.total_bytes} bytes that the source announces", party="memory"
+            ) from error
+
+    def target(self, block: int) -> memoryview | None:
+        """Return the memory that is exactly this block, or None where it is spread over segments."""
+        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        begin, length = self.manifest.segments[index]
+        if begin <= start and stop <= begin + length:
+            return self.buffers[index].data[start - begin : stop - begin]
+        return None
+
+    def store(self, block: int, data: memoryview) -> None:
+        """Spread a verified block over its segments."""
+        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        source = np.frombuffer(data, dtype=np.uint8)
+        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._starts) and self._starts[index] < stop:
+            begin, length = self.manifest.segments[index]
+            low, high = max(start, begin), min(stop, begin + length)
+            if low < high:
+                self.buffers[index][low - begin : high - begin] = source[low - start : high - start]
+            index += 1
+
+    def assemble(self) -> object:
+        """Return the state; call it once every block is in. Tensors of one segment share its memory."""
+        whole = [torch.from_numpy(buffer) for buffer in self.buffers]
+        tensors = [_tensor(entry, whole[entry.chunks[0].segment]) for entry in self.manifest.tensors]
+        return decode_tree(self.manifest.tree, tensors)
+
+
+def verify(block: int, data: memoryview, digest: bytes, party: str) -> None:
+    """Check a block against its digest.
+
+    Raises:
+        DigestMismatchError: they differ.
+    """
+    if digest_of(block, data) != digest:
+        raise DigestMismatchError(
+            f"block {block} from {party} does not have the digest that came with it: it was changed on the way",
+            party=party,
+        )
+
+
+def _tensor(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
+    chunk = entry.chunks[0]
+    dtype = parse_dtype(entry.dtype)
+    empty = torch.empty(0, dtype=dtype)
+    if 0 in chunk.sizes:
+        return torch.empty(chunk.sizes, dtype=dtype)
+    start = chunk.byte_offset // dtype.itemsize
+    strides = torch.empty(chunk.sizes, device="meta").stride() if chunk.strides is None else tuple(chunk.strides)
+    return empty.set_(memory.untyped_storage(), start, tuple(chunk.sizes), strides)

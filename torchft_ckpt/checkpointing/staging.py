@@ -1,0 +1,88 @@
+"""Copies accelerator memory to pinned CPU memory on a side stream, ordered after the training stream.
+
+Host threads never wait for the device here except in `wait`, which a serving thread calls. The trainer's stream is made to
+wait for the copies before it may overwrite their source; the trainer's thread waits at most until they are enqueued.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+
+from torchft_ckpt.checkpointing.space import Memory
+from torchft_ckpt.errors import CheckpointError
+
+
+class Staging:
+    """One state's accelerator memory on its way to the CPU. Starts at construction, in a thread of its own.
+
+    Args:
+        memories: segments on accelerators. Constructed in the thread whose current stream wrote them.
+    """
+
+    def __init__(self, memories: list[Memory]) -> None:
+        self._memories = memories
+        self._devices = sorted({memory.device for memory in memories}, key=str)
+        self._written = {}
+        for device in self._devices:
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+            self._written[device] = event
+        self._copied: dict[torch.device, torch.Event] = {}
+        self._enqueued = threading.Event()
+        self._failure: BaseException | None = None
+        self._pinned: list[torch.Tensor] = []
+        threading.Thread(target=self._run, name="torchft_ckpt-staging", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            streams = {device: torch.Stream(device) for device in self._devices}
+            for device, stream in streams.items():
+                stream.wait_event(self._written[device])
+            for memory in self._memories:
+                pinned = torch.empty(memory.length, dtype=torch.uint8, pin_memory=True)
+                with streams[memory.device]:
+                    source = memory.contiguous_bytes()
+                    pinned.copy_(source, non_blocking=True)
+                    source.record_stream(streams[memory.device])
+                self._pinned.append(pinned)
+            for device, stream in streams.items():
+                event = torch.Event(device)
+                event.record(stream)
+                self._copied[device] = event
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._failure = error
+        finally:
+            self._enqueued.set()
+
+    def ready(self) -> bool:
+        """Whether the copies are complete (or failed)."""
+        return self._enqueued.is_set() and all(event.query() for event in self._copied.values())
+
+    def wait(self, timeout: timedelta) -> list[torch.Tensor]:
+        """Wait until the copies are complete; return the pinned uint8 tensors in the order of `memories`.
+
+        Raises:
+            CheckpointError: the memory could not be staged.
+        """
+        if not self._enqueued.wait(timeout.total_seconds()):
+            raise CheckpointError(f"staging to pinned memory was not enqueued within {timeout}", party="staging")
+        if self._failure is not None:
+            raise CheckpointError(f"staging to pinned memory failed: {self._failure}", "staging") from self._failure
+        for event in self._copied.values():
+            event.synchronize()
+        return self._pinned
+
+    def order_mutation_after(self, timeout: timedelta) -> None:
+        """Make the calling thread's current streams wait for the copies, so that it may overwrite the source.
+
+        Raises:
+            CheckpointError: the copies were not even enqueued in time.
+        """
+        if not self._enqueued.wait(timeout.total_seconds()):
+            raise CheckpointError(f"staging to pinned memory was not enqueued within {timeout}", party="staging")
+        for device, event in self._copied.items():
+            torch.accelerator.current_stream(device).wait_event(event)
+        self._memories = []

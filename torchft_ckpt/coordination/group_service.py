@@ -1,0 +1,195 @@
+"""Group rank 0's side: this group's ranks on one side, the lighthouse on the other, `core.group` in between.
+
+Rank 0 talks to it by method calls; ranks above 0 over WebSockets (`rank_session`), for which a port is only opened where
+there are such ranks. All of it runs on one event-loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+from aiohttp import web
+
+from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.lighthouse_client import LighthouseClient
+from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
+from torchft_ckpt.core.messages import (
+    MAX_MESSAGE_BYTES,
+    GroupToRank,
+    Heartbeat,
+    Hello,
+    RankHello,
+    RankToGroup,
+    Refused,
+    decode_rank_to_group,
+)
+from torchft_ckpt.errors import AddressInUseError, CoordinationError, ProtocolError
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, set_dead_peer_timeout
+
+logger = logging.getLogger(__name__)
+
+RANK_TIMEOUT_S = 10.0
+"""A rank that is silent for so long is gone, and the group with it."""
+
+
+class GroupService:
+    """The manager service of one replica group.
+
+    Args:
+        world_size: ranks in this group.
+        lighthouse_addr: where the lighthouse is.
+        hello: makes the first message of each connection to it.
+        on_message: gets rank 0's messages, on the event-loop thread; must not block.
+        on_refused: called when the lighthouse will not have this group any more.
+        hostname: address to advertise to the other ranks, None: the interface that routes to the lighthouse.
+        port: for the other ranks, 0 for any.
+        token: shared secret, empty for none.
+        heartbeat_interval, connect_timeout: towards the lighthouse.
+
+    Raises:
+        LighthouseUnreachableError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        lighthouse_addr: str,
+        hello: Callable[[], Hello],
+        on_message: Callable[[GroupToRank], None],
+        on_refused: Callable[[CoordinationError], None],
+        hostname: str | None,
+        port: int,
+        token: str,
+        heartbeat_interval: timedelta,
+        connect_timeout: timedelta,
+    ) -> None:
+        self._state = GroupState(world_size)
+        self._on_message = on_message
+        self._user_on_refused = on_refused
+        self._token = token
+        self._channels: dict[int, Channel] = {}
+        self._runner: web.AppRunner | None = None
+        self._client = LighthouseClient(
+            lighthouse_addr,
+            token=token,
+            hello=hello,
+            on_message=lambda message: self._handle(LighthouseSaid(message)),
+            on_up=lambda: self._handle(LighthouseUp()),
+            on_refused=self._refused,
+            heartbeat_interval=heartbeat_interval,
+            connect_timeout=connect_timeout,
+        )
+        self._address = ""
+        self._thread = LoopThread("torchft_ckpt-coordination")
+        try:
+            if world_size > 1:
+                bound = self._thread.run(self._listen(port))
+                host = advertised_host(hostname, towards=self._client.address)
+                self._address = join_host_port(host, bound)
+            self._thread.run(self._client.start())
+        except OSError as error:
+            self.shutdown("its manager service could not start")
+            raise AddressInUseError(
+                f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
+            ) from error
+        except CoordinationError:
+            self.shutdown("its manager service could not start")
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where ranks above 0 connect, `host:port`; empty in a group of one."""
+        return self._address
+
+    def send(self, message: RankToGroup) -> None:
+        """Take a message of rank 0. Any thread; returns at once."""
+        self._thread.call_soon(self._handle, RankSaid(0, message))
+
+    def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
+        """Call a function on the event-loop thread after a while; it must not block. Any thread."""
+        self._thread.call_soon(self._thread.loop.call_later, delay_s, function)
+
+    def shutdown(self, reason: str) -> None:
+        """Leave the quorum, close everything, end the thread. May be called twice."""
+        if not self._thread.loop.is_closed():
+            self._thread.run(self._stop(reason))
+            self._thread.stop()
+
+    # --------------------------------------------------------------------------------------------------- on the loop
+
+    async def _listen(self, port: int) -> int:
+        app = web.Application()
+        app.add_routes([web.get("/v1/ranks", self._serve_rank)])
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, None, port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def _stop(self, reason: str) -> None:
+        await self._client.stop(reason)
+        channels = list(self._channels.values())
+        for channel in channels:
+            channel.close()
+        await asyncio.gather(*(channel.wait_closed() for channel in channels))
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _refused(self, error: CoordinationError) -> None:
+        self._user_on_refused(error)
+        for channel in self._channels.values():
+            channel.send(Refused(code="lighthouse", reason=str(error)[:1000]))
+
+    def _handle(self, event: GroupEvent) -> None:
+        for instruction in self._state.handle(event):
+            if isinstance(instruction, Up):
+                self._client.send(instruction.message)
+            elif isinstance(instruction, ToRank):
+                if instruction.rank == 0:
+                    self._on_message(instruction.message)
+                elif instruction.rank in self._channels:
+                    self._channels[instruction.rank].send(instruction.message)
+
+    async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
+        if not bearer_matches(request.headers.get("Authorization"), self._token):
+            return web.json_response({"error": "wrong or missing token"}, status=401)
+        socket = web.WebSocketResponse(
+            max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0, receive_timeout=RANK_TIMEOUT_S
+        )
+        await socket.prepare(request)
+        raw = request.transport.get_extra_info("socket") if request.transport is not None else None
+        if raw is not None:
+            set_dead_peer_timeout(raw, RANK_TIMEOUT_S)
+        party = f"a rank at {request.remote}"
+        channel = Channel(socket, party)
+        rank: int | None = None
+        reason = "its connection closed"
+        try:
+            async for data in channel.messages():
+                message = decode_rank_to_group(data, party)
+                if isinstance(message, RankHello):
+                    refusal = self._state.refusal(message.group_rank, message)
+                    if refusal is not None or message.group_rank in self._channels:
+                        channel.send(
+                            refusal or Refused(code="config", reason=f"rank {message.group_rank} is connected")
+                        )
+                        break
+                    rank, party = message.group_rank, f"group rank {message.group_rank} at {request.remote}"
+                    self._channels[rank] = channel
+                elif rank is not None and not isinstance(message, Heartbeat):
+                    self._handle(RankSaid(rank, message))
+        except ProtocolError as error:
+            logger.warning("%s", error)
+            reason = "it broke the protocol"
+        except asyncio.TimeoutError:
+            reason = f"nothing heard from it for {RANK_TIMEOUT_S:g} s"
+        finally:
+            channel.close()
+            if rank is not None:
+                self._channels.pop(rank, None)
+                self._handle(RankLost(rank, reason))
+        return socket

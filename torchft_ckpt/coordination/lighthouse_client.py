@@ -1,0 +1,248 @@
+"""A group's one connection to the lighthouse: opened once with a deadline, then kept up for ever, with back-off.
+
+A lighthouse that is gone is no reason to end a training job: after the first connection nothing here raises. What was
+asked and not answered is said again by `core.group` when `on_up` is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from datetime import timedelta
+
+import aiohttp
+
+from torchft_ckpt import config
+from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.core.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Dropped,
+    FromLighthouse,
+    Heartbeat,
+    Hello,
+    Leave,
+    Refused,
+    ToLighthouse,
+    Welcome,
+    decode_from_lighthouse,
+)
+from torchft_ckpt.core.patience import reconnect_delay_s
+from torchft_ckpt.errors import (
+    AuthenticationError,
+    CoordinationError,
+    LighthouseUnreachableError,
+    ProtocolError,
+    ProtocolVersionError,
+    RefusedError,
+)
+from torchft_ckpt.network import join_host_port, set_dead_peer_timeout
+
+logger = logging.getLogger(__name__)
+
+_RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
+
+
+class LighthouseClient:
+    """Use on its event loop only.
+
+    Args:
+        address: of the lighthouse, `host:port` or `http://host:port`.
+        token: shared secret, empty for none.
+        hello: makes the first message of each connection.
+        on_message: gets what the lighthouse says, in order, `Welcome` excepted.
+        on_up: called when a new connection has been welcomed.
+        on_refused: called when the lighthouse will not have this group any more; there will be no further attempt.
+        heartbeat_interval: a heartbeat is sent when nothing else was for so long.
+        connect_timeout: of one attempt.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        hello: Callable[[], Hello],
+        on_message: Callable[[FromLighthouse], None],
+        on_up: Callable[[], None],
+        on_refused: Callable[[CoordinationError], None],
+        heartbeat_interval: timedelta,
+        connect_timeout: timedelta,
+    ) -> None:
+        self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
+        self._token = token
+        self._hello = hello
+        self._on_message = on_message
+        self._on_up = on_up
+        self._on_refused = on_refused
+        self._interval_s = heartbeat_interval.total_seconds()
+        self._connect_timeout_s = connect_timeout.total_seconds()
+        self._session: aiohttp.ClientSession | None = None
+        self._channel: Channel | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_leaving = False
+
+    async def start(self) -> None:
+        """Connect, and keep the connection up from then on.
+
+        Raises:
+            LighthouseUnreachableError: nobody answered within the connect timeout.
+            AuthenticationError, ProtocolVersionError, RefusedError: somebody did, and refused.
+        """
+        loop = asyncio.get_running_loop()
+        self._session = aiohttp.ClientSession()
+        deadline = loop.time() + self._connect_timeout_s
+        attempt = 0
+        while True:
+            try:
+                channel = await self._connect()
+                break
+            except _RETRIABLE as error:
+                pause = reconnect_delay_s(attempt, random.random())
+                attempt += 1
+                if loop.time() + pause >= deadline:
+                    await self._session.close()
+                    message = (
+                        f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({_why(error)});"
+                        " start one with `python -m torchft_ckpt lighthouse`, or mend the address"
+                        " (lighthouse_addr, TORCHFT_CKPT_LIGHTHOUSE)"
+                    )
+                    raise LighthouseUnreachableError(message, self.address) from error
+                await asyncio.sleep(pause)
+            except CoordinationError:
+                await self._session.close()
+                raise
+        self._task = loop.create_task(self._keep(channel))
+
+    def send(self, message: ToLighthouse) -> None:
+        """Send, or drop where there is no connection."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    async def stop(self, reason: str) -> None:
+        """Leave the quorum, close the connection. May be called twice."""
+        self._is_leaving = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.send(Leave(reason[:1000]))
+            channel.close()
+            await channel.wait_closed()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _connect(self) -> Channel:
+        """Open one connection and be welcomed on it."""
+        if self._session is None:
+            raise RuntimeError("internal error: not started")
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        url = f"http://{self.address}/v1/groups"
+        try:
+            socket = await asyncio.wait_for(
+                self._session.ws_connect(url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0),
+                self._connect_timeout_s,
+            )
+            raw = socket.get_extra_info("socket")
+            if raw is not None:
+                set_dead_peer_timeout(raw, 10.0)
+            channel = Channel(socket, f"the lighthouse at {self.address}")
+            channel.send(self._hello())
+            answer = await socket.receive(timeout=self._connect_timeout_s)
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status in (401, 403):
+                message = (
+                    f"the lighthouse at {self.address} refused our token; set the same TORCHFT_CKPT_TOKEN on both sides"
+                )
+                raise AuthenticationError(message, self.address) from error
+            message = f"what answers at {self.address} is no lighthouse of ours (HTTP status {error.status})"
+            raise LighthouseUnreachableError(message, self.address) from error
+        if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+            channel.close()
+            raise LighthouseUnreachableError(f"the lighthouse at {self.address} closed the connection", self.address)
+        welcome = decode_from_lighthouse(answer.data, f"the lighthouse at {self.address}")
+        if isinstance(welcome, Refused):
+            channel.close()
+            raise _refused(welcome, self.address)
+        if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL_VERSION:
+            channel.close()
+            raise ProtocolVersionError(f"the lighthouse at {self.address} speaks another protocol", self.address)
+        self._channel = channel
+        # Half the patience of the lighthouse at most, whatever interval was asked for.
+        self._pause_s = min(self._interval_s, welcome.heartbeat_timeout_s / 3)
+        self._on_up()
+        return channel
+
+    async def _keep(self, channel: Channel) -> None:
+        while True:
+            heart = asyncio.get_running_loop().create_task(self._beat(channel))
+            try:
+                async for data in channel.messages():
+                    message = decode_from_lighthouse(data, f"the lighthouse at {self.address}")
+                    if isinstance(message, Refused):
+                        self._on_refused(_refused(message, self.address))
+                        return
+                    if isinstance(message, Dropped):
+                        logger.warning("the lighthouse took this group for dead: %s; connecting again", message.reason)
+                    else:
+                        self._on_message(message)
+            except ProtocolError as error:
+                logger.warning("%s; connecting again", error)
+            finally:
+                heart.cancel()
+                channel.close()
+                self._channel = None
+            if self._is_leaving:
+                return
+            logger.warning("lost the connection to the lighthouse at %s; connecting again", self.address)
+            again = await self._reconnect()
+            if again is None:
+                return
+            channel = again
+
+    async def _reconnect(self) -> Channel | None:
+        attempt = 0
+        loop = asyncio.get_running_loop()
+        lost_at = loop.time()
+        while True:
+            try:
+                channel = await self._connect()
+            except _RETRIABLE as error:
+                pause = reconnect_delay_s(attempt, random.random())
+                attempt += 1
+                if attempt in (1, 5) or attempt % 15 == 0:
+                    logger.warning(
+                        "the lighthouse at %s has been gone for %.1f s (%s); training goes on when it is back",
+                        self.address,
+                        loop.time() - lost_at,
+                        _why(error),
+                    )
+                await asyncio.sleep(pause)
+            except CoordinationError as error:
+                self._on_refused(error)
+                return None
+            else:
+                logger.info("connected to the lighthouse at %s again after %.1f s", self.address, loop.time() - lost_at)
+                return channel
+
+    async def _beat(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = channel.sent_at + self._pause_s
+            now = loop.time()
+            if now >= due:
+                channel.send(Heartbeat())
+                due = now + self._pause_s
+            await asyncio.sleep(due - now)
+
+
+def _refused(message: Refused, address: str) -> CoordinationError:
+    text = f"the lighthouse at {address} refused this replica group: {message.reason}"
+    return ProtocolVersionError(text, address) if message.code == "version" else RefusedError(text, address)
+
+
+def _why(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,217 @@
+"""The lighthouse as a service: an aiohttp shell around `core.lighthouse`, in a thread of its own.
+
+    GET /v1/groups    WebSocket of one replica group, messages of `core.messages`
+    GET /             status as JSON, for people and probes
+
+Both want `Authorization: Bearer TOKEN` where a token is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import uuid
+from dataclasses import asdict
+
+from aiohttp import web
+
+from torchft_ckpt import config
+from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.core.lighthouse import (
+    Close,
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    LighthouseState,
+    Log,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Refused, decode_to_lighthouse
+from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, set_dead_peer_timeout
+
+logger = logging.getLogger(__name__)
+
+
+class LighthouseServer:
+    """A lighthouse, embedded in this process.
+
+    Args:
+        bind: `host:port` to listen on; port 0 takes any free one, `[::]:0` and `0.0.0.0:0` listen everywhere.
+        min_replicas: the fewest replica groups that may train.
+        join_timeout_ms: how long those who ask for a quorum wait for living groups that have not asked; 60000.
+        quorum_tick_ms: accepted for torchft's sake, not used: the lighthouse acts on events, not on ticks.
+        heartbeat_timeout_ms: a group that is silent for so long is dead; 5000. One whose connection closes is dead at once.
+        token: shared secret of the job; default `TORCHFT_CKPT_TOKEN`, else none.
+        hostname: address to advertise; default as in `network.advertised_host`.
+        allow_step_loss: let the job go on from an older state when all holders of the newest committed step are gone.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        AddressInUseError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        min_replicas: int,
+        join_timeout_ms: int | None = None,
+        quorum_tick_ms: int | None = None,
+        heartbeat_timeout_ms: int | None = None,
+        *,
+        token: str | None = None,
+        hostname: str | None = None,
+        allow_step_loss: bool = False,
+    ) -> None:
+        if min_replicas < 1:
+            raise ConfigError(f"min_replicas={min_replicas}: at least one replica group has to train", "min_replicas")
+        join_timeout_ms = 60_000 if join_timeout_ms is None else join_timeout_ms
+        heartbeat_timeout_ms = 5_000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms
+        for name, value in (("join_timeout_ms", join_timeout_ms), ("heartbeat_timeout_ms", heartbeat_timeout_ms)):
+            if value <= 0:
+                raise ConfigError(f"{name}={value}: expected a positive number of milliseconds", party=name)
+        host, port = config.parse_host_port(bind, what="lighthouse bind address", default_host="0.0.0.0")
+        self._token = config.resolve(token, config.TOKEN, "", str)
+        self._settings = LighthouseSettings(
+            min_replicas=min_replicas,
+            join_timeout_s=join_timeout_ms / 1000,
+            heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
+            allow_step_loss=allow_step_loss,
+        )
+        self._state = LighthouseState(self._settings, epoch=uuid.uuid4().hex[:8])
+        self._channels: dict[str, Channel] = {}
+        self._names = (f"connection-{number}" for number in itertools.count(1))
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = LoopThread("torchft_ckpt-lighthouse")
+        try:
+            bound_port = self._thread.run(self._start(host, port))
+        except OSError as error:
+            self._thread.stop()
+            address = join_host_port(host, port)
+            raise AddressInUseError(
+                f"the lighthouse cannot listen on {address}: {in_use_hint(error)}", address
+            ) from error
+        anywhere = host in ("", "0.0.0.0", "::")
+        self._address = "http://" + join_host_port(hostname or (advertised_host() if anywhere else host), bound_port)
+        logger.info("lighthouse listens on %s, min_replicas=%d", self._address, min_replicas)
+
+    def address(self) -> str:
+        """Return the address that replica groups connect to, `http://host:port`."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """Close all connections and the port, end the thread. May be called twice."""
+        if not self._thread.loop.is_closed():
+            try:
+                self._thread.run(self._stop())
+            except RuntimeError as error:  # the loop ended between the check and the call
+                logger.debug("lighthouse was shut down already: %s", error)
+        self._thread.stop()
+
+    def __repr__(self) -> str:
+        return f"LighthouseServer(address={self._address!r}, quorum={self._state.quorum_id})"
+
+    # ------------------------------------------------------------------------------------------------- on the loop
+
+    async def _start(self, host: str, port: int) -> int:
+        app = web.Application()
+        app.add_routes([web.get("/v1/groups", self._serve_group), web.get("/", self._serve_status)])
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=4096, reuse_address=os.name == "posix")
+        try:
+            await site.start()
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        return int(self._runner.addresses[0][1])
+
+    async def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for channel in list(self._channels.values()):
+            channel.close()
+        await self._runner.cleanup()
+
+    async def _serve_group(self, request: web.Request) -> web.StreamResponse:
+        if not bearer_matches(request.headers.get("Authorization"), self._token):
+            return _refuse_token(request)
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
+        await socket.prepare(request)
+        raw = request.transport.get_extra_info("socket") if request.transport is not None else None
+        if raw is not None:
+            set_dead_peer_timeout(raw, self._settings.heartbeat_timeout_s)
+        name, party = next(self._names), f"the group at {request.remote}"
+        channel = self._channels[name] = Channel(socket, party)
+        reason = "its connection closed"
+        try:
+            async for data in channel.messages():
+                self._handle(Received(name, decode_to_lighthouse(data, party)))
+        except ProtocolError as error:
+            logger.warning("%s", error)
+            reason = "it broke the protocol"
+            channel.send(Refused(code="protocol", reason=str(error)[:1000]))
+        finally:
+            channel.close()
+            self._channels.pop(name, None)
+            self._handle(ConnectionClosed(name, reason))
+        return socket
+
+    def _handle(self, event: Event) -> None:
+        loop = asyncio.get_running_loop()
+        for instruction in self._state.handle(event, loop.time()):
+            if isinstance(instruction, Send):
+                channel = self._channels.get(instruction.connection)
+                if channel is not None:
+                    channel.send(instruction.message)
+            elif isinstance(instruction, Close):
+                channel = self._channels.get(instruction.connection)
+                if channel is not None:
+                    channel.close()
+            elif isinstance(instruction, Log):
+                logger.log(logging.WARNING if instruction.is_warning else logging.INFO, "%s", instruction.line)
+        deadline = self._state.next_deadline()
+        if self._timer is not None and (deadline is None or self._timer.when() != deadline):
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and deadline is not None:
+            self._timer = loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._handle(Tick())
+
+    async def _serve_status(self, request: web.Request) -> web.Response:
+        if not bearer_matches(request.headers.get("Authorization"), self._token):
+            return _refuse_token(request)
+        state, now = self._state, asyncio.get_running_loop().time()
+        members = [
+            {
+                "replica_id": member.replica_id,
+                "step": member.request.version.step if member.request else member.hello.version.step,
+                "waiting_s": round(now - member.asked_at, 3) if member.request else None,
+                "silent_s": round(now - member.last_seen, 3),
+            }
+            for member in state.members.values()
+        ]
+        settings = asdict(self._settings)
+        return web.json_response(
+            {
+                "quorum_id": state.quorum_id,
+                "newest_step": state.newest_step,
+                "reason": state.reason,
+                "members": members,
+                "lost": dict(state.lost_members),
+                "settings": settings,
+            }
+        )
+
+
+def _refuse_token(request: web.Request) -> web.Response:
+    logger.warning("refused %s: wrong or missing token", request.remote)
+    return web.json_response({"error": "wrong or missing token"}, status=401)

@@ -1,0 +1,56 @@
+"""An asyncio loop in a thread of its own. Who starts it ends it; ending it cancels what still runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A running event loop.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for it. Call from any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def call_soon(self, function: Callable[..., object], *args: object) -> bool:
+        """Call a function on the loop, in order of the calls. False: the loop has ended."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    def stop(self, wait: bool = True) -> None:
+        """End the loop and its thread; may be called twice. `wait` False: do not wait for the thread."""
+        self.call_soon(self.loop.stop)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()

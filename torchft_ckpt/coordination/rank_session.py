@@ -1,0 +1,140 @@
+"""A rank above 0 towards its group's manager service. A connection that ends is the end of the group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+import aiohttp
+
+from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.core.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    GroupBroken,
+    GroupToRank,
+    Heartbeat,
+    Leave,
+    RankHello,
+    RankToGroup,
+    decode_group_to_rank,
+)
+from torchft_ckpt.errors import AuthenticationError, GroupBrokenError, ProtocolError
+from torchft_ckpt.network import set_dead_peer_timeout
+
+logger = logging.getLogger(__name__)
+
+
+class RankSession:
+    """The connection of one rank.
+
+    Args:
+        address: of the manager service, `host:port`.
+        group_rank: this rank.
+        on_message: gets the messages, on the event-loop thread; must not block.
+        token: shared secret, empty for none.
+        heartbeat_interval: how often to say that this rank lives.
+        connect_timeout: for the one attempt.
+
+    Raises:
+        GroupBrokenError: rank 0 cannot be reached.
+        AuthenticationError: it refused our token.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        group_rank: int,
+        on_message: Callable[[GroupToRank], None],
+        token: str,
+        heartbeat_interval: timedelta,
+        connect_timeout: timedelta,
+    ) -> None:
+        self._address = address
+        self._group_rank = group_rank
+        self._on_message = on_message
+        self._token = token
+        self._interval_s = max(heartbeat_interval.total_seconds(), 0.1)
+        self._connect_timeout_s = connect_timeout.total_seconds()
+        self._channel: Channel | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_leaving = False
+        self._thread = LoopThread("torchft_ckpt-coordination")
+        try:
+            self._thread.run(self._start())
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            self.shutdown("it could not connect")
+            if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
+                message = f"the manager service at {address} refused the token of group rank {group_rank}"
+                raise AuthenticationError(message, address) from error
+            message = f"group rank {group_rank} cannot reach its manager service (group rank 0) at {address}: {error}"
+            raise GroupBrokenError(message, address) from error
+
+    def send(self, message: RankToGroup) -> None:
+        """Send a message. Any thread; returns at once."""
+        self._thread.call_soon(self._send, message)
+
+    def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
+        """Call a function on the event-loop thread after a while; it must not block. Any thread."""
+        self._thread.call_soon(self._thread.loop.call_later, delay_s, function)
+
+    def shutdown(self, reason: str) -> None:
+        """Leave the group, end the thread. May be called twice."""
+        if not self._thread.loop.is_closed():
+            self._thread.run(self._stop(reason))
+            self._thread.stop()
+
+    # --------------------------------------------------------------------------------------------------- on the loop
+
+    def _send(self, message: RankToGroup) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    async def _start(self) -> None:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        self._session = aiohttp.ClientSession()
+        socket = await asyncio.wait_for(
+            self._session.ws_connect(
+                f"http://{self._address}/v1/ranks", headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0
+            ),
+            self._connect_timeout_s,
+        )
+        raw = socket.get_extra_info("socket")
+        if raw is not None:
+            set_dead_peer_timeout(raw, 10.0)
+        self._channel = Channel(socket, f"the manager service at {self._address}")
+        self._channel.send(RankHello(protocol=PROTOCOL_VERSION, group_rank=self._group_rank))
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._read(self._channel)), loop.create_task(self._beat(self._channel))]
+
+    async def _read(self, channel: Channel) -> None:
+        reason = "its connection closed"
+        try:
+            async for data in channel.messages():
+                self._on_message(decode_group_to_rank(data, f"the manager service at {self._address}"))
+        except ProtocolError as error:
+            reason = str(error)
+        if not self._is_leaving:
+            self._on_message(GroupBroken(f"group rank 0 at {self._address} is gone: {reason}"[:1000]))
+
+    async def _beat(self, channel: Channel) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            channel.send(Heartbeat())
+
+    async def _stop(self, reason: str) -> None:
+        self._is_leaving = True
+        if self._channel is not None:
+            self._channel.send(Leave(reason[:1000]))
+            self._channel.close()
+            await self._channel.wait_closed()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()

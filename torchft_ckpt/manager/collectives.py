@@ -1,0 +1,230 @@
+"""Allreduce whose errors end the step and nothing else.
+
+What goes wrong in a collective is noted, the tensor is handed on as it is, and the step is discarded at the vote: no
+exception reaches the training loop, no replica waits for one that is gone. The averaging runs where the collective
+completes, so it overlaps with the backward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp, Work
+from torch.futures import Future
+
+from torchft_ckpt.core.patience import StallWatch
+
+if TYPE_CHECKING:
+    from torchft_ckpt.process_group import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ExceptionWithTraceback(Exception):
+    """An error of the step, with where it came from, as torchft reports it.
+
+    Args:
+        error: the error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.original_exception = error
+        self.stack_trace = "".join(traceback.format_exception(error))
+        super().__init__(f"{error}\n{self.stack_trace}")
+
+
+class ManagedWork(Work):
+    """A collective under the manager's care: waiting for it never raises.
+
+    Args:
+        future: completes with the tensor, whether the collective went well or not.
+        failed: whether the step has failed.
+    """
+
+    def __init__(self, future: Future[torch.Tensor], failed: Callable[[], bool]) -> None:
+        super().__init__()
+        self._future = future
+        self._failed = failed
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the averaged tensor. False: the step has failed, the tensor must not be used.
+
+        `timeout` is there for the interface: how long a collective may take is the manager's `timeout`.
+        """
+        self._future.wait()
+        return not self._failed()
+
+    def get_future(self) -> Future[torch.Tensor]:
+        """Return a future of the averaged tensor. It never fails."""
+        return self._future
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for the tensor."""
+        self._future.wait()
+
+    def block_current_stream(self, timeout: timedelta | None = None) -> None:
+        """Make the current stream wait for the tensor."""
+        self._future.wait()
+
+
+class Collectives:
+    """The open collectives of the step.
+
+    Args:
+        process_group: reduces.
+        on_error: called on any thread with what went wrong.
+        schedule: calls a function later, on a thread that must not be blocked.
+        on_stall: called, on that thread, when a collective waits longer for a joiner than it may.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        *,
+        on_error: Callable[[Exception], None],
+        schedule: Callable[[float, Callable[[], object]], None],
+        on_stall: Callable[[], None],
+    ) -> None:
+        self._process_group = process_group
+        self._on_error = on_error
+        self._schedule = schedule
+        self._on_stall = on_stall
+        self._lock = threading.Lock()
+        self._open: list[Future[torch.Tensor]] = []
+        self._num_unfinished = 0
+        self._watch = StallWatch()
+        self._is_armed = False
+
+    def begin_step(self, join_budget_s: float | None) -> None:
+        """A step begins; `join_budget_s` None: nobody joins."""
+        with self._lock:
+            self._open.clear()
+            self._watch.begin_step(join_budget_s)
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        op: ReduceOp | ReduceOp.RedOpType,
+        divisor: int | None,
+        timeout: timedelta,
+        failed: Callable[[], bool],
+    ) -> ManagedWork:
+        """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one."""
+        options = AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        options.timeout = timeout
+        with self._lock:
+            self._num_unfinished += 1
+            self._watch.entered(time.monotonic())
+            self._arm()
+        try:
+            work = self._process_group.allreduce([tensor], options)
+            future: Future[torch.Tensor] = work.get_future().then(lambda done: self._finish(done, tensor, divisor))
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
+            self._finished()
+            self._on_error(error)
+            return done_work(tensor, failed)
+        with self._lock:
+            self._open.append(future)
+        return ManagedWork(future, failed)
+
+    def wait_all(self) -> None:
+        """Wait until no collective of this step is open. They end by their timeout or by an abort at the latest."""
+        with self._lock:
+            futures, self._open = self._open, []
+        for future in futures:
+            future.wait()
+
+    def _finish(self, done: Future, tensor: torch.Tensor, divisor: int | None) -> torch.Tensor:
+        try:
+            done.value()
+            if divisor is not None:
+                tensor.div_(divisor)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._on_error(error)
+        finally:
+            self._finished()
+        return tensor
+
+    def _finished(self) -> None:
+        with self._lock:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._watch.finished(time.monotonic())
+
+    def _arm(self) -> None:
+        deadline = self._watch.deadline()
+        if deadline is not None and not self._is_armed:
+            self._is_armed = True
+            self._schedule(max(0.0, deadline - time.monotonic()), self._check)
+
+    def _check(self) -> None:
+        with self._lock:
+            self._is_armed = False
+            deadline = self._watch.deadline()
+            stalled = deadline is not None and time.monotonic() >= deadline
+            if not stalled:
+                self._arm()
+        if stalled:
+            self._on_stall()
+
+
+def done_work(tensor: torch.Tensor, failed: Callable[[], bool]) -> ManagedWork:
+    """Return work that is complete, for a step that has failed already."""
+    return ManagedWork(completed_future(tensor), failed)
+
+
+def completed_future(value: T) -> Future[T]:
+    """Return a future that has its value."""
+    on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    future: Future[T] = Future(devices=[value.device]) if on_device else Future()  # type: ignore[attr-defined]
+    future.set_result(value)
+    return future
+
+
+def first_of(
+    future: Future[T],
+    *,
+    default: T,
+    timeout: timedelta,
+    schedule: Callable[[float, Callable[[], object]], None],
+    on_error: Callable[[Exception], None],
+) -> Future[T]:
+    """Return a future that completes with `future`'s value, or with `default` when that fails or takes too long."""
+    result: Future[T] = Future()
+    lock = threading.Lock()
+    is_done = False
+
+    def claim() -> bool:
+        nonlocal is_done
+        with lock:
+            was_done, is_done = is_done, True
+        return not was_done
+
+    def finish(done: Future[T]) -> None:
+        value = default
+        try:
+            value = done.value()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this step's error and no more
+            on_error(error)
+        if claim():
+            result.set_result(value)
+
+    def expire() -> None:
+        if claim():
+            on_error(TimeoutError(f"a future did not complete within {timeout.total_seconds():g} s"))
+            result.set_result(default)
+
+    future.add_done_callback(finish)
+    schedule(timeout.total_seconds(), expire)
+    return result

@@ -1,0 +1,164 @@
+"""Moving the state: what a replica serves, what it fetches, and loading it whole or not at all.
+
+The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed"}}, as torchft's transports know it.
+
+The users' `state_dict` functions run on the training thread, or while it waits for us; their `load_state_dict` functions
+on the training thread alone. What arrives is checked against what is registered before the first of them is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
+from torchft_ckpt.core.messages import QuorumFormed, Source
+from torchft_ckpt.errors import (
+    ConfigError,
+    SourceLostError,
+    SourceRefusedError,
+    StateDictLoadError,
+    StateMismatchError,
+    TransferCancelledError,
+)
+from torchft_ckpt.manager.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class StateRegistry:
+    """The users' pairs of functions.
+
+    Args:
+        lock: held for writing while a state is loaded.
+    """
+
+    def __init__(self, lock: StateDictLock) -> None:
+        self._lock = lock
+        self._load: dict[str, Callable[[Any], None]] = {}
+        self._get: dict[str, Callable[[], Any]] = {}
+
+    def register(self, key: str, load: Callable[[Any], None], get: Callable[[], Any]) -> None:
+        """Add a pair. Raises `ConfigError` where the key is taken."""
+        if key in self._load:
+            raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
+        self._load[key] = load
+        self._get[key] = get
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._get
+
+    def capture(self) -> dict[str, Any]:
+        """Call all `state_dict` functions. What they return refers to live tensors."""
+        return {key: get() for key, get in self._get.items()}
+
+    def check(self, user: object) -> dict[str, Any]:
+        """Return what was received, if each registered key is in it and no other.
+
+        Raises:
+            StateMismatchError: it names the keys; nothing was loaded.
+        """
+        if not isinstance(user, dict) or set(user) != set(self._load):
+            have = sorted(map(str, user)) if isinstance(user, dict) else type(user).__name__
+            raise StateMismatchError(
+                f"the source's state has the keys {have}, this replica registered {sorted(self._load)}; register the"
+                " same state dict functions on all replicas",
+            )
+        return user
+
+    def load(self, user: dict[str, Any]) -> None:
+        """Call all `load_state_dict` functions.
+
+        Raises:
+            StateDictLoadError: one of them raised; what is loaded now is undefined.
+        """
+        with self._lock.write():
+            for key, load in self._load.items():
+                try:
+                    load(user[key])
+                except Exception as error:
+                    message = f"load_state_dict of {key!r} raised {type(error).__name__}: {error}"
+                    raise StateDictLoadError(message, party=key) from error
+
+
+class Healing:
+    """One fetch at a time, on a thread of its own.
+
+    Args:
+        transport: fetches.
+        timeout: overall deadline of a fetch.
+    """
+
+    def __init__(self, transport: CheckpointTransport[Any], timeout: timedelta) -> None:
+        self._transport = transport
+        self._timeout = timeout
+        self._worker = Worker("torchft_ckpt-heal")
+        self._fetch: Future[Any] | None = None
+        self._formed: QuorumFormed | None = None
+        self._is_cancelled = False
+        self.took_s = 0.0
+
+    def start(self, formed: QuorumFormed) -> None:
+        """Begin to fetch the state that a quorum trains from."""
+        self.cancel()
+        self._formed = formed
+        self._is_cancelled = False
+        self._fetch = self._worker.submit(lambda: self._run(formed))
+
+    def wait(self) -> dict[str, Any]:
+        """Return the received state, whole and of the right step.
+
+        Raises:
+            TransferError, StateFormatError: why it could not be had; a state of another step is refused.
+        """
+        if self._fetch is None or self._formed is None:
+            raise RuntimeError("internal error: no fetch was started")
+        state = self._fetch.result()
+        step = self._formed.version.step
+        own = state.get("torchft") if isinstance(state, dict) else None
+        if not isinstance(own, dict) or own.get("step") != step:
+            found = own.get("step") if isinstance(own, dict) else None
+            raise SourceRefusedError(f"asked {self._source_name()} for step {step}, got step {found!r}")
+        return state
+
+    def cancel(self) -> None:
+        """Give up a fetch in progress; what it brings is thrown away. Any thread."""
+        fetch = self._fetch
+        if fetch is not None and not fetch.done():
+            self._is_cancelled = True
+            self._transport.cancel_recv()
+
+    def shutdown(self) -> None:
+        """Cancel, and end the thread."""
+        self.cancel()
+        self._worker.shutdown(timeout_s=5.0)
+
+    def _run(self, formed: QuorumFormed) -> Any:
+        if self._is_cancelled or self._formed is not formed:
+            raise TransferCancelledError("the step that this transfer was for is over")
+        source = self._source(formed)
+        started = time.monotonic()
+        logger.info("fetching step %d from %s", formed.version.step, source.replica_id)
+        state = self._transport.recv_checkpoint(
+            src_rank=source.replica_rank,
+            metadata=source.checkpoint_addresses[0],
+            step=formed.version.step,
+            timeout=self._timeout,
+        )
+        self.took_s = time.monotonic() - started
+        logger.info("fetched step %d from %s in %.3f s", formed.version.step, source.replica_id, self.took_s)
+        return state
+
+    def _source(self, formed: QuorumFormed) -> Source:
+        for source in formed.sources:
+            if source.checkpoint_addresses and source.checkpoint_addresses[0]:
+                return source
+        raise SourceLostError(f"quorum {formed.quorum_id} names no source that can be reached for this rank")
+
+    def _source_name(self) -> str:
+        return self._formed.sources[0].replica_id if self._formed and self._formed.sources else "the source"

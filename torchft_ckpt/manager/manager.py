@@ -1,0 +1,822 @@
+"""The training loop's one partner: it finds who trains together, reduces the gradients, and says whether a step counts.
+
+Three threads meet here. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
+the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages; it
+only notes them, and aborts collectives that cannot finish. What the replica may do is decided by `core.replica` alone,
+under one lock; nothing is waited for while that lock is held.
+
+What becomes of an error:
+- of another group, of the network, of a collective: the step is discarded, `should_commit` returns False, training goes on;
+- of this group that no further step can mend (a rank gone, refused by the lighthouse): raised from the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+from torch.distributed import ReduceOp, Work
+
+from torchft_ckpt import config
+from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
+from torchft_ckpt.coordination import GroupService, RankSession
+from torchft_ckpt.core.messages import (
+    CommitDecided,
+    CommitVote,
+    GroupBroken,
+    GroupToRank,
+    Hello,
+    JoinerWaiting,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    Refused,
+    Role,
+    StallReport,
+)
+from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    ConfigError,
+    CoordinationError,
+    GroupBrokenError,
+    MaxRetriesExceededError,
+    ProcessGroupError,
+    QuorumTimeoutError,
+    RefusedError,
+    StateDictLoadError,
+    StateMismatchError,
+)
+from torchft_ckpt.manager.collectives import (
+    Collectives,
+    ExceptionWithTraceback,
+    done_work,
+    first_of,
+)
+from torchft_ckpt.manager.healing import Healing, StateRegistry
+from torchft_ckpt.manager.launch import Launch, Timeouts, resolve_launch
+from torchft_ckpt.manager.worker import Worker
+
+if TYPE_CHECKING:
+    from torchft_ckpt.process_group import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PENDING_LOG_S = 10.0
+"""How often to say what is waited for."""
+
+
+class WorldSizeMode(Enum):
+    """What the gradients are divided by when there are more replica groups than `min_replica_size`."""
+
+    DYNAMIC = 0
+    """All replica groups that are there contribute; the divisor is their number."""
+    FIXED_WITH_SPARES = 1
+    """`min_replica_size` groups contribute; the others are spares, which train along and contribute zeros."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerStatistics:
+    """What happened so far in this process. Durations in seconds."""
+
+    step: int
+    quorum_id: int
+    num_committed: int
+    num_discarded: int
+    num_left_behind: int
+    num_healed: int
+    last_heal_s: float
+
+
+class Manager:
+    """Fault tolerance for one rank of one replica group; parameters and methods are torchft's.
+
+    Where an argument is not given the environment is read (`torchft_ckpt.config` has the table), then the default taken.
+
+    Args:
+        pg: the process group across replica groups; the manager configures it.
+        load_state_dict: loads what `state_dict` of another replica returned; None: `register_state_dict_fn` is used.
+        state_dict: returns the state to recover from: model, optimizer, whatever must be equal on all replicas.
+        min_replica_size: the fewest contributing replica groups with which a step counts.
+        use_async_quorum: find the quorum, and heal, beside the forward pass. A replica that heals so contributes nothing
+            to that step. False: `start_quorum` returns when quorum and state are there.
+        timeout: of collectives and of the commit decision; 60 s.
+        quorum_timeout: after so long without a quorum it is counted as one failed attempt; 60 s.
+        connect_timeout: to the lighthouse, the store and the group's manager service; 60 s.
+        rank, world_size: inside this replica group.
+        world_size_mode: see `WorldSizeMode`.
+        store_addr, store_port: TCPStore of this replica group; a group of one that names none hosts its own.
+        lighthouse_addr: `HOST:PORT`; needed at rank 0.
+        replica_id: name of this replica group; a restarted group should have the same.
+        port: of the manager service that rank 0 runs for the other ranks; 0 for any.
+        hostname: address that peers reach this process at; default: the interface that routes to the lighthouse.
+        heartbeat_interval: 100 ms.
+        checkpoint_transport: moves the state; default `HTTPTransport`.
+        init_sync: make all replicas equal to one of them before the first step.
+        max_retries: raise after more than so many discarded steps in a row; None: never.
+        quorum_retries: attempts at a quorum after the first before `QuorumTimeoutError`; None: wait for ever, saying what
+            for. (torchft gives up after the first; a job that waits for a node to come back should not end.)
+        join_budget: how long healthy replica groups wait for one that joins, beyond their own step; 5 s. One that takes
+            longer is left behind and tries again later.
+        transfer_timeout: overall deadline of fetching the state; 10 min. It binds the joiner, not the others.
+        token: shared secret of the job.
+
+    Raises:
+        ConfigError: an argument or variable cannot be used.
+        LighthouseUnreachableError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError,
+        GroupBrokenError: as their names say; nothing is left running.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: Callable[[Any], None] | None,
+        state_dict: Callable[[], Any] | None,
+        min_replica_size: int,
+        use_async_quorum: bool = True,
+        timeout: timedelta | None = None,
+        quorum_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: timedelta = timedelta(milliseconds=100),
+        checkpoint_transport: CheckpointTransport[Any] | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int | None = None,
+        *,
+        join_budget: timedelta | None = None,
+        transfer_timeout: timedelta | None = None,
+        token: str | None = None,
+    ) -> None:
+        if min_replica_size < 1:
+            raise ConfigError(f"min_replica_size={min_replica_size}: at least one has to train", "min_replica_size")
+        if (load_state_dict is None) != (state_dict is None):
+            raise ConfigError("load_state_dict and state_dict belong together: pass both or neither", "state_dict")
+        seconds = config.parse_seconds
+        self._timeouts = Timeouts(
+            collective=config.resolve(timeout, config.TIMEOUT, timedelta(seconds=60), seconds),
+            quorum=config.resolve(quorum_timeout, config.QUORUM_TIMEOUT, timedelta(seconds=60), seconds),
+            connect=config.resolve(connect_timeout, config.CONNECT_TIMEOUT, timedelta(seconds=60), seconds),
+            transfer=transfer_timeout or timedelta(minutes=10),
+        )
+        budget = config.resolve(join_budget, config.JOIN_BUDGET, timedelta(seconds=5), seconds)
+        retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
+        self._quorum_retries = None if retries < 0 else retries
+        self._max_retries = max_retries
+        self._use_async_quorum = use_async_quorum
+        self._launch = resolve_launch(
+            rank=rank,
+            world_size=world_size,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=replica_id,
+            port=port,
+            hostname=hostname,
+            token=token,
+            connect_timeout=self._timeouts.connect,
+        )
+        self._replica_id = self._launch.replica_id
+        self._pg = pg
+
+        # The lock guards the replica's state and what the coordination thread notes; `_changed` tells of a change.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._replica = ReplicaState(
+            ReplicaSettings(
+                min_replica_size=min_replica_size,
+                init_sync=init_sync,
+                heal_inline=not use_async_quorum,
+                fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
+                join_budget_s=budget.total_seconds(),
+            )
+        )
+        self._plan: StepPlan | None = None
+        self._decision: CommitDecided | None = None
+        self._pending: QuorumPending | None = None
+        self._fatal: CoordinationError | None = None
+        self._error: ExceptionWithTraceback | None = None
+        self._is_stall_reported = False
+
+        self._quorum_future: Future[None] | None = None
+        self._step_started_at = 0.0
+        self._is_load_pending = False
+        self._batches_committed = 0
+        self._commit_failures = 0
+        self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
+        self._num_healed = 0
+        self._is_shut_down = False
+
+        self._state_dict_lock = StateDictLock(timeout=self._timeouts.collective)
+        self._registry = StateRegistry(self._state_dict_lock)
+        if load_state_dict is not None and state_dict is not None:
+            self._registry.register("default", load_state_dict, state_dict)
+        self._owns_transport = checkpoint_transport is None
+        self._transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
+            timeout=self._timeouts.collective,
+            num_chunks=0,
+            hostname=self._launch.hostname,
+            token=self._launch.token or None,
+            lock=self._state_dict_lock,
+        )
+        self._link: GroupService | RankSession
+        try:
+            self._link = self._connect(heartbeat_interval)
+        except CoordinationError:
+            if self._owns_transport:
+                self._transport.shutdown()
+            raise
+        self._worker = Worker("torchft_ckpt-quorum")
+        self._healing = Healing(self._transport, self._timeouts.transfer)
+        self._collectives = Collectives(
+            pg, on_error=self._collective_failed, schedule=self._link.schedule, on_stall=self._report_stall
+        )
+
+    def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
+        launch = self._launch
+        if launch.group_rank == 0:
+            service = GroupService(
+                world_size=launch.group_world_size,
+                lighthouse_addr=launch.lighthouse_addr,
+                hello=self._hello,
+                on_message=self._on_message,
+                on_refused=self._on_refused,
+                hostname=launch.hostname,
+                port=launch.manager_port,
+                token=launch.token,
+                heartbeat_interval=heartbeat_interval,
+                connect_timeout=self._timeouts.connect,
+            )
+            if launch.group_world_size > 1:
+                launch.store.set(launch.key("replica_id"), launch.replica_id)
+                launch.store.set(launch.key("manager_addr"), service.address)
+            return service
+        try:
+            launch.store.wait([launch.key("manager_addr")], self._timeouts.connect)
+            self._replica_id = launch.store.get(launch.key("replica_id")).decode()
+            address = launch.store.get(launch.key("manager_addr")).decode()
+        except RuntimeError as error:
+            message = (
+                f"group rank {launch.group_rank} heard nothing from group rank 0 within"
+                f" {self._timeouts.connect.total_seconds():g} s: it has not created its Manager ({error})"
+            )
+            raise GroupBrokenError(message, party="group rank 0") from error
+        return RankSession(
+            address=address,
+            group_rank=launch.group_rank,
+            on_message=self._on_message,
+            token=launch.token,
+            heartbeat_interval=heartbeat_interval,
+            connect_timeout=self._timeouts.connect,
+        )
+
+    # ------------------------------------------------------------------------------------------- what is to be moved
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add a pair of functions to the state that replicas heal from.
+
+        All replicas must register the same keys, before their first step. Both are called on the training thread.
+
+        Raises:
+            ConfigError: the key is taken.
+        """
+        self._registry.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
+        """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
+
+    def disallow_state_dict_read(self) -> None:
+        """The state is about to change: take the write lock, once what is being served has been copied aside.
+
+        For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
+        holds the lock.
+        """
+        self._transport.disallow_checkpoint()
+        self._state_dict_lock.acquire_write()
+
+    def allow_state_dict_read(self) -> None:
+        """The state is whole again: give the write lock back. Without effect where it is not held."""
+        self._state_dict_lock.release_write()
+
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make each step of an optimizer take and give back the write lock, by hooks.
+
+        `Optimizer` does so for the one that it wraps. Post-step hooks do not run where a step raises: call
+        `allow_state_dict_read` then, or step again, which takes the lock over.
+        """
+        optimizer.register_step_pre_hook(lambda *_: self.disallow_state_dict_read())
+        optimizer.register_step_post_hook(lambda *_: self.allow_state_dict_read())
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore what `state_dict` returned, together with the checkpoint that it was saved with.
+
+        It says that this replica's state was restored on purpose: a job whose newest state is lost goes on from it.
+
+        Raises:
+            ConfigError: it is no manager's state.
+        """
+        try:
+            step, batches = int(state_dict["step"]), int(state_dict["batches_committed"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"this is no Manager's state dict (keys step, batches_committed): {state_dict!r}"
+            raise ConfigError(message, party="state_dict") from error
+        if step < 0 or batches < 0:
+            raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
+        with self._lock:
+            self._replica.restore(step)
+        self._batches_committed = batches
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what has to be saved with a checkpoint: the step and the batches committed."""
+        return {"step": self.current_step(), "batches_committed": self._batches_committed}
+
+    # --------------------------------------------------------------------------------------------------------- quorum
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Begin a step: find who trains together. `Optimizer.zero_grad` calls it.
+
+        Call it before the forward pass, on the training thread. A step that was begun and not voted on is abandoned.
+        The first quorum of a process is waited for; with `use_async_quorum` later ones are found beside the forward pass.
+
+        Args:
+            allow_heal: whether a replica that is behind may heal in this step; all must pass the same.
+            shrink_only: let nobody join.
+            timeout: instead of `quorum_timeout`.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+            QuorumTimeoutError: with `quorum_retries` set, no quorum in that many attempts.
+            CheckpointError: see `should_commit`.
+        """
+        self._join_quorum_thread()
+        if self._registry.is_empty:
+            raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
+        if self._is_load_pending:
+            self._healing.cancel()
+            self._is_load_pending = False
+        self._step_started_at = time.monotonic()
+        with self._lock:
+            self._raise_if_fatal()
+            is_first = self._replica.quorum is None or not self._replica.version.proven
+            wants_capture = self._replica.capture_wanted and self._replica.version.proven
+        captured: dict[str, Any] | None = None
+        if self._use_async_quorum and (is_first or wants_capture):
+            captured = self._registry.capture()
+        with self._lock:
+            request = self._replica.begin(
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                can_serve=captured is not None or not self._use_async_quorum,
+                store_address=self._launch.store_address,
+            )
+            self._plan = None
+            self._decision = None
+            self._pending = None
+            self._error = None
+            self._is_stall_reported = False
+        request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()])
+        self._link.send(request)
+        limit = timeout or self._timeouts.quorum
+        self._quorum_future = self._worker.submit(lambda: self._run_quorum(captured, limit))
+        if is_first or not self._use_async_quorum:
+            self.wait_quorum()
+            if self._is_load_pending and self._plan is not None and self._plan.load_before_forward:
+                self._load()
+
+    def wait_quorum(self) -> None:
+        """Wait until the quorum is there and the process group is connected.
+
+        Raises: as `start_quorum`.
+        """
+        if self._quorum_future is None:
+            raise ConfigError("start_quorum has to be called before wait_quorum (Optimizer.zero_grad does)")
+        self._quorum_future.result()
+
+    def _join_quorum_thread(self) -> None:
+        future, self._quorum_future = self._quorum_future, None
+        if future is not None:
+            future.exception()  # it was raised from wait_quorum already, or its step was abandoned
+
+    def _run_quorum(self, captured: dict[str, Any] | None, limit: timedelta) -> None:
+        """On the quorum thread."""
+        plan = self._await_plan(limit)
+        formed = plan.formed
+        self._collectives.begin_step(formed.join_budget_s)
+        if plan.serve:
+            self._serve(formed, captured)
+        if plan.load:
+            self._is_load_pending = True
+            self._healing.start(formed)
+        if plan.configure:
+            self._configure(formed)
+
+    def _await_plan(self, limit: timedelta) -> StepPlan:
+        started = time.monotonic()
+        limit_s = limit.total_seconds()
+        give_up_at = None if self._quorum_retries is None else started + limit_s * (self._quorum_retries + 1)
+        say_at = started + PENDING_LOG_S / 5
+        with self._changed:
+            while self._plan is None:
+                self._raise_if_fatal()
+                now = time.monotonic()
+                if give_up_at is not None and now >= give_up_at:
+                    raise QuorumTimeoutError(
+                        f"no quorum within {now - started:.1f} s ({self._waiting_for()}); quorum_timeout is {limit_s:g} s,"
+                        f" quorum_retries {self._quorum_retries}",
+                        party=self._launch.lighthouse_addr,
+                    )
+                if now >= say_at:
+                    logger.warning(
+                        "%s has waited %.1f s for a quorum at step %d: %s",
+                        self._replica_id,
+                        now - started,
+                        self._replica.version.step,
+                        self._waiting_for(),
+                    )
+                    say_at = now + PENDING_LOG_S
+                self._changed.wait(min(say_at, give_up_at or say_at) - now)
+            return self._plan
+
+    def _waiting_for(self) -> str:
+        return self._pending.reason if self._pending is not None else "the lighthouse has not answered"
+
+    def _serve(self, formed: QuorumFormed, captured: dict[str, Any] | None) -> None:
+        if captured is None:
+            # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass, which reads
+            # the state and does not change it; the lighthouse asks for this only where nobody else could serve.
+            captured = self._registry.capture()
+        try:
+            self._transport.send_checkpoint(
+                dst_ranks=list(formed.destinations),
+                step=formed.version.step,
+                state_dict={"user": captured, "torchft": self._own_state(formed)},
+                timeout=self._timeouts.transfer,
+            )
+        except CheckpointError:
+            # The joiner will say that it got nothing. This replica's own step is not touched by that.
+            logger.exception("%s cannot serve step %d", self._replica_id, formed.version.step)
+
+    def _own_state(self, formed: QuorumFormed) -> dict[str, int]:
+        return {"step": formed.version.step, "batches_committed": self._batches_committed}
+
+    def _configure(self, formed: QuorumFormed) -> None:
+        launch = self._launch
+        prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{launch.group_rank}"
+        try:
+            self._pg.configure(
+                f"{formed.store_address}/{prefix}",
+                self._replica_id,
+                formed.replica_rank,
+                formed.replica_world_size,
+                formed.quorum_id,
+                launch.group_rank,
+                launch.group_world_size,
+            )
+        except (ProcessGroupError, RuntimeError) as error:
+            logger.warning("%s cannot connect quorum %d: %s", self._replica_id, formed.quorum_id, error)
+            self._collective_failed(error)
+            return
+        with self._lock:
+            is_current = self._plan is not None and self._plan.formed is formed
+            if is_current and self._replica.error is None:
+                self._replica.configure_finished()
+
+    # ---------------------------------------------------------------------------------------------------- collectives
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Work:
+        """Reduce a tensor in place over the replica groups; by default average it over those that contribute.
+
+        Waits for the quorum, not for the others. Never raises for what goes wrong on the way: the step is discarded then,
+        and the tensor must not be used. A replica that does not contribute (healing, spare) adds zeros.
+
+        Args:
+            tensor: any shape; a floating point dtype for an average.
+            should_quantize: not supported yet, the tensor is sent as it is.
+            reduce_op: `ReduceOp.AVG`, or any that the process group knows.
+
+        Returns:
+            work; its future completes with the tensor and never fails.
+
+        Raises:
+            ValueError: an average of integers.
+            Also as `wait_quorum`.
+        """
+        if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
+            raise ValueError(f"an average needs a floating point tensor, got {tensor.dtype}")
+        if self._error is not None:
+            return done_work(tensor, self._has_failed)
+        self.wait_quorum()
+        if self._has_failed():
+            return done_work(tensor, self._has_failed)
+        if not self.is_participating():
+            tensor.zero_()
+        is_average = reduce_op == ReduceOp.AVG
+        return self._collectives.allreduce(
+            tensor,
+            op=ReduceOp.SUM if is_average else reduce_op,
+            divisor=self.num_participants() if is_average else None,
+            timeout=self._timeouts.collective,
+            failed=self._has_failed,
+        )
+
+    def report_error(self, e: Exception) -> None:
+        """Say that this step went wrong and must not count. Any thread."""
+        with self._lock:
+            self._note_error(e)
+
+    def errored(self) -> ExceptionWithTraceback | None:
+        """Return the first error of this step."""
+        return self._error
+
+    def wrap_future(
+        self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
+    ) -> torch.futures.Future[T]:
+        """Return a future that never fails: an error, or a wait beyond `timeout`, is this step's error and gives `default`."""
+        return first_of(
+            fut,
+            default=default,
+            timeout=timeout or self._timeouts.collective,
+            schedule=self._link.schedule,
+            on_error=self.report_error,
+        )
+
+    def _has_failed(self) -> bool:
+        return self._error is not None or self._replica.error is not None
+
+    def _note_error(self, error: Exception) -> None:
+        """With the lock held."""
+        self._replica.fail(f"{type(error).__name__}: {error}")
+        if self._error is None:
+            self._error = ExceptionWithTraceback(error)
+
+    def _collective_failed(self, error: Exception) -> None:
+        with self._lock:
+            is_first = self._error is None
+            self._note_error(error)
+            self._replica.collectives_failed()
+        if is_first:
+            logger.info("%s: a collective failed, the step will be discarded: %s", self._replica_id, error)
+
+    def _report_stall(self) -> None:
+        with self._lock:
+            formed = self._replica.quorum
+            if formed is None or self._is_stall_reported or self._replica.phase is not Phase.TRAINING:
+                return
+            self._is_stall_reported = True
+        logger.warning("%s: a collective waits longer than join_budget for a joiner", self._replica_id)
+        self._link.send(StallReport(quorum_id=formed.quorum_id, step=formed.version.step))
+
+    # --------------------------------------------------------------------------------------------------------- commit
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End a step: return whether it counts, and the optimizer has to be stepped. `Optimizer.step` calls it.
+
+        Call it once a step on the training thread of every rank, after the backward pass. All replica groups get the same
+        answer, but for those that heal and are not ready in time. It waits for the open collectives, for the state where
+        this replica heals, and for the decision.
+
+        Args:
+            timeout: how long to wait for the decision, instead of `timeout` of the constructor.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+            MaxRetriesExceededError: with `max_retries` set.
+            StateDictLoadError: a `load_state_dict` function raised; this replica's state is undefined until it heals.
+            StateMismatchError: the source's state is not one that this replica can load.
+        """
+        self.wait_quorum()
+        self._collectives.wait_all()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        error = self._pg.errored()
+        if error is not None:
+            self._collective_failed(error)
+        if self._is_load_pending:
+            self._load()
+        with self._lock:
+            vote = self._replica.vote()
+        self._link.send(vote)
+        outcome, reason = self._await_decision(vote, timeout or self._timeouts.collective)
+        self._finish_step(vote, outcome, reason)
+        return outcome is Outcome.COMMIT
+
+    def _load(self) -> None:
+        """Wait for the state and load it; a transfer that fails costs this replica the step and no more."""
+        plan = self._plan
+        if plan is None:
+            return
+        self._is_load_pending = False
+        try:
+            state = self._healing.wait()
+            user = self._registry.check(state.get("user"))
+        except StateMismatchError:
+            raise
+        except CheckpointError as error:
+            logger.warning("%s: healing to step %d failed: %s", self._replica_id, plan.formed.version.step, error)
+            self.report_error(error)
+            return
+        try:
+            self._registry.load(user)
+        except StateDictLoadError:
+            with self._lock:
+                self._replica.load_torn()
+            raise
+        self._batches_committed = int(state["torchft"].get("batches_committed", 0))
+        self._num_healed += 1
+        with self._lock:
+            self._replica.load_finished(plan.formed.version)
+        logger.info("%s healed to step %d", self._replica_id, plan.formed.version.step)
+
+    def _await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:
+        give_up_at = time.monotonic() + limit.total_seconds()
+        with self._changed:
+            while self._decision is None:
+                self._raise_if_fatal()
+                now = time.monotonic()
+                if now >= give_up_at:
+                    self._replica.decision_unknown()
+                    unknown = CommitUnknownError(
+                        f"step {vote.step} of quorum {vote.quorum_id} was voted on, and not decided within"
+                        f" {limit.total_seconds():g} s; it is taken for discarded, and this replica heals if it was not"
+                    )
+                    logger.warning("%s: %s", self._replica_id, unknown)
+                    return Outcome.DISCARD, "decision unknown"
+                self._changed.wait(give_up_at - now)
+            outcome = self._replica.decided(self._decision)
+            return outcome or Outcome.DISCARD, self._decision.reason
+
+    def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
+        formed = self._replica.quorum
+        if outcome is Outcome.COMMIT:
+            self._batches_committed += self.num_participants()
+            self._commit_failures = 0
+            self._transport.disallow_checkpoint()
+        else:
+            self._commit_failures += 1
+        self._counts[outcome] += 1
+        if formed is not None:
+            why = "" if outcome is Outcome.COMMIT else f" reason={(vote.reason or reason)!r}"
+            logger.info(
+                "step=%d quorum=%d participants=%d/%d verdict=%s heal=%s took=%.3fs%s",
+                vote.step,
+                vote.quorum_id,
+                self.num_participants(),
+                formed.replica_world_size,
+                outcome.value,
+                "yes" if formed.role in (Role.JOINER, Role.INLINE) else "no",
+                time.monotonic() - self._step_started_at,
+                why,
+            )
+        if self._max_retries is not None and self._commit_failures > self._max_retries:
+            raise MaxRetriesExceededError(
+                f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
+                f" the last, step {vote.step}, because of: {vote.reason or reason}"
+            )
+
+    # ------------------------------------------------------------------------------------------------ what it is now
+
+    def current_step(self) -> int:
+        """Return the number of committed steps that this replica's state holds."""
+        return self._replica.version.step
+
+    def batches_committed(self) -> int:
+        """Return the batches that went into committed steps, over all replica groups: 5 groups in 2 steps are 10."""
+        return self._batches_committed
+
+    def participating_rank(self) -> int | None:
+        """Return this group's rank among those that contribute, None where it does not. Waits for the quorum."""
+        if self._quorum_future is None:
+            return None
+        self.wait_quorum()
+        return self._replica.participating_rank
+
+    def num_participants(self) -> int:
+        """Return how many replica groups contribute to this step. Waits for the quorum."""
+        if self._quorum_future is None:
+            return 0
+        self.wait_quorum()
+        return self._replica.num_participants
+
+    def is_participating(self) -> bool:
+        """Return whether this replica contributes to this step."""
+        return self._replica.participating_rank is not None
+
+    def replica_id(self) -> str:
+        """Return the name of this incarnation of the replica group."""
+        return self._replica_id
+
+    def statistics(self) -> ManagerStatistics:
+        """Return what happened so far."""
+        formed = self._replica.quorum
+        return ManagerStatistics(
+            step=self.current_step(),
+            quorum_id=formed.quorum_id if formed else 0,
+            num_committed=self._counts[Outcome.COMMIT],
+            num_discarded=self._counts[Outcome.DISCARD],
+            num_left_behind=self._counts[Outcome.LEFT_BEHIND],
+            num_healed=self._num_healed,
+            last_heal_s=self._healing.took_s,
+        )
+
+    def __repr__(self) -> str:
+        return f"Manager(replica_id={self._replica_id!r}, rank={self._launch.group_rank}, step={self.current_step()})"
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the quorum at once, close what this manager opened. May be called twice.
+
+        Args:
+            wait: return when threads and sockets are gone.
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        with self._changed:
+            self._fatal = self._fatal or GroupBrokenError(f"{self._replica_id} was shut down", self._replica_id)
+            self._changed.notify_all()
+        self._link.shutdown("it was shut down")
+        self._pg.abort()
+        self._worker.shutdown(timeout_s=5.0 if wait else 0.0)
+        self._healing.shutdown()
+        self._transport.shutdown(wait=wait)
+        self._pg.shutdown()
+
+    # ----------------------------------------------------------------------------------------- on the coordination thread
+
+    def _hello(self) -> Hello:
+        with self._lock:
+            return self._replica.hello(self._replica_id, self._launch.group_world_size)
+
+    def _on_refused(self, error: CoordinationError) -> None:
+        with self._changed:
+            self._fatal = self._fatal or error
+            self._changed.notify_all()
+
+    def _on_message(self, message: GroupToRank) -> None:
+        abort = cancel = False
+        with self._changed:
+            if isinstance(message, QuorumFormed):
+                self._plan = self._replica.formed(message) or self._plan
+            elif isinstance(message, CommitDecided):
+                if self._replica.is_open(message):
+                    self._decision = message
+                else:
+                    cancel = self._replica.overtaken(message)
+            elif isinstance(message, QuorumBroken):
+                abort = self._replica.broken(message)
+                if abort and self._error is None:
+                    error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
+                    self._error = ExceptionWithTraceback(error)
+            elif isinstance(message, QuorumPending):
+                self._pending = message
+            elif isinstance(message, JoinerWaiting):
+                self._replica.capture_wanted = True
+            elif isinstance(message, Refused):
+                self._fatal = self._fatal or RefusedError(message.reason, self._launch.lighthouse_addr)
+            elif isinstance(message, GroupBroken):
+                self._fatal = self._fatal or GroupBrokenError(
+                    f"replica group {self._replica_id} cannot go on, restart all of its ranks: {message.reason}",
+                    party=self._replica_id,
+                )
+                abort = True
+            self._changed.notify_all()
+        if abort:
+            logger.info("%s: aborting collectives: %s", self._replica_id, getattr(message, "reason", ""))
+            self._pg.abort()
+        if cancel:
+            self._healing.cancel()
+
+    def _raise_if_fatal(self) -> None:
+        """With the lock held."""
+        if self._fatal is not None:
+            raise self._fatal
+
+
+__all__ = ["Launch", "Manager", "ManagerStatistics", "WorldSizeMode"]

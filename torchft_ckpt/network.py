@@ -1,0 +1,73 @@
+"""Which address a process advertises, and whether a peer knows the token. Plain sockets, no torch, no aiohttp.
+
+The address that a server advertises is the one that its peers can reach fastest: an argument, else the environment
+(`TORCHFT_CKPT_HOSTNAME`), else the address of the interface that routes to a peer that is known already (the lighthouse,
+say). Never the bare host name, which may resolve to the slowest network card, or on other machines to nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+
+from torchft_ckpt import config
+
+# Routed like any outside address; nothing is ever sent to it (RFC 5737, documentation addresses).
+_OUTSIDE = ("192.0.2.1", 9)
+
+
+def advertised_host(argument: str | None = None, *, towards: str | None = None) -> str:
+    """Return the address to advertise.
+
+    Args:
+        argument: what the user asked for; an empty string counts as nothing.
+        towards: `host:port` of a peer; without one, the interface that routes to the outside.
+    """
+    host = config.resolve(argument or None, config.HOSTNAME, "", str)
+    if host:
+        return host
+    target = _OUTSIDE if towards is None else config.parse_host_port(towards, what="peer address")
+    return route_source(target[0], target[1] or 9) or "127.0.0.1"
+
+
+def route_source(host: str, port: int) -> str | None:
+    """Return the local address that packets to `host` leave from, None where there is no route. Sends nothing."""
+    try:
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in candidates:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bearer_matches(header: str | None, token: str) -> bool:
+    """Whether an `Authorization` header carries the token, compared in constant time. An empty token lets all in."""
+    if not token:
+        return True
+    return hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode())
+
+
+def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:
+    """Make the kernel give a connection up when what was sent is not acknowledged for `timeout_s` (RFC 5482).
+
+    Without it a peer whose machine lost its power is noticed after a quarter of an hour. Linux only; elsewhere a no-op.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
+
+
+def in_use_hint(error: OSError) -> str:
+    """Say what to do about a bind that failed."""
+    return f"{os.strerror(error.errno) if error.errno else error}; choose another port, or 0 for any free one"

@@ -1,0 +1,193 @@
+"""The contract of a reconfigurable process group, and its registration with torch.
+
+A group is configured once for each quorum, works until it is aborted or an operation fails, and is then configured again.
+Names and signatures are those of torchft 0.2.0. This file knows no backend.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Store, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+)
+
+Tensors = list[torch.Tensor]
+
+
+class ProcessGroup(TorchProcessGroup):
+    """A process group whose members change while the process lives.
+
+    Collectives return a `Work` at once. They raise, and their works and futures fail, with a `ProcessGroupError`; after
+    that `errored()` is not None and the group must be configured again before it is used.
+    Every method may be called from any thread; operations of one group must be started in the same order on all ranks.
+    """
+
+    _group_name: str | None = None
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Leave the old members and connect to new ones; block until all are connected.
+
+        A configure or an operation that is in progress is aborted first.
+
+        Args:
+            store_addr: `host:port/prefix` of a TCPStore. All ranks give the same; a prefix must never be used twice.
+            replica_id: name of this replica group, for logs and errors.
+            rank: of this process in the new group, 0 <= rank < world_size.
+            world_size: number of members.
+            quorum_id: the quorum that this group serves, for logs and errors.
+            group_rank: rank inside the replica group.
+            group_world_size: ranks in a replica group.
+            global_ranks: the global rank of each member.
+
+        Raises:
+            ProcessGroupConfigureError: the members or the store could not be reached in time; may be tried again.
+            ProcessGroupAbortedError: another thread called `abort` or `configure` meanwhile.
+            ConfigError: an argument cannot be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement configure")
+
+    def allreduce(self, tensors: Tensors, opts: AllreduceOptions | ReduceOp) -> Work:  # type: ignore[override]
+        """Reduce tensors over all ranks in place; the future's value is the list of tensors."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement allreduce")
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions) -> Work:  # type: ignore[override]
+        """Reduce several tensors over all ranks in one operation, in place."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement allreduce_coalesced")
+
+    def allgather(  # type: ignore[override]
+        self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions
+    ) -> Work:
+        """Gather `input_tensor[i]` of every rank into `output_tensors[i]`, one tensor a rank."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement allgather")
+
+    def allgather_into_tensor_coalesced(  # type: ignore[override]
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions
+    ) -> Work:
+        """Gather `input_tensors[i]` of every rank, concatenated, into `output_tensors[i]`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement allgather_into_tensor_coalesced")
+
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        """Send a slice of `input_buffer` to every rank and receive one from each; empty sizes split evenly."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement alltoall_base")
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
+        """Complete when every rank has called it."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement barrier")
+
+    def broadcast(self, tensor_list: Tensors, opts: BroadcastOptions) -> Work:  # type: ignore[override]
+        """Copy the tensors of rank `opts.rootRank` to all ranks, in place."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement broadcast")
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
+        """Copy one tensor of rank `root` to all ranks, in place."""
+        opts = BroadcastOptions()
+        opts.rootRank = root
+        return self.broadcast([tensor], opts)
+
+    def reduce_scatter(  # type: ignore[override]
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions
+    ) -> Work:
+        """Reduce lists of tensors over all ranks; each rank keeps the tensor of its index."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement reduce_scatter")
+
+    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions
+    ) -> Work:
+        """Reduce tensors over all ranks; each rank keeps the slice of its index."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement reduce_scatter_tensor_coalesced")
+
+    def send(self, tensors: Tensors, dst_rank: int, tag: int) -> Work:
+        """Send a tensor to one rank."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement send")
+
+    def recv(self, tensors: Tensors, src_rank: int, tag: int) -> Work:
+        """Receive a tensor from one rank, in place."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement recv")
+
+    def size(self) -> int:
+        """Return the number of members."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement size")
+
+    def getBackendName(self) -> str:
+        """Return a name for logs and for torch's registry."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement getBackendName")
+
+    def abort(self) -> None:
+        """End the operations and the configure in progress, with errors, soon. Does not wait for them; idempotent."""
+
+    def shutdown(self) -> None:
+        """Abort, and give back threads and descriptors. The group may be configured again."""
+
+    def errored(self) -> Exception | None:
+        """Return why the group must be configured again, or None while it works or was never used."""
+        return None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the operations started from now on, where their options give none."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement set_timeout")
+
+    def register(self, name: str) -> TorchProcessGroup:
+        """Make the group known to torch under a unique name, for DeviceMesh and functional collectives; call once.
+
+        torch sees a group of one, because its meshes cannot change size; operations go to all members.
+        """
+        registered = f"{self.getBackendName()}:{name}"
+
+        def create(prefix_store: Store, rank: int, world_size: int, timeout: float) -> TorchProcessGroup:
+            return self
+
+        devices = ["cpu"]
+        if torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is not None:
+                devices.append(accelerator.type)
+        dist.Backend.register_backend(registered, create, devices=devices)
+        group = dist.new_group(ranks=[dist.get_rank()], backend=registered, group_desc=registered)
+        return cast(TorchProcessGroup, group)
+
+    def unregister(self) -> None:
+        """Undo `register`."""
+        dist.destroy_process_group(self)
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name that torch gave at registration."""
+        if self._group_name is None:
+            raise ValueError(f"{self!r} is not registered with torch")
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,292 @@
+"""One life of an inner process group: from connecting, over running operations, to its end.
+
+    CONNECTING --connected--> LIVE --end(error)--> ENDED
+         `-----------------end(error)----------------^
+
+Rules that this file keeps, whatever the backend:
+- Connecting happens on a thread of its own. Whoever waits for it is let go at once when the session ends, even if the
+  backend cannot be interrupted; the thread then ends by its own timeouts.
+- The inner group is dropped on one thread only, the reaper, after the last call into it has returned. A backend's
+  destructor joins its worker threads: run by a callback on such a thread, it would end the process; run by the trainer,
+  it would block it.
+- A session ends once, with one error. An operation that fails ends it, which closes this rank's connections, so that a
+  lost peer's failure travels around the ring at once instead of by timeouts.
+
+It does not know stores, sockets or which backend there is: those come as `connect` and as interrupts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Work
+
+from torchft_ckpt.errors import (
+    CollectiveFailedError,
+    ProcessGroupAbortedError,
+    ProcessGroupConfigureError,
+    ProcessGroupError,
+    TorchftCkptError,
+)
+
+logger = logging.getLogger(__name__)
+
+_REAP_INTERVALS_S = (0.01, 0.05, 0.25)
+_live: set[Session] = set()
+_live_lock = threading.Lock()
+
+
+class Phase(enum.Enum):
+    """Where a session is in its life."""
+
+    CONNECTING = "connecting"
+    LIVE = "live"
+    ENDED = "ended"
+
+
+class Session:
+    """One inner process group. Any thread may call any method.
+
+    Args:
+        label: names the group in errors and thread names, as in "quorum 7, rank 1 of 3".
+        connect: makes the inner group; runs on the session's thread, registers interrupts by `on_end`, and must be
+            bounded in time by itself.
+    """
+
+    def __init__(self, label: str, connect: Callable[[Session], TorchProcessGroup]) -> None:
+        self.label = label
+        self._connect = connect
+        self._changed = threading.Condition()
+        self._phase = Phase.CONNECTING
+        self._error: ProcessGroupError | None = None
+        # The only reference to the inner group; emptied by the reaper.
+        self._slot: list[TorchProcessGroup] = []
+        self._num_calls = 0
+        self._interrupts: list[Callable[[], object]] = []
+        self._closers: list[Callable[[], object]] = []
+        self._thread = threading.Thread(target=self._run_connect, name=f"pg-connect {label}", daemon=True)
+        self._reaper = threading.Thread(target=self._reap, name=f"pg-reap {label}", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"Session({self.label}, {self._phase.value})"
+
+    @property
+    def phase(self) -> Phase:
+        """Where the session is in its life."""
+        return self._phase
+
+    @property
+    def error(self) -> ProcessGroupError | None:
+        """The error that ended the session; None before."""
+        return self._error
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect, and return when the group is live. Call once.
+
+        Raises:
+            ProcessGroupConfigureError: connecting failed or took longer than the timeout.
+            ProcessGroupAbortedError: the session was ended by another thread.
+        """
+        with _live_lock:
+            _live.add(self)
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase is not Phase.CONNECTING, timeout_s)
+            connected_in_time = self._phase is not Phase.CONNECTING
+        if not connected_in_time:
+            self.end(ProcessGroupConfigureError(f"{self.label}: not connected within {timeout_s:.1f} s"))
+        if self._error is not None:
+            raise copy.copy(self._error) from self._error.__cause__
+
+    def on_end(self, interrupt: Callable[[], object], close: Callable[[], object] | None = None) -> None:
+        """Register what makes blocked calls of the backend return, and what frees resources after all have returned.
+
+        Called by `connect`. The interrupt may run several times, on any thread, and must not block.
+
+        Raises:
+            ProcessGroupAbortedError: the session has ended meanwhile; `close` was registered all the same.
+        """
+        with self._changed:
+            if close is not None:
+                self._closers.append(close)
+            self._interrupts.append(interrupt)
+            if self._error is not None:
+                raise ProcessGroupAbortedError(f"{self.label}: aborted while connecting") from self._error
+
+    def run(self, call: Callable[[TorchProcessGroup], Work]) -> Work:
+        """Start an operation and return its work, whose errors are this library's and end the session.
+
+        Raises:
+            ProcessGroupError: the session has ended (its error is raised again), or is not connected yet.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise copy.copy(self._error) from self._error.__cause__
+            if self._phase is not Phase.LIVE:
+                raise ProcessGroupError(f"{self.label}: still connecting")
+            self._num_calls += 1
+        try:
+            return SessionWork(self, call(self._slot[0]))
+        except RuntimeError as error:
+            if self._error is not None:
+                raise copy.copy(self._error) from error.with_traceback(None)
+            # The traceback's frames would keep the inner group alive.
+            raise error.with_traceback(None) from None
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def apply(self, change: Callable[[TorchProcessGroup], object]) -> None:
+        """Change a setting of the inner group; does nothing unless the session is live."""
+        with self._changed:
+            if self._phase is Phase.LIVE:
+                change(self._slot[0])
+
+    def end(self, error: ProcessGroupError) -> bool:
+        """End the session: operations in flight and the connecting thread are interrupted, later ones refused.
+
+        Does not wait for them, and does not drop the inner group on the caller's thread.
+
+        Returns:
+            Whether this call ended it; False if it had ended before, and then `error` is dropped.
+        """
+        with self._changed:
+            if self._phase is Phase.ENDED:
+                return False
+            self._phase = Phase.ENDED
+            self._error = error
+            interrupts = list(self._interrupts)
+            self._changed.notify_all()
+        for interrupt in interrupts:
+            interrupt()
+        self._reaper.start()
+        return True
+
+    def fail(self, cause: BaseException) -> ProcessGroupError:
+        """Return the error to raise for an operation that failed with `cause`; ends the session if nobody has."""
+        first_line = str(cause).partition("\n")[0][:300]
+        self.end(
+            CollectiveFailedError(
+                f"{self.label}: a collective failed ({first_line}); a peer was lost, aborted or did not answer in "
+                "time. The tensors must not be used, and the group must be configured again"
+            )
+        )
+        assert self._error is not None  # end() has set it, now or earlier
+        return copy.copy(self._error)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until an ended session has let go of everything; return whether it has."""
+        self._reaper.join(timeout_s)
+        return not self._reaper.is_alive()
+
+    def _run_connect(self) -> None:
+        failure: Exception | None = None
+        try:
+            self._slot.append(self._connect(self))
+        except (RuntimeError, OSError, ValueError, TorchftCkptError) as error:
+            failure = error.with_traceback(None)
+        finally:
+            with self._changed:
+                if self._slot and self._phase is Phase.CONNECTING:
+                    self._phase = Phase.LIVE
+                    self._changed.notify_all()
+            if not self._slot:
+                self.end(_as_configure_error(self.label, failure))
+
+    def _reap(self) -> None:
+        attempt = 0
+        while self._thread.is_alive():
+            for interrupt in list(self._interrupts):
+                interrupt()
+            self._thread.join(_REAP_INTERVALS_S[min(attempt, len(_REAP_INTERVALS_S) - 1)])
+            attempt += 1
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_calls == 0)
+        started = time.monotonic()
+        self._slot.clear()
+        for close in self._closers:
+            close()
+        with _live_lock:
+            _live.discard(self)
+        logger.debug("%s: inner group dropped in %.3f s", self.label, time.monotonic() - started)
+
+
+class SessionWork(Work):
+    """An operation in flight. Its errors are `ProcessGroupError`s and end its session."""
+
+    def __init__(self, session: Session, work: Work) -> None:
+        super().__init__()
+        self._session = session
+        self._work = work
+        self._future = work.get_future().then(self._checked)
+
+    def _checked(self, future: torch.futures.Future[Any]) -> Any:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            raise self._session.fail(error) from error.with_traceback(None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the operation is done.
+
+        Args:
+            timeout: give up waiting (not the operation) after this; zero waits as long as the operation itself may take.
+
+        Raises:
+            ProcessGroupError: the operation failed or the group was aborted; its tensors must not be used.
+        """
+        try:
+            return self._work.wait(timeout)
+        except RuntimeError as error:
+            if not self._work.is_completed():
+                raise
+            raise self._session.fail(error) from error.with_traceback(None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future with the list of result tensors."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over, with or without success."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether the operation is over and succeeded."""
+        return self._work.is_success()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for the operation."""
+        self._work.synchronize()
+
+
+def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupError:
+    """Return the error to end a session with whose connecting failed; `failure` is None if it was none we expect."""
+    if isinstance(failure, ProcessGroupError):
+        return failure
+    reason = "connecting broke off" if failure is None else str(failure).partition("\n")[0][:500]
+    error = ProcessGroupConfigureError(f"{label}: {reason}")
+    error.__cause__ = failure
+    return error
+
+
+@atexit.register
+def _end_all() -> None:
+    """At exit, an operation in flight must not hold the process until its timeout."""
+    with _live_lock:
+        sessions = list(_live)
+    for session in sessions:
+        session.end(ProcessGroupAbortedError(f"{session.label}: the process exits"))
+    deadline = time.monotonic() + 2.0
+    for session in sessions:
+        session.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,290 @@
+"""What every `CheckpointTransport` must do, as checks that can be run on any implementation.
+
+    from torchft_ckpt.testing.transport_conformance import CHECKS, TransportPair
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_my_transport_conforms(check):
+        check(lambda: MyTransport(...))
+
+Each check takes a function that makes a new transport, and shuts down what it made. It raises `ConformanceError` with a
+sentence about the promise that was broken. It knows nothing of how a transport works.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchft_ckpt.checkpointing.transport import CheckpointTransport
+from torchft_ckpt.errors import (
+    CheckpointError,
+    SourceRefusedError,
+    TorchftCkptError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
+
+State = dict[str, Any]
+MakeTransport = Callable[[], CheckpointTransport[State]]
+Check = Callable[[MakeTransport], None]
+LONG = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.2)
+
+
+class ConformanceError(TorchftCkptError):
+    """A transport broke a promise of the contract."""
+
+
+class TransportPair:
+    """A source and a destination, and a thread to receive on."""
+
+    def __init__(self, source: CheckpointTransport[State], destination: CheckpointTransport[State]) -> None:
+        self.source = source
+        self.destination = destination
+        self._executor = ThreadPoolExecutor(max_workers=1)
+
+    def receive(self, step: int, timeout: timedelta = LONG) -> State:
+        """Receive here."""
+        return self.destination.recv_checkpoint(0, self.source.metadata(), step, timeout)
+
+    def start_receive(self, step: int, timeout: timedelta = LONG) -> Future[State]:
+        """Receive on another thread."""
+        started = threading.Event()
+
+        def work() -> State:
+            started.set()
+            return self.receive(step, timeout)
+
+        future = self._executor.submit(work)
+        started.wait(LONG.total_seconds())
+        return future
+
+    def close(self) -> None:
+        """Shut both down."""
+        self.source.shutdown(wait=True)
+        self.destination.shutdown(wait=True)
+        self._executor.shutdown(wait=True)
+
+
+@contextmanager
+def transport_pair(make: MakeTransport) -> Iterator[TransportPair]:
+    """Make a pair of transports and shut them down."""
+    source = make()
+    try:
+        pair = TransportPair(source, make())
+    except BaseException:
+        source.shutdown(wait=True)
+        raise
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def example_state(seed: int = 0) -> State:
+    """Return a state as training scripts have them, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "user": {
+            "model": {
+                "weight": torch.randn(300, 500, generator=generator),
+                "bias": torch.randn(7, generator=generator).to(torch.bfloat16),
+                "empty": torch.empty(0, 4),
+                "transposed": torch.randn(6, 5, generator=generator).t(),
+            },
+            "optim": {
+                "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(300, 500, generator=generator)}},
+                "param_groups": [
+                    {"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 1], "foreach": None, "fused": False}
+                ],
+            },
+        },
+        "torchft": {"step": seed, "batches_committed": 2 * seed},
+    }
+
+
+def differences(left: object, right: object, path: str = "state") -> list[str]:
+    """Return the paths at which two states differ in type, dtype, shape or any bit."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return [f"{path}: {left.dtype}{tuple(left.shape)} != {right.dtype}{tuple(right.shape)}"]
+        return [] if torch.equal(_bits(left), _bits(right)) else [f"{path}: bits differ"]
+    if isinstance(left, dict) and isinstance(right, dict):
+        if list(left) != list(right):
+            return [f"{path}: keys {list(left)} != {list(right)}"]
+        return [found for key in left for found in differences(left[key], right[key], f"{path}.{key}")]
+    if isinstance(left, (list, tuple)) and type(left) is type(right) and isinstance(right, (list, tuple)):
+        if len(left) != len(right):
+            return [f"{path}: lengths {len(left)} != {len(right)}"]
+        pairs = zip(left, right, strict=True)
+        return [found for i, (a, b) in enumerate(pairs) for found in differences(a, b, f"{path}.{i}")]
+    return [] if type(left) is type(right) and repr(left) == repr(right) else [f"{path}: {left!r} != {right!r}"]
+
+
+def check_a_state_arrives_equal_in_every_bit(make: MakeTransport) -> None:
+    """What is received equals what was sent."""
+    with transport_pair(make) as pair:
+        pair.source.send_checkpoint([1], 3, example_state(3), LONG)
+        _require(differences(pair.receive(3), example_state(3)) == [], "the received state differs from the one sent")
+
+
+def check_a_received_state_is_the_receivers_own(make: MakeTransport) -> None:
+    """Changing the received state does not change the sender's."""
+    with transport_pair(make) as pair:
+        state = example_state(3)
+        pair.source.send_checkpoint([1], 3, state, LONG)
+        pair.receive(3)["user"]["model"]["weight"].zero_()
+        _require(differences(state, example_state(3)) == [], "the received state shares memory with the sent one")
+
+
+def check_a_state_mutated_after_disallow_is_still_the_old_one(make: MakeTransport) -> None:
+    """A receiver that comes after `disallow_checkpoint` gets the state of the step or an error, never a newer one."""
+    with transport_pair(make) as pair:
+        state = example_state(3)
+        pair.source.send_checkpoint([1], 3, state, LONG)
+        pair.source.disallow_checkpoint()
+        for tensor in (state["user"]["model"]["weight"], state["user"]["optim"]["state"][0]["step"]):
+            tensor.add_(1)
+        try:
+            received = pair.receive(3, timedelta(seconds=2))
+        except TransferError:
+            return
+        _require(differences(received, example_state(3)) == [], "a state that was mutated after disallow was received")
+
+
+def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> None:
+    """A receiver may come before `send_checkpoint`."""
+    with transport_pair(make) as pair:
+        future = pair.start_receive(3)
+        pair.source.send_checkpoint([1], 3, example_state(3), LONG)
+        received = future.result(LONG.total_seconds())
+        _require(differences(received, example_state(3)) == [], "the received state differs from the one sent")
+
+
+def check_a_step_that_never_comes_is_an_error_at_the_deadline(make: MakeTransport) -> None:
+    """Waiting ends."""
+    with transport_pair(make) as pair:
+        _require_raises(
+            TransferTimeoutError, lambda: pair.receive(3, SHORT), "a receive of a step that is never served"
+        )
+
+
+def check_a_step_that_is_over_is_refused(make: MakeTransport) -> None:
+    """A source that has gone on does not send the newer state under the older step."""
+    with transport_pair(make) as pair:
+        pair.source.send_checkpoint([1], 4, example_state(4), LONG)
+        _require_raises(SourceRefusedError, lambda: pair.receive(3), "a receive of a step that is over")
+
+
+def check_the_newest_state_of_a_step_is_received(make: MakeTransport) -> None:
+    """One transport serves one step after another."""
+    with transport_pair(make) as pair:
+        for step in range(4):
+            pair.source.send_checkpoint([1], step, example_state(step), LONG)
+            _require(differences(pair.receive(step), example_state(step)) == [], f"step {step} arrived changed")
+            pair.source.disallow_checkpoint()
+
+
+def check_cancel_ends_a_receive(make: MakeTransport) -> None:
+    """`cancel_recv` makes the receive in progress raise."""
+    with transport_pair(make) as pair:
+        future = pair.start_receive(3)
+        while not future.done():  # the receive may begin a moment after its thread
+            pair.destination.cancel_recv()
+            threading.Event().wait(0.005)
+        _require_raises(TransferCancelledError, future.result, "a cancelled receive")
+
+
+def check_cancel_does_not_touch_the_next_receive(make: MakeTransport) -> None:
+    """`cancel_recv` is not remembered."""
+    with transport_pair(make) as pair:
+        pair.destination.cancel_recv()
+        pair.source.send_checkpoint([1], 3, example_state(3), LONG)
+        _require(differences(pair.receive(3), example_state(3)) == [], "the received state differs from the one sent")
+
+
+def check_a_source_that_is_gone_is_an_error(make: MakeTransport) -> None:
+    """A receive from a source that was shut down fails by name."""
+    with transport_pair(make) as pair:
+        pair.source.send_checkpoint([1], 3, example_state(3), LONG)
+        pair.source.shutdown(wait=True)
+        _require_raises(TransferError, lambda: pair.receive(3, timedelta(seconds=5)), "a receive from a dead source")
+
+
+def check_metadata_of_nobody_is_an_error(make: MakeTransport) -> None:
+    """Metadata that no transport gave out is refused by name."""
+    with transport_pair(make) as pair:
+        for metadata in ("", "nobody", "file:///etc/passwd"):
+            _require_raises(
+                TransferError,
+                lambda metadata=metadata: pair.destination.recv_checkpoint(0, metadata, 3, SHORT),  # type: ignore[misc]
+                f"a receive from {metadata!r}",
+            )
+
+
+def check_shutdown_and_disallow_may_be_called_again(make: MakeTransport) -> None:
+    """Both are idempotent, and nothing is served after a shutdown."""
+    with transport_pair(make) as pair:
+        pair.source.disallow_checkpoint()
+        pair.source.disallow_checkpoint()
+        pair.source.shutdown()
+        pair.source.shutdown()
+        pair.source.disallow_checkpoint()
+        _require_raises(
+            CheckpointError,
+            lambda: pair.source.send_checkpoint([1], 3, example_state(3), LONG),
+            "a send after shutdown",
+        )
+
+
+CHECKS: list[Check] = [
+    check_a_state_arrives_equal_in_every_bit,
+    check_a_received_state_is_the_receivers_own,
+    check_a_state_mutated_after_disallow_is_still_the_old_one,
+    check_a_step_that_is_not_served_yet_is_waited_for,
+    check_a_step_that_never_comes_is_an_error_at_the_deadline,
+    check_a_step_that_is_over_is_refused,
+    check_the_newest_state_of_a_step_is_received,
+    check_cancel_ends_a_receive,
+    check_cancel_does_not_touch_the_next_receive,
+    check_a_source_that_is_gone_is_an_error,
+    check_metadata_of_nobody_is_an_error,
+    check_shutdown_and_disallow_may_be_called_again,
+]
+"""Every check, for a parametrized test."""
+
+
+def check_transport(make: MakeTransport) -> None:
+    """Run every check.
+
+    Raises:
+        ConformanceError: a promise was broken.
+    """
+    for check in CHECKS:
+        check(make)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise ConformanceError(sentence, party="transport")
+
+
+def _require_raises(kind: type[Exception], action: Callable[[], object], what: str) -> None:
+    try:
+        action()
+    except kind:
+        return
+    except Exception as error:
+        raise ConformanceError(f"{what} raised {error!r} instead of {kind.__name__}", party="transport") from error
+    raise ConformanceError(f"{what} did not raise {kind.__name__}", party="transport")
