@@ -7,6 +7,7 @@ have equal digests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import xxhash
@@ -15,6 +16,7 @@ DIGEST_BYTES = 16
 DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
 MIN_BLOCK_BYTES = 4 * 1024
 MAX_BLOCK_BYTES = 64 * 1024 * 1024
+_RUN = re.compile(r"\A([0-9]{1,18})(?:-([0-9]{1,18}))?\Z")
 
 
 def start_digest(block: int) -> xxhash.xxh3_128:
@@ -61,10 +63,10 @@ def parse_runs(text: str, num_blocks: int) -> list[range]:
     """
     runs = []
     for part in text.split(",") if text else ():
-        first_text, _, last_text = part.partition("-")
-        if len(part) > 32 or not first_text.isdecimal() or not (last_text or first_text).isdecimal():
+        match = _RUN.match(part)
+        if match is None:
             raise ValueError(f"{part[:32]!r} is not a run of blocks")
-        first, last = int(first_text), int(last_text or first_text)
+        first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < num_blocks:
             raise ValueError(f"run {first}-{last} is not within {num_blocks} blocks")
         runs.append(range(first, last + 1))

@@ -12,11 +12,11 @@ The same file holds the tally of a quorum that the lighthouse has no memory of, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from torchft_ckpt.core.messages import CommitVote, Outcome, Role
+from torchft_ckpt.core.messages import CommitVote, Outcome, Role, clip, name_some
 
 
 class Verdict(Enum):
@@ -67,7 +67,7 @@ class Tally:
         if vote.approve:
             self._close_if_complete()
         elif self.roles[replica_id] in (Role.HEALTHY, Role.INLINE):
-            self._decide(Verdict.DISCARD, f"{replica_id}: {vote.reason or 'voted against'}", broken=vote.broken)
+            self._decide(Verdict.DISCARD, f"{replica_id}: {clip(vote.reason or 'voted against')}", broken=vote.broken)
         else:
             self.broken = self.broken or vote.broken
             self._close_if_complete()
@@ -85,7 +85,7 @@ class Tally:
         if not any(
             role in (Role.HEALTHY, Role.INLINE) and member not in self.lost for member, role in self.roles.items()
         ):
-            self._decide(Verdict.DISCARD, f"no living voter is left, the last was {replica_id}: {reason}", broken=True)
+            self._decide(Verdict.DISCARD, f"no living voter is left, the last was {replica_id}: {clip(reason)}", broken=True)
         else:
             self._close_if_complete()
 
@@ -97,9 +97,9 @@ class Tally:
     def close(self, reason: str = "the joiners' time is up") -> None:
         """Stop waiting for joiners. Does nothing while a voter is waited for."""
         if self.all_voters_approved:
-            waited_for = [member for member in self.joiners_waited_for()]
+            waited_for = self.joiners_waited_for()
             self.broken = self.broken or bool(waited_for)
-            self._decide(Verdict.COMMIT, f"{reason}: without {', '.join(waited_for)}" if waited_for else "all approved")
+            self._decide(Verdict.COMMIT, f"{reason}: without {name_some(waited_for)}" if waited_for else "all approved")
 
     def joiners_waited_for(self) -> list[str]:
         """Joiners that live and have not voted."""
@@ -134,31 +134,45 @@ class Tally:
 
 
 def decide_forgotten(
-    votes: Iterable[CommitVote], *, known_outcome: Outcome | None, someone_still_training: bool, grace_over: bool
+    votes: Collection[CommitVote],
+    *,
+    committed_somewhere: bool,
+    refused_somewhere: bool,
+    someone_still_training: bool,
+    everyone_is_back: bool,
+    grace_over: bool,
 ) -> Verdict:
     """Decide a step whose quorum this lighthouse does not remember, from what its members report.
 
-    A member that approved holds the averaged gradients of all. The old lighthouse committed only if no voter was against.
-    So if anybody knows the old decision, that is it; if a voter was against, it can only have been a discard; and if all
-    who can be heard approved, a commit is what the old lighthouse decided or could still have decided, and whoever
-    cannot be heard is at the older step and heals.
+    A member that approved holds the averaged gradients of all; two that approved and commit are equal, whenever each of
+    them learns of it. So a commit is never wrong for those who approved: it is only a pity where others must heal from
+    them. A discard is wrong where somebody has committed already. Hence:
+    - somebody knows of a commit: that is it;
+    - all whose vote counted approved: a commit is what the old lighthouse decided or could still have decided;
+    - somebody knows of a discard or did not approve: a discard, but only once all are back or the grace is over, because a
+      member that was taken for dead is against without having had a vote, and those who know of the commit may be on
+      their way;
+    - else those who are missing may know of a commit: after the grace, those who approved commit.
+
+    Where the guarantee ends: if all who heard of the old decision are away for longer than the grace, the others may
+    decide otherwise. Who comes back then holds an older quorum's state, and heals.
 
     Args:
-        votes: the votes of members, sent again after they connected again.
-        known_outcome: how the step ended, if a member had heard it.
+        votes: the votes in doubt, sent again by members that connected again.
+        committed_somewhere: a member says that the step was committed.
+        refused_somewhere: a member says that it was discarded, or that it abandoned it without a vote.
         someone_still_training: a member of that quorum is connected and has yet to vote.
+        everyone_is_back: all members of that quorum are connected.
         grace_over: those who are not back are not waited for any longer.
     """
-    votes = list(votes)
-    if known_outcome is not None:
-        return Verdict.DISCARD if known_outcome is Outcome.DISCARD else Verdict.COMMIT
+    if committed_somewhere:
+        return Verdict.COMMIT
+    approvals = [vote for vote in votes if vote.approve]
     counting = [vote for vote in votes if vote.counts]
-    if any(not vote.approve for vote in counting):
-        return Verdict.DISCARD
-    if not counting:
-        return Verdict.DISCARD if grace_over else Verdict.PENDING
-    if len(counting) >= max(vote.num_voters for vote in counting):
+    if refused_somewhere or any(not vote.approve for vote in counting):
+        return Verdict.DISCARD if everyone_is_back or grace_over else Verdict.PENDING
+    if counting and len(counting) >= max(vote.num_voters for vote in counting):
         return Verdict.COMMIT
-    if grace_over and not someone_still_training:
-        return Verdict.COMMIT
-    return Verdict.PENDING
+    if not grace_over or someone_still_training:
+        return Verdict.PENDING
+    return Verdict.COMMIT if approvals else Verdict.DISCARD

@@ -3,9 +3,14 @@
 It gathers the ranks' requests into the group's request and their votes into the group's vote, and hands what the
 lighthouse says to each of them. It runs at group rank 0. It knows no sockets and no clock.
 
-- The group asks when all of its ranks have asked. If one asks anew while the step is open, the step is given up for all.
+- The group asks when all of its ranks have asked. If one asks anew while the step is open, the step is given up for all;
+  if one asks anew before the answer, the group asks anew, and the answer to its earlier question is ignored.
 - The group approves when all of its ranks approve; one that does not is enough against.
-- Ranks that hold different states (one of them failed to load, say) hold none as a group: all heal.
+- The group waits for the decision as one. A rank that does not want to wait any longer says so here (`GiveUpWaiting`). If
+  the decision is there, it is told; if not, all ranks are told that it is not known (`CommitUnknown`), and what the
+  lighthouse decides later reaches no rank. A rank that gave up on its own could do so in the instant in which another
+  hears of a commit.
+- Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
 """
@@ -22,8 +27,10 @@ import msgspec
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     CommitDecided,
+    CommitUnknown,
     CommitVote,
     FromLighthouse,
+    GiveUpWaiting,
     GroupBroken,
     GroupToRank,
     JoinerWaiting,
@@ -35,9 +42,11 @@ from torchft_ckpt.core.messages import (
     RankHello,
     RankToGroup,
     Refused,
+    Role,
     StallReport,
     StateVersion,
     ToLighthouse,
+    clip,
 )
 
 
@@ -104,14 +113,18 @@ class GroupState:
         self._addresses: dict[int, str] = {}
         self._addresses_told: list[str] | None = None
         self._requests: dict[int, QuorumRequest] = {}
+        """Of ranks that asked for the next step, while not all of them have."""
         self._request_id = 0
         self._asked: QuorumRequest | None = None
+        """What the group asked and has no answer to."""
+        self._asked_by: dict[int, QuorumRequest] = {}
+        """The ranks' requests that `_asked`, or the open quorum, goes back to."""
         self._quorum: QuorumFormed | None = None
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
         self._stall_reported = False
-        self._decided: OrderedDict[tuple[int, int], CommitDecided] = OrderedDict()
-        self._last_request_ids: dict[int, int] = {}
+        self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
+        """How the latest steps ended for this group, by quorum id, epoch and step."""
 
     def handle(self, event: GroupEvent) -> list[GroupInstruction]:
         """Take an event, return what to do, in order."""
@@ -132,8 +145,10 @@ class GroupState:
             yield from self._asks(rank, message)
         elif isinstance(message, CommitVote):
             yield from self._votes_on(rank, message)
+        elif isinstance(message, GiveUpWaiting):
+            yield from self._gives_up_waiting(rank, message)
         elif isinstance(message, StallReport):
-            if not self._stall_reported and self._is_open(message.quorum_id, message.step):
+            if not self._stall_reported and self._is_stallable(message):
                 self._stall_reported = True
                 yield Up(message)
         elif isinstance(message, Leave):
@@ -151,22 +166,58 @@ class GroupState:
         return None
 
     def _asks(self, rank: int, request: QuorumRequest) -> Iterator[GroupInstruction]:
-        if self._quorum is not None and self._voted is None:
-            yield from self._give_up(rank)
-        self._requests[rank] = request
         for address in request.checkpoint_addresses or []:
             self._addresses[rank] = address
-        if len(self._requests) < self.world_size:
-            return
+        if self._asked is not None:
+            # It does not wait for the answer any longer: the group's question becomes a new one.
+            self._asked_by[rank] = request
+        else:
+            if self._quorum is not None and rank not in self._requests:
+                yield from self._leave_open_step(rank)
+            self._requests[rank] = request
+            if len(self._requests) < self.world_size:
+                return
+            self._asked_by, self._requests = self._requests, {}
         self._request_id += 1
-        self._asked = self._combine()
-        self._last_request_ids = {r: asked.request_id for r, asked in self._requests.items()}
-        self._requests.clear()
+        self._asked = self._combine(self._asked_by)
         self._quorum = None
         self._votes.clear()
         self._voted = None
         self._stall_reported = False
         yield Up(self._asked)
+
+    def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
+        """A rank began anew. Where the step is not over, it is over for all of them now."""
+        if self._voted is None:
+            yield from self._give_up(rank)
+        elif _key(self._voted) not in self._decided:
+            yield from self._forget_decision(f"group rank {rank} went on without waiting for the decision", but=rank)
+
+    def _gives_up_waiting(self, rank: int, message: GiveUpWaiting) -> Iterator[GroupInstruction]:
+        known = self._decided.get(_key(message))
+        if known is None and self._voted is not None and _key(self._voted) == _key(message):
+            yield from self._forget_decision(f"group rank {rank} waited as long as it wanted to")
+        elif known is None:
+            # This step has not been voted on by all ranks, or is an old one: it cannot count any more.
+            if self._quorum is not None and self._voted is None and _key_of(self._quorum) == _key(message):
+                yield from self._give_up(rank)
+            known = CommitUnknown(
+                quorum_id=message.quorum_id, epoch=message.epoch, step=message.step, reason="not all ranks have voted"
+            )
+        if known is not None:
+            yield ToRank(rank, known)
+
+    def _forget_decision(self, reason: str, but: int | None = None) -> Iterator[GroupInstruction]:
+        """Whatever is decided on the step that was voted on: no rank of this group will follow it."""
+        if self._voted is None:
+            return
+        unknown = CommitUnknown(
+            quorum_id=self._voted.quorum_id, epoch=self._voted.epoch, step=self._voted.step, reason=reason
+        )
+        self._remember(unknown)
+        for other in range(self.world_size):
+            if other != but:
+                yield ToRank(other, unknown)
 
     def _give_up(self, rank: int) -> Iterator[GroupInstruction]:
         """One rank began anew while the step is open: it is over for all of them."""
@@ -180,6 +231,7 @@ class GroupState:
             step=formed.version.step,
             approve=False,
             broken=True,
+            counts=formed.role in (Role.HEALTHY, Role.INLINE),
             num_voters=formed.num_voters,
             reason=reason,
         )
@@ -189,8 +241,8 @@ class GroupState:
                 broken = QuorumBroken(quorum_id=formed.quorum_id, replica_id="this group", lost=False, reason=reason)
                 yield ToRank(other, broken)
 
-    def _combine(self) -> QuorumRequest:
-        requests = [self._requests[rank] for rank in range(self.world_size)]
+    def _combine(self, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
+        requests = [by_rank[rank] for rank in range(self.world_size)]
         versions = {request.version for request in requests}
         first = requests[0]
         version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
@@ -202,10 +254,12 @@ class GroupState:
             request_id=self._request_id,
             version=version,
             restored=all(request.restored for request in requests),
+            torn=len(versions) > 1 or any(request.torn for request in requests),
             init_sync=any(request.init_sync for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
             allow_heal=all(request.allow_heal for request in requests),
             heal_inline=all(request.heal_inline for request in requests),
+            waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             join_budget_s=min(request.join_budget_s for request in requests),
@@ -213,25 +267,26 @@ class GroupState:
         )
 
     def _votes_on(self, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:
-        key = (vote.quorum_id, vote.step)
-        if not self._is_open(*key) or self._voted is not None:
-            known = self._decided.get(key)
+        if self._quorum is None or _key_of(self._quorum) != _key(vote) or self._voted is not None:
+            known = self._decided.get(_key(vote))
             if known is not None:
                 yield ToRank(rank, known)
             return
+        if rank in self._requests:
+            return  # it began anew, this vote is of a step that it left
         self._votes[rank] = vote
         if vote.approve and len(self._votes) < self.world_size:
             return
         self._voted = msgspec.structs.replace(
             vote,
             broken=any(cast.broken for cast in self._votes.values()),
-            reason=vote.reason if self.world_size == 1 else f"group rank {rank}: {vote.reason}"[:2000],
+            reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
         )
         yield Up(self._voted)
 
-    def _is_open(self, quorum_id: int, step: int) -> bool:
+    def _is_stallable(self, report: StallReport) -> bool:
         formed = self._quorum
-        return formed is not None and (formed.quorum_id, formed.version.step) == (quorum_id, step)
+        return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
 
     def _break(self, reason: str) -> Iterator[GroupInstruction]:
         if self.broken is not None:
@@ -244,17 +299,19 @@ class GroupState:
     # ------------------------------------------------------------------------------------------------------ lighthouse
 
     def _lighthouse_said(self, message: FromLighthouse) -> Iterator[GroupInstruction]:
+        if self.broken is not None:
+            return
         if isinstance(message, QuorumFormed):
             yield from self._formed(message)
         elif isinstance(message, CommitDecided):
-            voted = self._voted
-            if voted is None or (voted.quorum_id, voted.step) != (message.quorum_id, message.step):
-                if not self._is_open(message.quorum_id, message.step):
+            if _key(message) in self._decided:
+                return
+            if self._voted is None or _key(self._voted) != _key(message):
+                if self._quorum is None or _key_of(self._quorum) != _key(message):
                     return
-                self._voted = _late_vote(message)  # decided without this group's vote
-            self._decided[message.quorum_id, message.step] = message
-            while len(self._decided) > 4:
-                self._decided.popitem(last=False)
+                # It was decided without this group's vote.
+                self._voted = _late_vote(message)
+            self._remember(message)
             for rank in range(self.world_size):
                 yield ToRank(rank, message)
         elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused):
@@ -266,14 +323,19 @@ class GroupState:
             return
         self._asked = None
         self._quorum = formed
-        self._decided.pop((formed.quorum_id, formed.version.step), None)
+        self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             sources = [
                 msgspec.structs.replace(source, checkpoint_addresses=source.checkpoint_addresses[rank : rank + 1])
                 for source in formed.sources
             ]
-            mine = msgspec.structs.replace(formed, request_id=self._last_request_ids[rank], sources=sources)
+            mine = msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id, sources=sources)
             yield ToRank(rank, mine)
+
+    def _remember(self, decided: CommitDecided | CommitUnknown) -> None:
+        self._decided[_key(decided)] = decided
+        while len(self._decided) > 4:
+            self._decided.popitem(last=False)
 
     def _say_again(self) -> Iterator[GroupInstruction]:
         self._addresses_told = [self._addresses.get(rank, "") for rank in range(self.world_size)]
@@ -284,7 +346,7 @@ class GroupState:
             yield Up(self._asked)
         else:
             self._addresses_told = None  # a new lighthouse has not heard them
-            if self._voted is not None and (self._voted.quorum_id, self._voted.step) not in self._decided:
+            if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
 
 
@@ -292,3 +354,11 @@ def _late_vote(message: CommitDecided) -> CommitVote:
     return CommitVote(
         quorum_id=message.quorum_id, epoch=message.epoch, step=message.step, approve=False, reason="decided without it"
     )
+
+
+def _key(message: CommitVote | CommitDecided | CommitUnknown | GiveUpWaiting) -> tuple[int, str, int]:
+    return message.quorum_id, message.epoch, message.step
+
+
+def _key_of(formed: QuorumFormed) -> tuple[int, str, int]:
+    return formed.quorum_id, formed.epoch, formed.version.step

@@ -361,6 +361,7 @@ class LighthouseState:
             init_sync=request.init_sync,
             allow_heal=request.allow_heal,
             heal_inline=request.heal_inline,
+            waits_for_quorum=request.waits_for_quorum,
             can_serve=request.can_serve,
         )
 

@@ -5,10 +5,14 @@ peer that sent it, never an exception of another kind. Integers are bounded to 6
 no peer can make another allocate at will.
 
 Times on the wire are durations in seconds; no clock is ever compared across machines.
+
+What one party says is quoted to others (a reason, a name). `clip` keeps such a text short enough to be sent on, so that
+nobody can make the lighthouse send something that the others must refuse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated, TypeAlias
 
@@ -18,6 +22,7 @@ from torchft_ckpt.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_QUOTE_CHARS = 600
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
@@ -87,6 +92,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     last_quorum_id: Count = 0
     last_quorum_size: Count = 0
     last_step: Count = 0
+    last_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Which life of the lighthouse formed quorum `last_quorum_id`."""
+    rolled_back_to: StateVersion = StateVersion()
+    """The latest going back on purpose that this member knows of: see `QuorumFormed.rolled_back_to`."""
     last_outcome: Outcome | None = None
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
 
@@ -102,10 +111,16 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: StateVersion
     restored: bool = False
     """The unproven `version` was loaded from a checkpoint on purpose."""
+    torn: bool = False
+    """The state is not whole (a load failed half-way, or the ranks of the group hold different states): nobody may train
+    from it or be healed by it."""
     init_sync: bool = True
     shrink_only: bool = False
     allow_heal: bool = True
     heal_inline: bool = False
+    """Heal before the forward pass, always."""
+    waits_for_quorum: bool = False
+    """The training thread waits for the answer, so this member can heal before its forward pass where that helps."""
     can_serve: bool = False
     """The state was captured on the training thread: a joiner can be served without touching it again."""
     needs_new_quorum: bool = False
@@ -197,6 +212,10 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     joiner_waiting: bool = False
     """A joiner could not be admitted, because no member had captured its state: capture at the next step."""
     newest_step: Count = 0
+    names_state: bool = False
+    """`version` is a new name: healthy members give it to the state of that step that they hold."""
+    rolled_back_to: StateVersion = StateVersion()
+    """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
     reason: Text = ""
 
 
@@ -241,6 +260,26 @@ class RankHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
+class GiveUpWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank does not want to wait for the decision any longer. It is answered by `CommitDecided` or `CommitUnknown`.
+
+    No rank may give up alone: another could hear of a commit in the same moment, and the group would be torn apart.
+    """
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+
+
+class CommitUnknown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The group waits no longer for the decision on this step: no rank steps its optimizer, whatever is decided."""
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+    reason: Text = ""
+
+
 class GroupBroken(msgspec.Struct, frozen=True, tag=True):
     """A rank is gone: the group has left the quorum and must be restarted as a whole."""
 
@@ -251,9 +290,16 @@ ToLighthouse: TypeAlias = Hello | Heartbeat | QuorumRequest | CommitVote | Stall
 FromLighthouse: TypeAlias = (
     Welcome | Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | Dropped
 )
-RankToGroup: TypeAlias = RankHello | Heartbeat | QuorumRequest | CommitVote | StallReport | Leave
+RankToGroup: TypeAlias = RankHello | Heartbeat | QuorumRequest | CommitVote | GiveUpWaiting | StallReport | Leave
 GroupToRank: TypeAlias = (
-    Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | GroupBroken
+    Refused
+    | QuorumPending
+    | QuorumFormed
+    | JoinerWaiting
+    | CommitDecided
+    | CommitUnknown
+    | QuorumBroken
+    | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank
 
@@ -289,16 +335,27 @@ def decode_group_to_rank(data: str | bytes, party: str) -> GroupToRank:
     return _decode(_group_to_rank, data, party)
 
 
-_T = msgspec.Struct
-
-
 def _decode(decoder: msgspec.json.Decoder, data: str | bytes, party: str):  # type: ignore[no-untyped-def]
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"{party} sent {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are read", party=party)
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"{party} sent a message that cannot be read: {error}", party=party) from error
 
 
 def group_name(replica_id: str) -> str:
     """Return the name that a replica group keeps over its incarnations: what stands before the last colon."""
     return replica_id.rpartition(":")[0] or replica_id
+
+
+def clip(text: str, most: int = MAX_QUOTE_CHARS) -> str:
+    """Return the text, shortened to `most` characters if it is longer."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def name_some(names: Iterable[str], most: int = 5) -> str:
+    """Return the first few names, each shortened, and how many more there are."""
+    listed = list(names)
+    shown = ", ".join(clip(name, 100) for name in listed[:most])
+    return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"

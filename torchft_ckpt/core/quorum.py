@@ -5,7 +5,7 @@ The rule is torchft's. A quorum is formed when
    with it), or else
 2. enough have asked: at least `min_replicas`, and more than half of those alive (so two halves of a split job cannot both
    go on), and either all alive have asked or `join_timeout_s` has passed since the first of them did.
-With `shrink_only`, asked for by anyone, nobody may join who was not in the last quorum.
+With `shrink_only`, asked for by anyone, nobody may join who was not in the last quorum, if there is one.
 
 One difference: a member that is known dead does not stand in the way. Who is alive is the caller's knowledge: a closed
 connection ends a life at once, so after a loss the survivors are the fast quorum, and nobody waits for a timeout.
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from torchft_ckpt.core.messages import name_some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +64,17 @@ def decide_quorum(
     """
     living = set(alive)
     candidates = sorted(replica_id for replica_id in asked if replica_id in living)
-    if any(asked[replica_id].shrink_only for replica_id in candidates):
+    if last_quorum and any(asked[replica_id].shrink_only for replica_id in candidates):
         candidates = [replica_id for replica_id in candidates if replica_id in last_quorum]
+        if not candidates:
+            return QuorumVerdict(members=(), reason="shrink_only is asked for, and nobody of the last quorum is back")
     if not candidates:
         return QuorumVerdict(members=(), reason="nobody has asked for a quorum")
 
     if len(candidates) < min_replicas:
         return QuorumVerdict(
             members=(),
-            reason=f"{len(candidates)} of at least {min_replicas} replica groups are here ({_names(candidates)})",
+            reason=f"{len(candidates)} of at least {min_replicas} replica groups are here ({name_some(candidates)})",
         )
 
     survivors = [replica_id for replica_id in last_quorum if replica_id in living]
@@ -82,7 +86,7 @@ def decide_quorum(
         return QuorumVerdict(
             members=(),
             reason=f"{len(candidates)} of {len(living)} living replica groups have asked, more than half are needed;"
-            f" waiting for {_names(absent)}",
+            f" waiting for {name_some(absent)}",
         )
     if absent:
         deadline = min(asked[replica_id].at for replica_id in candidates) + join_timeout_s
@@ -90,15 +94,10 @@ def decide_quorum(
             return QuorumVerdict(
                 members=(),
                 reason=f"{len(candidates)} replica groups have asked, waiting at most {join_timeout_s:g} s for"
-                f" {_names(absent)}",
+                f" {name_some(absent)}",
                 deadline=deadline,
             )
         return QuorumVerdict(
-            members=tuple(candidates), reason=f"join timeout of {join_timeout_s:g} s passed without {_names(absent)}"
+            members=tuple(candidates), reason=f"join timeout of {join_timeout_s:g} s passed without {name_some(absent)}"
         )
     return QuorumVerdict(members=tuple(candidates), reason="all living replica groups have asked")
-
-
-def _names(replica_ids: Collection[str], most: int = 5) -> str:
-    shown = ", ".join(list(replica_ids)[:most])
-    return shown if len(replica_ids) <= most else f"{shown} and {len(replica_ids) - most} more"

@@ -5,11 +5,14 @@ The rules, in this order:
    committed step that anybody knows of is beyond every proven state here. Among proven states the highest version wins;
    all who hold another version heal, also from the same step: equal versions are equal bits, nothing else is.
 2. If the newest committed step is beyond every proven state, its holders are gone. Then only a state that was restored on
-   purpose may be trained from, or any if the operator allowed the loss of steps. Else there is no quorum.
+   purpose may be trained from, or any if the operator allowed the loss of steps (then the highest step). Else there is no
+   quorum.
 3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
    load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
 4. All ranks of a group heal from the same source. Sources serve evenly many; one that has captured its state comes first.
-5. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
+5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
+   rule: it has no name, gets none, and its holder heals.
+6. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
    remain are enough.
 """
 
@@ -31,9 +34,11 @@ class Holder:
     replica_id: str
     version: StateVersion
     restored: bool = False
+    torn: bool = False
     init_sync: bool = True
     allow_heal: bool = True
     heal_inline: bool = False
+    waits_for_quorum: bool = False
     can_serve: bool = True
 
 
@@ -70,10 +75,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLost:
-    """No state here may be trained from: the holders of the newest step are gone."""
+    """No state here may be trained from: the holders of the newest step are gone, or there is none that is whole."""
 
     newest_step: int
     best_step: int
+    is_torn: bool = False
+    """There is no whole state at all: not even the operator's word helps."""
 
 
 def assign_recovery(
@@ -95,24 +102,25 @@ def assign_recovery(
         quorum_id: id of the quorum that is being formed, for the name of a first state.
         epoch: the lighthouse's epoch, likewise.
     """
-    proven = [member for member in members if member.version.proven]
-    best_proven = max((member.version for member in proven), default=None)
-    if best_proven is not None and (best_proven.step >= newest_step or (allow_step_loss and not _restored(members))):
-        return _heal_towards(members, best_proven, min_replicas)
-    restored = _restored(members)
-    if restored:
-        step = max(member.version.step for member in restored)
-        equals = [member for member in restored if member.version.step == step]
-        return _first_state(members, equals, step, quorum_id, epoch)
+    whole = [member for member in members if not member.torn]
+    if not whole:
+        return StepLost(newest_step=newest_step, best_step=0, is_torn=True)
+    best_proven = max((member.version for member in whole if member.version.proven), default=None)
+    restored = [member for member in whole if member.restored and not member.version.proven]
+    best_restored = max((member.version.step for member in restored), default=None)
+    if best_proven is not None:
+        is_newest = best_proven.step >= newest_step
+        is_best_left = allow_step_loss and (best_restored is None or best_proven.step >= best_restored)
+        if is_newest or is_best_left:
+            return _heal_towards(members, best_proven, min_replicas)
+    if best_restored is not None:
+        equals = [member for member in restored if member.version.step == best_restored]
+        return _first_state(members, equals, best_restored, quorum_id, epoch)
     if newest_step > 0 and not allow_step_loss:
         return StepLost(newest_step=newest_step, best_step=best_proven.step if best_proven else 0)
-    step = max(member.version.step for member in members)
-    equals = [member for member in members if member.version.step == step]
+    step = max(member.version.step for member in whole)
+    equals = [member for member in whole if member.version.step == step]
     return _first_state(members, equals, step, quorum_id, epoch)
-
-
-def _restored(members: Sequence[Holder]) -> list[Holder]:
-    return [member for member in members if member.restored and not member.version.proven]
 
 
 def _first_state(
@@ -138,23 +146,26 @@ def _first_state(
 
 
 def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas: int) -> Assignment:
-    holders = [member for member in members if member.version == version]
+    holders = [member for member in members if member.version == version and not member.torn]
     deferred: tuple[str, ...] = ()
     if not any(member.can_serve for member in holders) and len(holders) >= min_replicas:
-        deferred = tuple(member.replica_id for member in members if member.version != version and member.allow_heal)
+        holding = {member.replica_id for member in holders}
+        deferred = tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal)
         members = [member for member in members if member.replica_id not in deferred]
-    roles = [_role(member, version) for member in members]
+    short = len(holders) < min_replicas
+    roles = [_role(member, version, short) for member in members]
     healing = [member.replica_id for member, role in zip(members, roles, strict=True) if role is not Role.HEALTHY]
     reason = f"{len(members) - len(healing)} of {len(members)} hold step {version.step}"
     return _assignment(members, roles, version=version, deferred=deferred, is_first=False, reason=reason)
 
 
-def _role(member: Holder, version: StateVersion) -> Role:
-    if member.version == version:
+def _role(member: Holder, version: StateVersion, short: bool) -> Role:
+    """`short`: those who hold the state are too few for a step that counts; who can load first helps them most."""
+    if member.version == version and not member.torn:
         return Role.HEALTHY
     if not member.allow_heal:
         return Role.IDLE
-    return Role.INLINE if member.heal_inline else Role.JOINER
+    return Role.INLINE if member.heal_inline or (short and member.waits_for_quorum) else Role.JOINER
 
 
 def _assignment(

@@ -12,11 +12,13 @@ simulation drives it in the same way.
     TRAINING   vote                       VOTED       send the returned `CommitVote`
     VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on
     VOTED      decided(other)             IDLE        do not step it
-    VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did
+    VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did. In a
+                                                      group of several ranks none may decide that alone: `GiveUpWaiting`
     any        begin                      ASKING      the step that was open is abandoned
 
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
-not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing.
+not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
+state has no name until a whole one is loaded over it.
 """
 
 from __future__ import annotations
@@ -83,6 +85,9 @@ class ReplicaState:
         self.settings = settings
         self.version = StateVersion()
         self.restored = False
+        self.torn = False
+        """The state is not whole: a load failed half-way. It stays so until a whole one is loaded."""
+        self.rolled_back_to = StateVersion()
         self.phase = Phase.IDLE
         self.quorum: QuorumFormed | None = None
         """The quorum of the open step, or of the last one."""
@@ -105,6 +110,11 @@ class ReplicaState:
         if self.phase in (Phase.TRAINING, Phase.VOTED) and self.quorum is not None:
             return self.version == self.quorum.version
         return self.version.proven
+
+    @property
+    def waits_for_quorum(self) -> bool:
+        """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
+        return self.settings.heal_inline or not self.version.proven or self.version.step < self.newest_step
 
     @property
     def num_participants(self) -> int:
@@ -130,6 +140,7 @@ class ReplicaState:
         """The user loaded a checkpoint of `step` on purpose."""
         self.version = StateVersion(step=step)
         self.restored = True
+        self.torn = False
 
     def begin(self, *, allow_heal: bool, shrink_only: bool, can_serve: bool, store_address: str) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
@@ -148,10 +159,12 @@ class ReplicaState:
             request_id=self._request_id,
             version=self.version,
             restored=self.restored,
+            torn=self.torn,
             init_sync=self.settings.init_sync,
             shrink_only=shrink_only,
             allow_heal=allow_heal,
             heal_inline=self.settings.heal_inline,
+            waits_for_quorum=self.waits_for_quorum,
             can_serve=can_serve,
             needs_new_quorum=self.configured is None,
             join_budget_s=self.settings.join_budget_s,
@@ -165,11 +178,13 @@ class ReplicaState:
         self.phase = Phase.TRAINING
         self.quorum = formed
         self.newest_step = formed.newest_step
+        if formed.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
+            self.rolled_back_to = formed.rolled_back_to
         self.capture_wanted = formed.joiner_waiting
         self._last_outcome = None
         if formed.role is Role.HEALTHY and self.version != formed.version:
-            # The first state of a job is this replica's: it gets its name.
-            if self.version.proven or self.version.step != formed.version.step:
+            # A first state, or one that the job goes back to, is this replica's: it gets its name.
+            if self.torn or not formed.names_state or self.version.step != formed.version.step:
                 self.fail(f"the quorum takes this replica for a holder of {formed.version}, it holds {self.version}")
             else:
                 self._adopt(formed.version)
@@ -190,14 +205,17 @@ class ReplicaState:
         if self.quorum is not None:
             self.configured = (self.quorum.quorum_id, self.quorum.epoch)
 
-    def load_finished(self, version: StateVersion) -> None:
+    def load_finished(self, version: StateVersion, *, before_forward: bool = True) -> None:
         """All of the state that `version` names is in place."""
         self._adopt(version)
+        if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
+            self.fail("its state was loaded after the forward pass, so it could not contribute")
 
     def load_torn(self) -> None:
         """Loading failed half-way: what is held now has no name."""
         self.version = StateVersion()
         self.restored = False
+        self.torn = True
 
     def fail(self, reason: str) -> None:
         """This step cannot count. The first reason is kept."""
@@ -262,7 +280,7 @@ class ReplicaState:
         if not self.is_open(decided) or self._vote is None:
             return None
         outcome = decided.outcome
-        if outcome is Outcome.COMMIT and not self._vote.approve:
+        if outcome is Outcome.COMMIT and not (self._vote.approve and self.healed):
             outcome = Outcome.LEFT_BEHIND
         self.phase = Phase.IDLE
         self._last_outcome = outcome
@@ -287,7 +305,12 @@ class ReplicaState:
         return decided.outcome is Outcome.LEFT_BEHIND
 
     def decision_unknown(self) -> None:
-        """The time to wait for the decision is over. If the others committed, the next quorum heals this replica."""
+        """The time to wait for the decision is over. If the others committed, the next quorum heals this replica.
+
+        With several ranks in the group: only on `CommitUnknown`, the answer to `GiveUpWaiting`.
+        """
+        if self.phase is not Phase.VOTED:
+            return
         self.phase = Phase.IDLE
         self._last_outcome = None
         self.configured = None
@@ -304,12 +327,15 @@ class ReplicaState:
             last_quorum_id=formed.quorum_id if formed else 0,
             last_quorum_size=formed.replica_world_size if formed else 0,
             last_step=formed.version.step if formed else 0,
+            last_epoch=formed.epoch if formed else "",
+            rolled_back_to=self.rolled_back_to,
             last_outcome=self._last_outcome,
         )
 
     def _adopt(self, version: StateVersion) -> None:
         self.version = version
         self.restored = False
+        self.torn = False
         self.newest_step = max(self.newest_step, version.step)
 
     def __repr__(self) -> str:

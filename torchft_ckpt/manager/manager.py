@@ -383,10 +383,10 @@ class Manager:
         self._step_started_at = time.monotonic()
         with self._lock:
             self._raise_if_fatal()
-            is_first = self._replica.quorum is None or not self._replica.version.proven
-            wants_capture = self._replica.capture_wanted and self._replica.version.proven
+            waits = self._replica.waits_for_quorum
+            wants_capture = self._replica.capture_wanted or not self._replica.version.proven
         captured: dict[str, Any] | None = None
-        if self._use_async_quorum and (is_first or wants_capture):
+        if self._use_async_quorum and wants_capture:
             captured = self._registry.capture()
         with self._lock:
             request = self._replica.begin(
@@ -404,10 +404,10 @@ class Manager:
         self._link.send(request)
         limit = timeout or self._timeouts.quorum
         self._quorum_future = self._worker.submit(lambda: self._run_quorum(captured, limit))
-        if is_first or not self._use_async_quorum:
+        if waits:
             self.wait_quorum()
             if self._is_load_pending and self._plan is not None and self._plan.load_before_forward:
-                self._load()
+                self._load(before_forward=True)
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and the process group is connected.
@@ -573,7 +573,7 @@ class Manager:
 
     def _note_error(self, error: Exception) -> None:
         """With the lock held."""
-        self._replica.fail(f"{type(error).__name__}: {error}")
+        self._replica.fail(f"{type(error).__name__}: {error}".splitlines()[0])
         if self._error is None:
             self._error = ExceptionWithTraceback(error)
 
@@ -620,7 +620,7 @@ class Manager:
         if error is not None:
             self._collective_failed(error)
         if self._is_load_pending:
-            self._load()
+            self._load(before_forward=False)
         with self._lock:
             vote = self._replica.vote()
         self._link.send(vote)
@@ -628,7 +628,7 @@ class Manager:
         self._finish_step(vote, outcome, reason)
         return outcome is Outcome.COMMIT
 
-    def _load(self) -> None:
+    def _load(self, before_forward: bool) -> None:
         """Wait for the state and load it; a transfer that fails costs this replica the step and no more."""
         plan = self._plan
         if plan is None:
@@ -652,7 +652,7 @@ class Manager:
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
         self._num_healed += 1
         with self._lock:
-            self._replica.load_finished(plan.formed.version)
+            self._replica.load_finished(plan.formed.version, before_forward=before_forward)
         logger.info("%s healed to step %d", self._replica_id, plan.formed.version.step)
 
     def _await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:

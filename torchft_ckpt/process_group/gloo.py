@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, Store
+from torch.distributed import DistStoreError, HashStore, Store
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 
@@ -25,6 +25,9 @@ from torchft_ckpt.process_group.session import Session
 from torchft_ckpt.process_group.sockets import create_gloo_device, shutdown_awaited_connection
 from torchft_ckpt.process_group.store import StoreAddress, connect_store, find_route
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
+
+# How long an abort may go unnoticed by a thread that waits at the store; nobody waits for that thread.
+_WAIT_SLICE_S = 0.1
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
@@ -82,16 +85,17 @@ class ProcessGroupGloo(ProcessGroupWrapper):
             session.on_end(sockets.shutdown_connections, sockets.close)
         options: Any = TorchProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._devices = [device]
-        options._timeout = timedelta(seconds=left_s())
         if global_ranks:
             options.global_ranks_in_group = global_ranks
-        store.set(_presence_key(rank), hostname)
+        if world_size > 1:
+            _meet(store, session, rank, world_size, hostname or self._interface, deadline)
+        options._timeout = timedelta(seconds=left_s())
         try:
             backend = TorchProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as error:
             raise ProcessGroupConfigureError(
-                f"{session.label}: {_describe_absence(store, session, world_size)}; torch says: "
-                f"{str(error).partition(chr(10))[0][:300]}",
+                f"{session.label}: all ranks came to the store, but one of them died since or cannot be reached at the "
+                f"address that it published; torch says: {str(error).partition(chr(10))[0][:300]}",
                 party=str(address),
             ) from error.with_traceback(None)
         group = TorchProcessGroup(store, rank, world_size)
@@ -107,18 +111,33 @@ def _device_types() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def _presence_key(rank: int) -> str:
-    return f"torchft_ckpt/listening/{rank}"
+def _meet(store: Store, session: Session, rank: int, world_size: int, where: str, deadline: float) -> None:
+    """Announce this rank and wait for the others, before Gloo does, whose waiting cannot be broken off.
 
+    Raises:
+        ProcessGroupAbortedError: the session ended meanwhile.
+        ProcessGroupConfigureError: the deadline passed; names the absent ranks.
+    """
 
-def _describe_absence(store: Store, session: Session, world_size: int) -> str:
-    """Say which ranks never came, as far as the store still tells."""
-    if session.error is not None:
-        return "aborted while connecting"
-    try:
-        absent = [rank for rank in range(world_size) if not store.check([_presence_key(rank)])]
-    except RuntimeError:
-        return "the store went away while connecting"
-    if absent:
-        return f"rank(s) {', '.join(map(str, absent))} never came to the store"
-    return "all ranks came to the store, but one of them died or cannot be reached at the address that it published"
+    def key(other: int) -> str:
+        return f"torchft_ckpt/listening/{other}"
+
+    store.set(key(rank), where)
+    absent = list(range(world_size))
+    while True:
+        session.raise_if_ended()
+        absent = [other for other in absent if not store.check([key(other)])]
+        if not absent:
+            return
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            names = ", ".join(map(str, absent))
+            raise ProcessGroupConfigureError(
+                f"{session.label}: rank(s) {names} never came to the store within the connect timeout; "
+                "they died, or have other members in mind",
+                party=names,
+            )
+        try:
+            store.wait([key(other) for other in absent], timedelta(seconds=min(left_s, _WAIT_SLICE_S)))
+        except DistStoreError:  # the slice is over
+            continue

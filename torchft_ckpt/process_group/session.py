@@ -120,8 +120,16 @@ class Session:
             if close is not None:
                 self._closers.append(close)
             self._interrupts.append(interrupt)
-            if self._error is not None:
-                raise ProcessGroupAbortedError(f"{self.label}: aborted while connecting") from self._error
+        self.raise_if_ended()
+
+    def raise_if_ended(self) -> None:
+        """For `connect`, between its steps.
+
+        Raises:
+            ProcessGroupAbortedError: the session has ended.
+        """
+        if self._error is not None:
+            raise ProcessGroupAbortedError(f"{self.label}: aborted while connecting") from self._error
 
     def run(self, call: Callable[[TorchProcessGroup], Work]) -> Work:
         """Start an operation and return its work, whose errors are this library's and end the session.

@@ -1,20 +1,30 @@
-"""Where a group's members meet: the address of a TCPStore and a client to it whose connecting can be bounded.
+"""Where a group's members meet: the address of a TCPStore, and connections to it that are used again.
 
-torch's client retries a refused connection until its timeout and waits without one for a store that accepts but does
-not answer. So the address is tried with a plain socket first: a refusal is an error at once, and the same socket tells
-which of our addresses routes to the store.
+torch's store does a reverse name lookup for each connection, in the client and, worse, on the server's only thread: where
+name servers are slow or drop a packet, one new connection holds up every client by seconds. So a connection is kept
+after use and lent out again, and nothing connects just to look.
+
+torch's client has no way to give up: it retries a refused connection until its timeout, and waits for ever for a store
+that accepts but does not answer. So connecting happens on a thread of its own, which its caller may leave; whoever wants
+the same store next takes over what was left. If connecting is not quick, a plain socket finds out whether anybody listens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore
 
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.errors import ProcessGroupConfigureError
+
+_NUM_IDLE_MAX = 8
+_PROBE_AFTER_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +40,7 @@ class StoreAddress:
         """Split `host:port/some/prefix` or `[v6]:port/some/prefix`.
 
         Raises:
-            ConfigError: there is no host or port.
+            ConfigError: there is no port.
         """
         address, _, prefix = text.partition("/")
         host, port = parse_host_port(address, what="store address", default_host="localhost")
@@ -42,43 +52,157 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """A way to a store that worked: numeric addresses of both ends."""
+class StoreConnection:
+    """A connection to a store, for one user at a time.
 
-    local_host: str
-    peer: tuple[str, int]
-
-
-def find_route(address: StoreAddress, timeout_s: float) -> Route:
-    """Connect to the store once, and hang up.
-
-    Raises:
-        ProcessGroupConfigureError: nobody listens there, or nobody answered within the timeout.
+    Attributes:
+        client: torch's client; broken for good once an operation on it raised a DistNetworkError.
+        peers: the numeric addresses that the store's name stands for, with its port.
+        local_host: the numeric address of ours that routes there.
     """
+
+    client: TCPStore
+    peers: frozenset[tuple[str, int]]
+    local_host: str
+
+
+class _Pending:
+    """One attempt to connect, on a daemon thread that ends with the attempt."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
+        self.done = threading.Event()
+        self.connection: StoreConnection | None = None
+        self.error: Exception | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._thread = threading.Thread(target=self._run, name=f"store-connect {host}:{port}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            peers, local_host = _resolve(self._host, self._port)
+            client = TCPStore(
+                host_name=self._host,
+                port=self._port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+            self.connection = StoreConnection(client=client, peers=peers, local_host=local_host)
+        except (OSError, RuntimeError) as error:
+            self.error = error.with_traceback(None)
+        finally:
+            self.done.set()
+
+
+class StorePool:
+    """Connections to stores: lent to one user at a time, kept when given back. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[tuple[str, int], StoreConnection]] = []
+        self._left: dict[tuple[str, int], _Pending] = {}
+
+    @contextlib.contextmanager
+    def borrow(
+        self, address: StoreAddress, timeout_s: float, *, fresh: bool = False, is_wanted: Callable[[], bool]
+    ) -> Iterator[StoreConnection]:
+        """Lend a connection; it is kept for the next borrower unless the body raises.
+
+        Args:
+            address: the store; its prefix is not used.
+            timeout_s: for connecting.
+            fresh: do not lend one that was used before: the last one turned out to be broken.
+            is_wanted: asked while connecting takes long; False gives up.
+
+        Raises:
+            ProcessGroupConfigureError: nobody listens there, or nobody answered in time, or it is no longer wanted.
+        """
+        key = (address.host, address.port)
+        connection = None if fresh else self._take_idle(key)
+        if connection is None:
+            connection = self._connect(key, timeout_s, is_wanted)
+        yield connection
+        with self._lock:
+            self._idle.append((key, connection))
+            del self._idle[:-_NUM_IDLE_MAX]
+
+    def has_idle(self, address: StoreAddress) -> bool:
+        """Whether `borrow` would lend a connection that was used before."""
+        with self._lock:
+            return any(key == (address.host, address.port) for key, _ in self._idle)
+
+    def forget(self, address: StoreAddress) -> None:
+        """Close the kept connections to a store."""
+        with self._lock:
+            self._idle = [entry for entry in self._idle if entry[0] != (address.host, address.port)]
+
+    def _take_idle(self, key: tuple[str, int]) -> StoreConnection | None:
+        with self._lock:
+            for index, (other, connection) in enumerate(self._idle):
+                if other == key:
+                    del self._idle[index]
+                    return connection
+        return None
+
+    def _connect(self, key: tuple[str, int], timeout_s: float, is_wanted: Callable[[], bool]) -> StoreConnection:
+        host, port = key
+        with self._lock:
+            pending = self._left.pop(key, None)
+        if pending is None or pending.error is not None:
+            pending = _Pending(host, port, timeout_s)
+        waited_s = 0.0
+        try:
+            while not pending.done.wait(_PROBE_AFTER_S):
+                waited_s += _PROBE_AFTER_S
+                if not is_wanted():
+                    raise ProcessGroupConfigureError(f"no longer connecting to the store at {host}:{port}")
+                if waited_s == _PROBE_AFTER_S:
+                    _probe(host, port, timeout_s)
+                if waited_s >= timeout_s:
+                    raise ProcessGroupConfigureError(
+                        f"the store at {host}:{port} accepted the connection but did not answer within {timeout_s:.1f} s: "
+                        "its host hangs, or something else listens there",
+                        party=f"{host}:{port}",
+                    )
+        except ProcessGroupConfigureError:
+            with self._lock:
+                self._left[key] = pending
+            raise
+        if pending.connection is None:
+            reason = str(pending.error).partition("\n")[0][:300]
+            raise ProcessGroupConfigureError(
+                f"the store at {host}:{port} cannot be reached ({reason})", party=f"{host}:{port}"
+            ) from pending.error
+        return pending.connection
+
+
+def _resolve(host: str, port: int) -> tuple[frozenset[tuple[str, int]], str]:
+    """Return the store's numeric addresses, and ours that routes to one of them (IPv4 first); sends it no packet."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    problem: OSError | None = None
+    for family, kind, _, _, sockaddr in found:
+        try:
+            with socket.socket(family, kind) as sock:
+                sock.connect(sockaddr)
+                local_host = sock.getsockname()[0]
+        except OSError as error:
+            problem = error
+            continue
+        return frozenset((str(entry[4][0]), port) for entry in found), str(local_host)
+    raise OSError(f"no route to {host}:{port}: {problem}")
+
+
+def _probe(host: str, port: int, timeout_s: float) -> None:
+    """Raise if nobody listens at the address."""
     try:
-        with socket.create_connection((address.host, address.port), timeout=timeout_s) as probe:
-            peer = probe.getpeername()
-            return Route(local_host=probe.getsockname()[0], peer=(peer[0], peer[1]))
+        socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
         reason = "did not answer in time" if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
         raise ProcessGroupConfigureError(
-            f"the store at {address.host}:{address.port} {reason}: its host is gone or was never started; "
-            "a new quorum names a new store",
-            party=f"{address.host}:{address.port}",
+            f"the store at {host}:{port} {reason}: its host is gone or was never started; a new quorum names a new store",
+            party=f"{host}:{port}",
         ) from error
-
-
-def connect_store(address: StoreAddress, timeout_s: float) -> Store:
-    """Return a client to the store, under the address's prefix; call `find_route` first.
-
-    Raises:
-        RuntimeError: torch's, if the store went away meanwhile.
-    """
-    client = TCPStore(
-        host_name=address.host,
-        port=address.port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return PrefixStore(address.prefix, client)

@@ -1,0 +1,256 @@
+"""One hostile manifest for each MUST of the state format; none is more than a `StateFormatError`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchft_ckpt.checkpointing.format import decode_manifest
+from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
+from torchft_ckpt.errors import StateFormatError
+
+GOOD = {
+    "format": "torchft_ckpt.state",
+    "version": 1,
+    "step": 3,
+    "snapshot": "abc",
+    "block_bytes": 4096,
+    "total_bytes": 128,
+    "segments": [[0, 40], [64, 64]],
+    "tensors": [
+        {
+            "fqn": "w",
+            "dtype": "float32",
+            "shape": [2, 5],
+            "chunks": [{"offsets": [0, 0], "sizes": [2, 5], "segment": 0, "byte_offset": 0, "strides": None}],
+        },
+        {
+            "fqn": "v",
+            "dtype": "int64",
+            "shape": [16],
+            "chunks": [{"offsets": [8], "sizes": [8], "segment": 1, "byte_offset": 0, "strides": [1]}],
+        },
+    ],
+    "tree": {"d": [["w", {"x": 0}], ["v", [{"x": 1}, 1.5, None]]]},
+}
+
+
+def changed(path: str, value: object) -> bytes:
+    """Return the good manifest with one place changed."""
+    manifest = copy.deepcopy(GOOD)
+    *parents, last = path.split("/")
+    place = manifest
+    for name in parents:
+        place = place[int(name) if isinstance(place, list) else name]
+    place[int(last) if isinstance(place, list) else last] = value
+    return json.dumps(manifest).encode()
+
+
+CHUNK = "tensors/0/chunks/0"
+
+
+def test_the_good_manifest_is_read():
+    destination = Destination(decode_manifest(json.dumps(GOOD).encode()), BufferShelf())
+    state = destination.assemble()
+    assert (state["w"].shape, state["v"][0].shape) == ((2, 5), (8,))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        ("format", "pickle", "not a state manifest"),
+        ("version", 2, "run one version on both"),
+        ("step", -1, "cannot be read"),
+        ("step", 2**70, "cannot be read"),
+        ("snapshot", "a/../b", "cannot be read"),
+        ("snapshot", "", "cannot be read"),
+        ("snapshot", 'x"\r\nHeader: 1', "cannot be read"),
+        ("block_bytes", 0, "cannot be read"),
+        ("block_bytes", 1, "cannot be read"),
+        ("block_bytes", 2**40, "cannot be read"),
+        ("total_bytes", 129, "segments end at"),
+        ("total_bytes", -1, "cannot be read"),
+        ("segments", [[0, 40], [40, 64]], "overlap or hole"),
+        ("segments", [[0, 40], [128, 64]], "overlap or hole"),
+        ("segments", [[64, 40], [128, 64]], "overlap or hole"),
+        ("segments", [[0, -40], [64, 64]], "cannot be read"),
+        ("segments", [[0, 40], [64, 64], [128, 0]], "no tensor reaches"),
+        ("segments", [[0, 10**15], [10**15, 64]], "segments end at"),
+        ("segments/0", [0, 41], "no tensor reaches"),
+        ("segments/0", [0, 39], "its segment 39"),
+        ("segments", 5, "cannot be read"),
+        ("tensors/0/dtype", "float33", "unknown dtype"),
+        ("tensors/0/dtype", "os.system", "unknown dtype"),
+        ("tensors/0/dtype", "qint8", "unknown dtype"),
+        ("tensors/0/dtype", "float64", "has 80 bytes"),
+        ("tensors/0/shape", [2], "differ in length"),
+        ("tensors/0/shape", [2, 4], "not within its shape"),
+        ("tensors/0/shape", [-2, 5], "cannot be read"),
+        ("tensors/0/shape", [1] * 65, "cannot be read"),
+        ("tensors/0/chunks", [], "cannot be read"),
+        ("tensors/0/chunks", [GOOD["tensors"][0]["chunks"][0]] * 2, "cannot be read"),
+        (f"{CHUNK}/sizes", [2, -5], "cannot be read"),
+        (f"{CHUNK}/sizes", [2, 4], "no tensor reaches"),
+        (f"{CHUNK}/sizes", [2**61, 2**61], "not within its shape"),
+        (f"{CHUNK}/offsets", [1, 0], "not within its shape"),
+        (f"{CHUNK}/offsets", [-1, 0], "cannot be read"),
+        (f"{CHUNK}/segment", 2, "does not exist"),
+        (f"{CHUNK}/segment", -1, "cannot be read"),
+        (f"{CHUNK}/byte_offset", 4, "beyond its segment"),
+        (f"{CHUNK}/byte_offset", 2, "not aligned"),
+        (f"{CHUNK}/byte_offset", -4, "cannot be read"),
+        (f"{CHUNK}/strides", [5], "differ in length"),
+        (f"{CHUNK}/strides", [6, 1], "beyond its segment"),
+        (f"{CHUNK}/strides", [-5, 1], "cannot be read"),
+        (f"{CHUNK}/strides", [2**62, 1], "beyond its segment"),
+        (f"{CHUNK}/strides", [0, 0], "no tensor reaches"),
+        (f"{CHUNK}/surprise", 1, "cannot be read"),
+        ("surprise", 1, "cannot be read"),
+        ("tree", {"x": 0}, "in no place of the tree"),
+        ("tree", [{"x": 0}, {"x": 2}], "there are 2"),
+        ("tree", [{"x": 0}, {"x": -1}], "there are 2"),
+        ("tree", [{"x": 0}, {"x": True}], "there are 2"),
+        ("tree", [{"x": 0}, {"x": "1"}], "there are 2"),
+        ("tree", [{"x": 0}, {"x": 1}, {"pickle": "gASVA"}], "unknown node"),
+        ("tree", [{"x": 0}, {"x": 1}, {}], "one tag"),
+        ("tree", [{"x": 0}, {"x": 1}, {"t": [], "d": []}], "one tag"),
+        ("tree", [{"x": 0}, {"x": 1}, {"t": 5}], "not a list"),
+        ("tree", [{"x": 0}, {"x": 1}, {"d": [["a"]]}], "not a pair"),
+        ("tree", [{"x": 0}, {"x": 1}, {"d": [["a", 1], ["a", 2]]}], "twice"),
+        ("tree", [{"x": 0}, {"x": 1}, {"d": [[{"x": 0}, 1]]}], "a key has the tag"),
+        ("tree", [{"x": 0}, {"x": 1}, {"d": [[[1], 1]]}], "one tag"),
+        ("tree", [{"x": 0}, {"x": 1}, {"b": "not base64!"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"f": "zz"}], "unknown node"),
+        ("tree", [{"x": 0}, {"x": 1}, {"f": "zzzzzzzzzzzzzzzz"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"i": "0" * 5000}], "unknown node"),
+        ("tree", [{"x": 0}, {"x": 1}, {"y": "eval"}], "unknown dtype"),
+        ("tree", [{"x": 0}, {"x": 1}, {"s": [-1]}], "unknown node"),
+        ("tree", [{"x": 0}, {"x": 1}, {"s": [1.5]}], "unknown node"),
+    ],
+)
+def test_each_broken_rule_is_a_state_format_error(path, value, complaint):
+    with pytest.raises(StateFormatError, match=complaint):
+        decode_manifest(changed(path, value))
+
+
+@pytest.mark.parametrize("name", sorted(set(GOOD) - {"format", "version"}))
+def test_a_missing_member_is_a_state_format_error(name):
+    manifest = {key: value for key, value in GOOD.items() if key != name}
+    with pytest.raises(StateFormatError):
+        decode_manifest(json.dumps(manifest).encode())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04K\x01.", b"null", b"[]", b"{", b"\xff\xfe", b"[" * 200_000, b'{"format":1}']
+)
+def test_what_is_no_manifest_is_a_state_format_error(data):
+    with pytest.raises(StateFormatError):
+        decode_manifest(data)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"t":[', '{"d":[["k",'])
+def test_a_tree_nested_too_deeply_is_a_state_format_error(opening):
+    closing = {"[": "]", '{"t":[': "]}", '{"d":[["k",': "]]}"}[opening]
+    for depth in (70, 300, 100_000):
+        tree = opening * depth + "1" + closing * depth
+        data = json.dumps({**GOOD, "tree": "TREE"}).replace('"TREE"', tree).encode()
+        with pytest.raises(StateFormatError, match=r"nested too deeply|nested deeper"):
+            decode_manifest(data)
+
+
+def test_an_announced_size_beyond_the_limit_is_refused():
+    with pytest.raises(StateFormatError, match="the limit here is 127"):
+        decode_manifest(json.dumps(GOOD).encode(), max_total_bytes=127)
+
+
+def test_a_manifest_of_a_petabyte_is_read_without_allocating_any_of_it():
+    manifest = {
+        **GOOD,
+        "total_bytes": 2**50,
+        "segments": [[0, 2**50]],
+        "tree": {"x": 0},
+        "tensors": [
+            {
+                "fqn": "w",
+                "dtype": "uint8",
+                "shape": [2**50],
+                "chunks": [{"offsets": [0], "sizes": [2**50], "segment": 0, "byte_offset": 0, "strides": None}],
+            }
+        ],
+    }
+    tracemalloc.start()
+    try:
+        decode_manifest(json.dumps(manifest).encode())
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_huge_empty_tensor_is_refused_where_torch_could_not_make_it():
+    data = json.loads(changed("segments", [[0, 0], [0, 64]]))
+    data["total_bytes"] = 64
+    data["tensors"][0]["shape"] = data["tensors"][0]["chunks"][0]["sizes"] = [0, 2**62, 2**62]
+    data["tensors"][0]["chunks"][0]["offsets"] = [0, 0, 0]
+    with pytest.raises(StateFormatError, match="out of range"):
+        decode_manifest(json.dumps(data).encode())
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["x", "t", "d", "n", "a", "b", "s", "y", "i", "f", "c", "zz"]), inner, max_size=2
+        )
+    ),
+    max_leaves=8,
+)
+places = st.sampled_from(
+    [
+        "step",
+        "block_bytes",
+        "total_bytes",
+        "segments",
+        "segments/0",
+        "segments/0/1",
+        "tensors",
+        "tensors/0",
+        "tree",
+        "tree/d/0",
+    ]
+    + [f"tensors/0/{name}" for name in ("dtype", "shape", "shape/0", "chunks")]
+    + [f"{CHUNK}/{name}" for name in ("offsets", "sizes", "sizes/1", "segment", "byte_offset", "strides")]
+)
+
+
+@settings(max_examples=400, deadline=None, print_blob=True)
+@given(places, json_values)
+def test_any_change_of_any_place_is_read_or_named(place, value):
+    try:
+        manifest = decode_manifest(changed(place, value), max_total_bytes=1 << 20)
+    except StateFormatError:
+        return
+    Destination(manifest, BufferShelf()).assemble()
+
+
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(st.data())
+def test_any_damage_to_the_bytes_is_read_or_named(data):
+    good = bytearray(msgspec.json.encode(GOOD))
+    for _ in range(data.draw(st.integers(1, 4))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        manifest = decode_manifest(bytes(good), max_total_bytes=1 << 20)
+    except StateFormatError:
+        return
+    Destination(manifest, BufferShelf()).assemble()

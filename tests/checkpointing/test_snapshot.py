@@ -1,0 +1,267 @@
+"""A snapshot is the state of its step whatever the trainer does, copies only what must be copied, and is freed in time."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from torchft_ckpt.checkpointing.buffers import BufferPool
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.shelf import Answer, Shelf
+from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Phase, Snapshot
+from torchft_ckpt.errors import UnsupportedValueError
+
+BLOCK = 4096
+LONG_S = 20.0
+
+
+class Scene:
+    """A trainer's tensors, and a snapshot of them: 4 blocks of contiguous memory, then 2 blocks of a strided tensor."""
+
+    def __init__(self, num_expected: int = 1, step: int = 7) -> None:
+        self.lock = StateDictLock(timedelta(seconds=5))
+        self.pool = BufferPool(BLOCK)
+        self.weight = torch.arange(4 * BLOCK // 4, dtype=torch.float32)
+        self.strided = torch.arange(2 * BLOCK // 4, dtype=torch.float32).view(32, 64).t()
+        self.old_bytes = bytes(self.weight.untyped_storage()) + bytes(self.strided.contiguous().untyped_storage())
+        self.snapshot = Snapshot(
+            {"w": self.weight, "s": self.strided}, step=step, lock=self.lock, pool=self.pool, num_expected=num_expected
+        )
+
+    def mutate(self) -> None:
+        self.weight.add_(1000)
+        self.strided.add_(1000)
+
+    def read_all(self) -> bytes:
+        step = 1000  # not a divisor of anything
+        total = self.snapshot.total_bytes
+        return b"".join(self.snapshot.read(at, min(at + step, total)) for at in range(0, total, step))
+
+
+def test_a_live_snapshot_is_read_without_any_buffer():
+    scene = Scene()
+    assert (scene.read_all(), scene.pool.held_bytes()) == (scene.old_bytes, 0)
+
+
+def test_a_detached_snapshot_reads_the_old_state_after_a_mutation():
+    scene = Scene()
+    scene.snapshot.detach()
+    scene.mutate()
+    assert scene.read_all() == scene.old_bytes
+
+
+def test_a_snapshot_that_was_half_read_goes_on_with_the_old_state():
+    scene = Scene()
+    first = scene.snapshot.read(0, 5000)
+    scene.snapshot.detach()
+    scene.mutate()
+    assert first + scene.snapshot.read(5000, scene.snapshot.total_bytes) == scene.old_bytes
+
+
+def test_taking_the_write_lock_detaches_before_the_writer_can_mutate():
+    scene = Scene()
+    scene.lock.add_before_write(scene.snapshot.detach)
+    with scene.lock.write():
+        scene.mutate()
+    assert scene.read_all() == scene.old_bytes
+
+
+def test_only_what_the_receiver_does_not_have_is_copied_aside():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.acknowledge("a", [0, 1, 4])
+    scene.snapshot.detach()
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 3
+    assert [scene.snapshot.holds(block * BLOCK, (block + 1) * BLOCK) for block in range(6)] == [
+        False, False, True, True, False, True,
+    ]  # fmt: skip
+
+
+def test_two_receivers_need_what_either_of_them_does_not_have():
+    scene = Scene(num_expected=2)
+    for receiver, blocks in (("a", [0, 1, 2]), ("b", [0, 1, 3])):
+        scene.snapshot.register(receiver)
+        scene.snapshot.acknowledge(receiver, blocks)
+    scene.snapshot.detach()
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 4
+
+
+def test_an_expected_receiver_that_has_not_come_yet_needs_everything():
+    scene = Scene(num_expected=2)
+    scene.snapshot.register("a")
+    scene.snapshot.acknowledge("a", range(6))
+    scene.snapshot.detach()
+    scene.mutate()
+    assert scene.snapshot.register("b")
+    assert scene.read_all() == scene.old_bytes
+
+
+def test_copies_are_freed_as_the_receiver_acknowledges_them():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.detach()
+    scene.snapshot.acknowledge("a", [0, 1, 2])
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 3
+
+
+def test_the_last_receiver_that_is_done_closes_a_detached_snapshot_and_frees_its_memory():
+    scene = Scene(num_expected=2)
+    for receiver in ("a", "b"):
+        scene.snapshot.register(receiver)
+    scene.snapshot.detach()
+    scene.snapshot.finish("a")
+    assert (scene.snapshot.closed, scene.pool.held_bytes()) == (False, 6 * BLOCK)
+    scene.snapshot.finish("b")
+    assert (scene.snapshot.closed, scene.pool.held_bytes()) == (True, 0)
+
+
+def test_a_snapshot_that_everybody_has_is_closed_without_a_copy():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.finish("a")
+    scene.snapshot.detach()
+    assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (Phase.CLOSED, 0)
+
+
+def test_a_snapshot_that_nobody_was_told_of_is_closed_when_the_state_changes():
+    scene = Scene(num_expected=0)
+    scene.snapshot.detach()
+    assert scene.snapshot.closed
+
+
+def test_a_receiver_that_comes_when_parts_are_gone_is_not_registered():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.acknowledge("a", [0])
+    scene.snapshot.detach()
+    assert not scene.snapshot.register("b")
+
+
+def test_a_receiver_may_start_again_as_long_as_everything_is_there():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.acknowledge("a", [0, 1])
+    assert scene.snapshot.register("a")
+    scene.snapshot.detach()
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 6
+
+
+def test_bytes_of_a_closed_snapshot_are_gone():
+    scene = Scene()
+    scene.snapshot.close()
+    with pytest.raises(BlockGoneError, match="step 7"):
+        scene.snapshot.read(0, 1)
+
+
+def test_reading_while_a_writer_holds_the_lock_is_not_waited_for_by_try_read():
+    scene, entered, leave = Scene(), threading.Event(), threading.Event()
+
+    def write() -> None:
+        with scene.lock.write():
+            entered.set()
+            leave.wait(LONG_S)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert entered.wait(LONG_S)
+    assert scene.snapshot.try_read(0, 10) is None
+    leave.set()
+    writer.join(LONG_S)
+    assert scene.snapshot.try_read(0, 10) == scene.old_bytes[:10]
+
+
+def test_a_detached_snapshot_is_read_while_a_writer_holds_the_lock():
+    scene = Scene()
+    scene.snapshot.detach()
+    with scene.lock.write():
+        reader = threading.Thread(target=lambda: results.append(scene.snapshot.try_read(0, 10)))
+        results: list[bytes | None] = []
+        reader.start()
+        reader.join(LONG_S)
+    assert results == [scene.old_bytes[:10]]
+
+
+def test_buffers_are_reused_by_the_next_snapshot_and_freed_with_the_last():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.detach()
+    addresses = {buffer.data_ptr() for buffer in scene.snapshot._copies.values()}
+    second = Snapshot({"w": scene.weight}, step=8, lock=scene.lock, pool=scene.pool, num_expected=1)
+    scene.snapshot.finish("a")
+    second.detach()
+    assert {buffer.data_ptr() for buffer in second._copies.values()} <= addresses
+    second.close()
+    assert scene.pool.held_bytes() == 0
+
+
+def test_touching_ahead_stops_at_what_is_needed():
+    scene = Scene()
+    scene.snapshot.register("a")
+    scene.snapshot.acknowledge("a", [0, 1])
+    num_touched = 0
+    while scene.snapshot.touch_buffer_ahead():
+        num_touched += 1
+    assert (num_touched, scene.pool.held_bytes()) == (4, 4 * BLOCK)
+    scene.snapshot.detach()
+    assert scene.pool.held_bytes() == 4 * BLOCK
+
+
+def test_a_detach_that_cannot_copy_closes_the_snapshot_and_raises_nothing(caplog):
+    scene = Scene()
+    scene.weight.untyped_storage().resize_(0)
+    scene.snapshot.detach()
+    assert scene.snapshot.closed and "cannot be kept" in caplog.text
+
+
+def test_a_state_that_cannot_be_carried_leaves_nothing_open():
+    lock, pool = StateDictLock(), BufferPool(BLOCK)
+    with pytest.raises(UnsupportedValueError):
+        Snapshot({"x": object()}, step=1, lock=lock, pool=pool, num_expected=1)
+    pool.give(pool.take())
+    assert pool.held_bytes() == 0
+
+
+def test_the_shelf_answers_for_the_newest_snapshot_of_a_step():
+    shelf, scenes = Shelf(), [Scene(step=3), Scene(step=3)]
+    for scene in scenes:
+        shelf.put(scene.snapshot, lease_ends=100.0)
+    assert shelf.find(3) == (Answer.SERVING, scenes[1].snapshot)
+    assert shelf.find_by_id(scenes[0].snapshot.id) is scenes[0].snapshot
+
+
+def test_the_shelf_knows_what_may_still_come_from_what_is_over():
+    shelf = Shelf()
+    assert shelf.find(3) == (Answer.NOT_YET, None)
+    scene = Scene(step=3)
+    shelf.put(scene.snapshot, lease_ends=100.0)
+    scene.snapshot.close()
+    assert [shelf.find(step)[0] for step in (2, 3, 4)] == [Answer.OVER, Answer.NOT_YET, Answer.NOT_YET]
+
+
+def test_a_lease_that_has_ended_closes_its_snapshot_and_frees_its_memory():
+    shelf, scene = Shelf(), Scene()
+    shelf.put(scene.snapshot, lease_ends=100.0)
+    shelf.detach_all()
+    assert (shelf.expire(99.9), scene.pool.held_bytes()) == ([], 6 * BLOCK)
+    assert (shelf.expire(100.0), scene.pool.held_bytes()) == ([scene.snapshot], 0)
+
+
+def test_one_snapshot_too_many_closes_the_oldest():
+    shelf, scenes = Shelf(max_snapshots=2), [Scene(step=step) for step in range(3)]
+    closed = [shelf.put(scene.snapshot, lease_ends=100.0) for scene in scenes]
+    assert (closed, [scene.snapshot.closed for scene in scenes]) == (
+        [[], [], [scenes[0].snapshot]],
+        [True, False, False],
+    )
+
+
+def test_a_receiver_that_starts_on_a_newer_snapshot_is_off_the_older():
+    shelf, old, new = Shelf(), Scene(step=3), Scene(step=4)
+    for scene in (old, new):
+        shelf.put(scene.snapshot, lease_ends=100.0)
+        assert shelf.register(scene.snapshot, "a")
+        shelf.detach_all()
+    assert (old.snapshot.closed, new.snapshot.closed) == (True, False)

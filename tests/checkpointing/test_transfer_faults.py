@@ -1,0 +1,326 @@
+"""Whatever happens on the way, a receive gives the state of its step, equal in every bit, or an error that says why not."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import faulty_proxy
+import pytest
+import torch
+from faulty_proxy import FaultyProxy
+
+from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing import fetch as fetch_module
+from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.errors import (
+    CheckpointError,
+    DigestMismatchError,
+    SourceLostError,
+    StateFormatError,
+    TransferCancelledError,
+    TransferError,
+    TransferStalledError,
+    TransferTimeoutError,
+)
+from torchft_ckpt.testing.transport_conformance import differences, example_state
+
+LONG = timedelta(seconds=20)
+LONG_S = 20.0
+STATE = example_state(3)
+IN_THE_DATA = 400_000
+"""A byte of the answers of one connection that is certainly in the blocks: the state has about 1.2 MB."""
+
+
+def make_transport(**arguments: object) -> HTTPTransport:
+    defaults: dict[str, object] = {"num_chunks": 1, "hostname": "127.0.0.1", "bind": "127.0.0.1", "block_bytes": 65536}
+    return HTTPTransport(**{**defaults, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def source() -> Iterator[HTTPTransport]:
+    transport = make_transport()
+    transport.send_checkpoint([1], 3, STATE, LONG)
+    yield transport
+    transport.shutdown()
+
+
+@pytest.fixture
+def destination() -> Iterator[HTTPTransport]:
+    transport = make_transport(stall_timeout=timedelta(seconds=0.3))
+    yield transport
+    transport.shutdown()
+
+
+@pytest.fixture
+def proxy(source: HTTPTransport) -> Iterator[FaultyProxy]:
+    with FaultyProxy(parse_metadata(source.metadata()).port) as proxy:
+        yield proxy
+
+
+def receive(destination: HTTPTransport, url: str, timeout: timedelta = LONG) -> dict:
+    return destination.recv_checkpoint(0, url, 3, timeout)
+
+
+def test_through_a_proxy_that_does_nothing_the_state_arrives(destination, proxy):
+    assert differences(receive(destination, proxy.url), STATE) == []
+
+
+@pytest.mark.parametrize("byte", [0, 20, 500, IN_THE_DATA])
+def test_a_cut_connection_is_a_lost_source(destination, proxy, byte):
+    proxy.fault = faulty_proxy.cut_after(byte)
+    with pytest.raises(SourceLostError, match="was lost while"):
+        receive(destination, proxy.url)
+
+
+def test_a_flipped_bit_in_the_data_is_a_digest_mismatch(destination, proxy):
+    proxy.fault = faulty_proxy.flip_bit_at(IN_THE_DATA)
+    with pytest.raises(DigestMismatchError, match="does not have the digest"):
+        receive(destination, proxy.url)
+
+
+@pytest.mark.parametrize("byte", [0, 20, 500, IN_THE_DATA])
+def test_a_source_that_stalls_is_named_within_the_stall_timeout(destination, proxy, byte):
+    proxy.fault = faulty_proxy.stall_after(byte)
+    with pytest.raises(TransferStalledError, match=r"no byte for 0\.3 s"):
+        receive(destination, proxy.url)
+
+
+def test_a_source_that_drips_reaches_the_deadline_though_it_never_stalls(destination, proxy):
+    proxy.fault = faulty_proxy.drip_after(IN_THE_DATA, pause_s=0.02)
+    with pytest.raises(TransferTimeoutError, match=r"\d+ of \d+ blocks"):
+        receive(destination, proxy.url, timedelta(seconds=0.6))
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>500 Internal Server Error</html>", b"\x80\x04\x95" * 1000, b"HTTP/1.1 500 Oops\r\n\r\n"]
+)
+@pytest.mark.parametrize("byte", [0, 700, IN_THE_DATA])
+def test_an_error_page_in_the_place_of_data_is_never_taken_for_data(destination, proxy, body, byte):
+    proxy.fault = faulty_proxy.replace_from(byte, body)
+    with pytest.raises((TransferError, StateFormatError)):
+        receive(destination, proxy.url)
+
+
+def test_after_a_fault_the_next_receive_succeeds_into_the_memory_of_the_failed_one(destination, source, proxy):
+    proxy.fault = faulty_proxy.cut_after(IN_THE_DATA)
+    with pytest.raises(SourceLostError):
+        receive(destination, proxy.url)
+    kept = {
+        buffer.__array_interface__["data"][0]
+        for buffers in destination._buffer_shelf._kept.values()
+        for buffer in buffers
+    }
+    state = receive(destination, source.metadata())
+    assert differences(state, STATE) == []
+    assert state["user"]["model"]["weight"].untyped_storage().data_ptr() in kept
+
+
+def test_a_flipped_bit_anywhere_is_the_state_or_a_named_error(destination, proxy):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    outcomes = {"equal": 0, "named": 0}
+    for _ in range(60):
+        where = generator.choice([generator.randrange(3000), generator.randrange(1_200_000)])
+        proxy.fault = faulty_proxy.flip_bit_at(where, generator.randrange(8))
+        try:
+            state = receive(destination, proxy.url)
+        except CheckpointError:
+            outcomes["named"] += 1
+        else:
+            assert differences(state, STATE) == [], f"a flipped bit at {where} got through"
+            outcomes["equal"] += 1
+    assert outcomes["named"] > 0
+
+
+def test_cancel_ends_a_receive_that_stalls(proxy):
+    destination = make_transport()
+    stalled = threading.Event()
+
+    def fault(connection: faulty_proxy.Connection, passed: int, data: bytes) -> bytes:
+        if passed + len(data) > IN_THE_DATA:
+            stalled.set()
+            connection.ended.wait(LONG_S)
+        return data
+
+    proxy.fault = fault
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(receive, destination, proxy.url)
+        assert stalled.wait(LONG_S)
+        destination.cancel_recv()
+        with pytest.raises(TransferCancelledError):
+            future.result(LONG_S)
+    destination.shutdown()
+
+
+def test_shutdown_ends_a_receive_in_progress():
+    source, destination = make_transport(), make_transport()
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(receive, destination, source.metadata())
+        while not destination._fetches:
+            pass
+        destination.shutdown()
+        with pytest.raises(CheckpointError):
+            future.result(LONG_S)
+    source.shutdown()
+
+
+def test_nobody_at_the_address_is_a_lost_source(destination):
+    with FaultyProxy(1) as gone:
+        url = gone.url
+    with pytest.raises(SourceLostError, match="does not accept connections"):
+        receive(destination, url)
+
+
+def test_a_source_that_shuts_down_in_the_middle_is_lost(source, destination, proxy):
+    def fault(connection: faulty_proxy.Connection, passed: int, data: bytes) -> bytes:
+        if passed + len(data) > IN_THE_DATA:
+            source.shutdown()
+        return data
+
+    big = {"w": torch.ones(16 * 1024 * 1024)}  # more than the sockets on the way can hold
+    source.send_checkpoint([1], 3, big, LONG)
+    proxy.fault = fault
+    with pytest.raises((SourceLostError, TransferStalledError)):
+        receive(destination, proxy.url)
+
+
+def test_a_lease_that_ends_frees_the_state_and_later_receivers_are_told(destination):
+    source = make_transport()
+    source.send_checkpoint([1], 3, STATE, timedelta(seconds=0.05))
+    source.disallow_checkpoint()
+    with pytest.raises(TransferTimeoutError, match="not served yet"):
+        receive(destination, source.metadata(), timedelta(seconds=0.5))
+    assert (source._shelf.open_snapshots(), source._pool.held_bytes()) == ([], 0)
+    source.shutdown()
+
+
+def test_a_state_beyond_the_limit_is_refused_before_anything_is_allocated(source):
+    destination = make_transport(max_total_bytes=1000)
+    with pytest.raises(StateFormatError, match="the limit here is 1000"):
+        receive(destination, source.metadata())
+    destination.shutdown()
+
+
+def test_a_manifest_beyond_the_limit_is_refused(source):
+    destination = make_transport(max_manifest_bytes=100)
+    with pytest.raises(StateFormatError, match="the limit is 100"):
+        receive(destination, source.metadata())
+    destination.shutdown()
+
+
+def test_a_reader_that_reads_nothing_never_holds_the_trainer(source, proxy):
+    """The client stops reading in the middle, and the trainer goes on before it reads again."""
+    destination = make_transport()
+    stopped, go_on = threading.Event(), threading.Event()
+    weight = torch.arange(8 * 1024 * 1024, dtype=torch.float32)
+    expected = weight.clone()
+
+    def fault(connection: faulty_proxy.Connection, passed: int, data: bytes) -> bytes:
+        if passed + len(data) > IN_THE_DATA:
+            stopped.set()
+            go_on.wait(LONG_S)
+        return data
+
+    proxy.fault = fault
+    source.send_checkpoint([1], 4, {"w": weight}, LONG)
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(destination.recv_checkpoint, 0, proxy.url, 4, LONG)
+        assert stopped.wait(LONG_S)
+        source.disallow_checkpoint()
+        weight.zero_()
+        assert not future.done()
+        go_on.set()
+        received = future.result(LONG_S)
+    assert torch.equal(received["w"], expected)
+    destination.shutdown()
+
+
+def test_ten_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
+    """The trainer writes one number into all of its tensors, again and again, under the write side of the lock."""
+    source, destination = make_transport(), make_transport(num_chunks=2)
+    tensors = [torch.zeros(size) for size in (3_000_000, 7, 1_000_000, 1000)]
+    stepped, wanted, served = threading.Condition(), threading.Semaphore(0), threading.Semaphore(0)
+    step, over = 0, threading.Event()
+
+    def train() -> None:
+        nonlocal step
+        while not over.is_set():
+            source.lock.acquire_write()
+            for tensor in tensors:
+                tensor.fill_(step + 1)
+            source.lock.release_write()
+            with stepped:
+                step += 1
+                stepped.notify_all()
+            if wanted.acquire(blocking=False):
+                with source.lock.read():
+                    source.send_checkpoint([1], step, {"tensors": tensors, "step": step}, LONG)
+                served.release()
+
+    def verify_after_a_step(*arguments) -> None:
+        """Slow the receiver down: after every block it waits until the trainer has stepped."""
+        with stepped:
+            seen = step
+            assert stepped.wait_for(lambda: step > seen or over.is_set(), LONG_S)
+        real_verify(*arguments)
+
+    real_verify = fetch_module.verify
+    monkeypatch.setattr(fetch_module, "verify", verify_after_a_step)
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    torn = []
+    try:
+        for _ in range(10):
+            wanted.release()
+            assert served.acquire(timeout=LONG_S)
+            serving = source._shelf.serving_step()
+            received = destination.recv_checkpoint(0, source.metadata(), serving, LONG)
+            values = {value for tensor in received["tensors"] for value in tensor.unique().tolist()}
+            if values != {float(serving)} or received["step"] != serving:
+                torn.append((serving, values))
+        assert step > serving
+    finally:
+        over.set()
+        trainer.join(LONG_S)
+        source.shutdown()
+        destination.shutdown()
+    assert torn == []
+
+
+def test_several_destinations_receive_the_same_state_at_once(source):
+    destinations = [make_transport(num_chunks=2) for _ in range(3)]
+    source.send_checkpoint([1, 2, 3], 4, STATE, LONG)
+    source.disallow_checkpoint()
+    with ThreadPoolExecutor(3) as executor:
+        futures = [executor.submit(d.recv_checkpoint, 0, source.metadata(), 4, LONG) for d in destinations]
+        assert [differences(future.result(LONG_S), STATE) for future in futures] == [[], [], []]
+    assert source._pool.held_bytes() == 0 or source._shelf.serving_step() == 3
+    for destination in destinations:
+        destination.shutdown()
+
+
+def test_nothing_is_left_behind_after_good_and_bad_receives():
+    def once() -> None:
+        source, destination = make_transport(), make_transport(num_chunks=3, stall_timeout=timedelta(seconds=0.1))
+        source.send_checkpoint([1], 3, STATE, LONG)
+        with FaultyProxy(parse_metadata(source.metadata()).port) as proxy:
+            faults = (faulty_proxy.cut_after, faulty_proxy.stall_after, faulty_proxy.flip_bit_at)
+            for fault in faults:
+                proxy.fault = fault(100_000)
+                with pytest.raises(TransferError):
+                    receive(destination, proxy.url)
+            receive(destination, source.metadata())
+        source.shutdown()
+        destination.shutdown()
+
+    once()
+    before = (sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd")))
+    for _ in range(3):
+        once()
+    assert (sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))) == before

@@ -1,0 +1,416 @@
+"""The manager against a real lighthouse, in this process: groups of one, each on a thread where there are several."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.groups import free_port
+from torch import nn
+
+from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
+from torchft_ckpt.core import messages
+from torchft_ckpt.errors import (
+    AddressInUseError,
+    AuthenticationError,
+    ConfigError,
+    LighthouseUnreachableError,
+    MaxRetriesExceededError,
+    ProtocolVersionError,
+    QuorumTimeoutError,
+    RefusedError,
+    StateDictLoadError,
+)
+
+SHORT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+class Replica:
+    """A tiny model with its manager."""
+
+    def __init__(self, lighthouse: LighthouseServer | str, name: str, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(8, 8)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        address = lighthouse if isinstance(lighthouse, str) else lighthouse.address()
+        options.setdefault("min_replica_size", 1)
+        self.manager = Manager(
+            ProcessGroupGloo(timeout=SHORT),
+            options.pop("load_state_dict", self.load),
+            options.pop("state_dict", self.state),
+            lighthouse_addr=address,
+            replica_id=name,
+            hostname="127.0.0.1",
+            timeout=SHORT,
+            **options,
+        )
+        self.optimizer = Optimizer(self.manager, self.sgd)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.sgd.load_state_dict(state["sgd"])
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "sgd": self.sgd.state_dict()}
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+    def bits(self) -> list[list[int]]:
+        return [p.detach().view(torch.int32).flatten().tolist() for p in self.model.parameters()]
+
+
+def together(replicas: list[Replica], act: Callable[[Replica], Any]) -> list[Any]:
+    """Do the same on all replicas at once, as their processes would."""
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        return list(pool.map(act, replicas))
+
+
+def shutdown(*replicas: Replica) -> None:
+    for replica in replicas:
+        replica.manager.shutdown()
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_different_weights_are_equal_after_the_first_quorum(use_async_quorum: bool) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=3)
+    names = [f"group_{i}" for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        replicas = list(
+            pool.map(
+                lambda n: Replica(server, n, seed=hash(n), min_replica_size=3, use_async_quorum=use_async_quorum), names
+            )
+        )
+    assert len({str(replica.bits()) for replica in replicas}) == 3
+    committed = together(replicas, Replica.step)
+    assert committed == [True, True, True]
+    assert len({str(replica.bits()) for replica in replicas}) == 1
+    assert [replica.manager.current_step() for replica in replicas] == [1, 1, 1]
+    assert [replica.manager.batches_committed() for replica in replicas] == [3, 3, 3]
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_without_init_sync_weights_are_taken_for_equal() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda n: Replica(server, n, min_replica_size=2, init_sync=False), ["a", "b"]))
+    assert together(replicas, Replica.step) == [True, True]
+    assert [replica.manager.statistics().num_healed for replica in replicas] == [0, 0]
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_spare_trains_along_and_contributes_nothing() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=3)
+    with ThreadPoolExecutor(3) as pool:
+        mode = WorldSizeMode.FIXED_WITH_SPARES
+        replicas = list(
+            pool.map(lambda n: Replica(server, n, min_replica_size=2, world_size_mode=mode), ["a", "b", "c"])
+        )
+    assert together(replicas, Replica.step) == [True, True, True]
+    ranks = [replica.manager.participating_rank() for replica in replicas]
+    assert sorted(ranks, key=str) == [0, 1, None]
+    assert [replica.manager.num_participants() for replica in replicas] == [2, 2, 2]
+    assert len({str(replica.bits()) for replica in replicas}) == 1
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_later_group_heals_all_registered_states(lighthouse: LighthouseServer) -> None:
+    first = Replica(lighthouse, "first")
+    extra = {"first": {"tokens": 7}, "second": {"tokens": 0}}
+    first.manager.register_state_dict_fn("extra", extra["first"].update, lambda: dict(extra["first"]))
+    for _ in range(3):
+        assert first.step()
+    second = Replica(lighthouse, "second", seed=1)
+    second.manager.register_state_dict_fn("extra", extra["second"].update, lambda: dict(extra["second"]))
+    stop = threading.Event()
+
+    def train(replica: Replica) -> None:
+        while not stop.is_set():
+            replica.step()
+            if replica is second and replica.manager.statistics().num_committed >= 2:
+                stop.set()
+                replica.manager.shutdown()
+
+    together([first, second], train)
+    assert second.manager.statistics().num_healed == 1
+    assert extra["second"] == {"tokens": 7}
+    shutdown(first)
+
+
+def test_fewer_than_min_replica_size_never_commit(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone", min_replica_size=2)
+    assert [replica.step() for _ in range(3)] == [False, False, False]
+    assert replica.manager.current_step() == 0
+    shutdown(replica)
+
+
+def test_too_many_discarded_steps_in_a_row_raise_when_asked_to(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone", min_replica_size=2, max_retries=1)
+    assert replica.step() is False
+    with pytest.raises(MaxRetriesExceededError, match="max_retries is 1.*min_replica_size is 2"):
+        replica.step()
+    shutdown(replica)
+
+
+def test_waiting_for_a_quorum_says_what_for_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replica = Replica(server, "alone", quorum_timeout=timedelta(seconds=3), quorum_retries=0)
+    with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"), pytest.raises(QuorumTimeoutError) as error:
+        replica.step()
+    assert "1 of at least 2 replica groups are here (alone:" in str(error.value)
+    assert any("has waited 2." in line and "1 of at least 2 replica groups" in line for line in caplog.messages)
+    shutdown(replica)
+    server.shutdown()
+
+
+def test_an_error_in_the_step_discards_it_and_the_next_one_counts(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    replica.optimizer.zero_grad()
+    replica.manager.report_error(RuntimeError("a bad batch"))
+    work = replica.manager.allreduce(torch.ones(3))
+    assert work.wait() is False
+    assert "a bad batch" in str(replica.manager.errored())
+    assert replica.manager.should_commit() is False
+    assert replica.step() is True
+    assert replica.manager.errored() is None
+    shutdown(replica)
+
+
+def test_a_failed_or_late_future_is_the_steps_error(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    replica.optimizer.zero_grad()
+    never: torch.futures.Future[int] = torch.futures.Future()
+    assert replica.manager.wrap_future(never, default=5, timeout=timedelta(milliseconds=50)).wait() == 5
+    assert "did not complete within 0.05 s" in str(replica.manager.errored())
+    assert replica.manager.should_commit() is False
+    shutdown(replica)
+
+
+def test_averages_of_integers_are_refused(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    replica.optimizer.zero_grad()
+    with pytest.raises(ValueError, match="floating point"):
+        replica.manager.allreduce(torch.ones(3, dtype=torch.int64))
+    shutdown(replica)
+
+
+def test_an_optimizer_step_that_raises_gives_the_lock_back(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    replica.optimizer.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("no step")
+
+    hook = replica.sgd.register_step_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        replica.optimizer.step()
+    hook.remove()
+    with ThreadPoolExecutor(1) as other_thread:
+        other_thread.submit(replica.manager.disallow_state_dict_read).result(timeout=10)
+        other_thread.submit(replica.manager.allow_state_dict_read).result(timeout=10)
+    shutdown(replica)
+
+
+def test_closures_are_refused(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    with pytest.raises(ConfigError, match="closures"):
+        replica.optimizer.step(lambda: None)
+    shutdown(replica)
+
+
+def test_a_job_never_starts_over_when_its_newest_state_is_gone(lighthouse: LighthouseServer) -> None:
+    first = Replica(lighthouse, "group")
+    for _ in range(4):
+        assert first.step()
+    shutdown(first)
+
+    fresh = Replica(lighthouse, "group", quorum_timeout=timedelta(seconds=2), quorum_retries=0)
+    with pytest.raises(QuorumTimeoutError, match=r"step 4 was committed.*Manager.load_state_dict.*allow-step-loss"):
+        fresh.step()
+    assert fresh.manager.current_step() == 0
+    shutdown(fresh)
+
+    restored = Replica(lighthouse, "group")
+    restored.manager.load_state_dict({"step": 3, "batches_committed": 3})
+    assert restored.step()
+    assert restored.manager.current_step() == 4
+    shutdown(restored)
+
+
+def test_the_operator_may_accept_the_loss_of_steps(lighthouse: LighthouseServer) -> None:
+    from torchft_ckpt.__main__ import main
+
+    first = Replica(lighthouse, "group")
+    assert first.step()
+    shutdown(first)
+    fresh = Replica(lighthouse, "group")
+    with ThreadPoolExecutor(1) as pool:
+        committed = pool.submit(fresh.step)
+        assert main(["allow-step-loss", "--lighthouse", lighthouse.address()]) == 0
+        assert committed.result(timeout=20) is True
+    assert fresh.manager.current_step() == 1
+    shutdown(fresh)
+
+
+def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: LighthouseServer) -> None:
+    first = Replica(lighthouse, "first")
+    assert first.step()
+    calls: list[int] = []
+
+    def break_once(state: dict[str, Any]) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("half loaded")
+        second.load(state)
+
+    second = Replica(lighthouse, "second", seed=1, load_state_dict=break_once)
+    stop = threading.Event()
+
+    def train(replica: Replica) -> None:
+        while not stop.is_set():
+            try:
+                replica.step()
+            except StateDictLoadError as error:
+                assert "half loaded" in str(error)
+                assert replica.manager.current_step() == 0
+            if replica is second and replica.manager.statistics().num_committed >= 2:
+                stop.set()
+                replica.manager.shutdown()
+
+    together([first, second], train)
+    assert len(calls) == 2
+    shutdown(first)
+
+
+# ------------------------------------------------------------------------------------------------- bad input, clear error
+
+
+def test_an_unreachable_lighthouse_is_named() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(LighthouseUnreachableError, match=f"no lighthouse answers at {address}"):
+        Replica(address, "group", connect_timeout=timedelta(seconds=0.5))
+
+
+def test_a_wrong_token_is_refused_before_anything_is_said() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, token="right")
+    with pytest.raises(AuthenticationError, match="refused our token"):
+        Replica(server, "group", token="wrong")
+    replica = Replica(server, "group", token="right")
+    assert replica.step()
+    shutdown(replica)
+    server.shutdown()
+
+
+def test_a_taken_port_is_named(lighthouse: LighthouseServer) -> None:
+    taken = lighthouse.address().removeprefix("http://")
+    with pytest.raises(AddressInUseError, match=f"cannot listen on {taken}"):
+        LighthouseServer(taken, min_replicas=1)
+
+
+def test_another_version_is_refused_with_both_versions(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.core.replica.PROTOCOL_VERSION", messages.PROTOCOL_VERSION + 1)
+    with pytest.raises(ProtocolVersionError, match=r"speaks protocol 1, group:.* speaks 2"):
+        Replica(lighthouse, "group")
+
+
+def test_the_older_of_two_processes_of_one_name_is_refused(lighthouse: LighthouseServer) -> None:
+    older = Replica(lighthouse, "group")
+    assert older.step()
+    newer = Replica(lighthouse, "group")
+    with pytest.raises(RefusedError, match="another process runs as replica group 'group'"):
+        for _ in range(100):
+            older.step()
+    shutdown(older, newer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_replica_size": 0}, "min_replica_size=0"),
+        ({"rank": 2, "world_size": 2}, "0 <= rank < world_size"),
+        ({"world_size": 2, "rank": 0}, "needs a store"),
+        ({"store_addr": "127.0.0.1"}, "has no port"),
+        ({"load_state_dict": None}, "belong together"),
+    ],
+)
+def test_bad_arguments_are_named(
+    lighthouse: LighthouseServer, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ConfigError, match=message):
+        Replica(lighthouse, "group", **options)
+
+
+def test_no_lighthouse_address_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ConfigError, match="pass lighthouse_addr or set TORCHFT_CKPT_LIGHTHOUSE"):
+        Replica("", "group")
+
+
+def test_an_argument_wins_over_the_environment(lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "127.0.0.1:1")
+    monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "never")
+    with pytest.raises(ConfigError, match="TORCHFT_QUORUM_TIMEOUT_SEC='never'"):
+        Replica(lighthouse, "group")
+    replica = Replica(lighthouse, "group", quorum_timeout=SHORT)
+    assert replica.step()
+    shutdown(replica)
+
+
+# ------------------------------------------------------------------------------------------------------------ the end
+
+
+def test_shutdown_leaves_no_thread_and_can_be_repeated(lighthouse: LighthouseServer) -> None:
+    before = set(threading.enumerate())
+    replica = Replica(lighthouse, "group")
+    assert replica.step()
+    replica.manager.shutdown()
+    replica.manager.shutdown()
+    left = [thread.name for thread in set(threading.enumerate()) - before if "torchft_ckpt" in thread.name]
+    assert left == []
+
+
+def test_shutdown_frees_a_thread_that_waits_for_a_quorum() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replica = Replica(server, "group")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(replica.step)
+        replica.manager.shutdown()
+        with pytest.raises(Exception, match="was shut down"):
+            waiting.result(timeout=10)
+    server.shutdown()
+
+
+def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(timeout=SHORT, num_chunks=0, hostname="127.0.0.1")
+    replica = Replica(lighthouse, "group", checkpoint_transport=transport)
+    assert replica.step()
+    shutdown(replica)
+    transport.shutdown()

@@ -1,0 +1,194 @@
+"""Promise 1 with real processes, real sockets and real signals: what one group suffers costs the others one step at most."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support.groups import Job, LighthouseProcess, Rank, discards_in_a_row, longest_gap_s, running_job
+
+pytestmark = pytest.mark.processes
+
+
+def start_three(job: Job, **options: object) -> list[Rank]:
+    return [job.start(f"group_{i}", **options)[0] for i in range(3)]
+
+
+def assert_equal_ends(reports: list[dict]) -> None:
+    assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+
+
+def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job:
+        groups = start_three(job)
+        for group in groups:
+            group.wait_for_step(5)
+        discards = []
+        for victim in (2, 0):
+            survivors = [group for i, group in enumerate(groups) if i != victim]
+            killed_at = time.monotonic()
+            groups[victim].kill()
+            step = max(group.steps()[-1]["step"] for group in survivors)
+            for group in survivors:
+                group.wait_for_step(step + 3)
+                discards.append(sum(not s["committed"] for s in group.steps(since=killed_at)))
+            groups[victim] = job.start(f"group_{victim}")[0]
+            groups[victim].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        reports = job.finish()
+    assert max(discards) <= 1, discards
+    assert len(reports) == 3
+    assert_equal_ends(reports)
+
+
+def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job:
+        groups = start_three(job)
+        for group in groups:
+            group.wait_for_step(5)
+        stopped_at = time.monotonic()
+        groups[1].signal(signal.SIGSTOP)
+        step = groups[0].steps()[-1]["step"]
+        for survivor in (groups[0], groups[2]):
+            survivor.wait_for_step(step + 10)
+            assert discards_in_a_row(survivor.steps(since=stopped_at)) <= 1
+            assert survivor.steps()[-1]["participants"] == 2
+        healed_before = groups[1].steps()[-1]["healed"]
+        groups[1].signal(signal.SIGCONT)
+        groups[1].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["healed"] > healed_before)
+        assert_equal_ends(job.finish())
+
+
+def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_path: Path) -> None:
+    lighthouse = LighthouseProcess()
+    with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.05) as job:
+        groups = start_three(job)
+        for group in groups:
+            group.wait_for_step(5)
+        lighthouse.kill()
+        before = max(group.steps()[-1]["quorum"] for group in groups)
+        step = max(group.steps()[-1]["step"] for group in groups)
+        lighthouse.restart()
+        for group in groups:
+            after = group.wait_for_step(step + 5)
+            assert after["quorum"] > before
+            assert after["participants"] == 3
+        assert_equal_ends(job.finish())
+
+
+def test_survivors_wait_for_a_slow_joiner_no_longer_than_the_budget(tmp_path: Path) -> None:
+    budget_s = 0.5
+    with running_job(tmp_path, join_budget_s=budget_s) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(2)]
+        for group in groups:
+            group.wait_for_step(5)
+        usual_s = longest_gap_s(groups[0].steps()[5:])
+        slow = job.control("group_2")
+        slow.mkdir()
+        (slow / "slow").write_text("60")
+        joiner = job.start("group_2")[0]
+        fetch = joiner.wait_for_event("fetching")
+        again = joiner.wait_for_event("fetching")
+        assert again["step"] > fetch["step"], "it was left behind and tries again"
+        step = groups[0].steps()[-1]["step"]
+        for group in groups:
+            group.wait_for_step(step + 2)
+            steps = group.steps(since=fetch["t"])
+            assert all(s["committed"] for s in steps)
+            assert longest_gap_s(steps) < budget_s + usual_s + 1.5
+        (slow / "slow").unlink()
+        joiner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        assert_equal_ends(job.finish())
+
+
+def test_a_joiner_whose_fetches_fail_costs_the_others_nothing(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(2)]
+        for group in groups:
+            group.wait_for_step(5)
+        failing = job.control("group_2")
+        failing.mkdir()
+        (failing / "fail").touch()
+        joiner = job.start("group_2")[0]
+        for _ in range(3):
+            tried = joiner.wait_for_event("fetching")
+        for group in groups:
+            group.wait_for_step(tried["step"] + 3)
+            assert all(s["committed"] for s in group.steps(since=tried["t"]))
+        (failing / "fail").unlink()
+        joiner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        assert_equal_ends(job.finish())
+
+
+def test_a_joiner_that_dies_while_it_fetches_costs_one_step(tmp_path: Path) -> None:
+    with running_job(tmp_path, join_budget_s=20.0) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(2)]
+        for group in groups:
+            group.wait_for_step(5)
+        slow = job.control("group_2")
+        slow.mkdir()
+        (slow / "slow").write_text("60")
+        joiner = job.start("group_2")[0]
+        joiner.wait_for_event("fetching")
+        killed_at = time.monotonic()
+        joiner.kill()
+        step = groups[0].steps()[-1]["step"]
+        for group in groups:
+            group.wait_for_step(step + 5)
+            assert sum(not s["committed"] for s in group.steps(since=killed_at)) <= 1
+        (slow / "slow").unlink()
+        job.start("group_2")[0].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        assert_equal_ends(job.finish())
+
+
+def test_a_replica_that_abandons_steps_while_it_heals_is_still_healing_afterwards(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(2)]
+        for group in groups:
+            group.wait_for_step(5)
+        joiner = job.start("group_2", abandon=2)[0]
+        first = joiner.wait_for_event("step")
+        assert sum(e["event"] == "abandoned" for e in joiner.events) == 2
+        assert not first["contributed"]
+        assert_equal_ends(job.finish())
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path, use_async_quorum: bool) -> None:
+    with running_job(tmp_path, use_async_quorum=use_async_quorum) as job:
+        first = job.start("group_0", ranks=2)
+        second = job.start("group_1", ranks=2)
+        third = job.start("group_2", ranks=2)
+        for rank in (*first, *second, *third):
+            rank.wait_for_step(5)
+        killed_at = time.monotonic()
+        second[1].kill()
+        assert second[0].end() != 0, "rank 0 ends with an error, so that its launcher restarts the group"
+        assert "group rank 1 is gone" in second[0].log()
+        step = first[0].steps()[-1]["step"]
+        for rank in (*first, *third):
+            rank.wait_for_step(step + 5)
+            assert sum(not s["committed"] for s in rank.steps(since=killed_at)) <= 1
+        again = job.start("group_1", ranks=2)
+        for rank in again:
+            rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        reports = job.finish()
+        names = [rank.name for rank in job.ranks if rank.process.returncode == 0]
+    assert len({report["step"] for report in reports}) == 1
+    for group_rank in "01":
+        digests = {r["digest"] for name, r in zip(names, reports, strict=True) if name.endswith(f"/{group_rank}")}
+        assert len(digests) == 1, f"rank {group_rank} of the groups differ"
+
+
+def test_sigterm_leaves_at_once(tmp_path: Path) -> None:
+    with running_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=30_000)) as job:
+        groups = start_three(job)
+        for group in groups:
+            group.wait_for_step(5)
+        groups[2].signal(signal.SIGTERM)
+        groups[2].end()
+        step = groups[0].steps()[-1]["step"]
+        for group in groups[:2]:
+            group.wait_for_step(step + 5, timeout_s=10)  # far below the heartbeat timeout
+        assert_equal_ends(job.finish())

@@ -1,0 +1,1 @@
+"""What several tests share: real replica groups as processes, and the lighthouse as one."""

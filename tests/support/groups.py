@@ -1,0 +1,221 @@
+"""Real replica groups and a real lighthouse as processes, to be killed, stopped and started by tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TRAINER = Path(__file__).with_name("trainer.py")
+
+
+class Rank:
+    """One process of a replica group; its reports are collected on a thread."""
+
+    def __init__(self, options: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+        self.name = f"{options['replica_id']}/{environment.get('RANK', '0')}"
+        self.events: list[dict[str, Any]] = []
+        self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._log_path = log
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, str(TRAINER), json.dumps(options)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, **environment},
+                text=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            self.events.append(event)
+            self._news.put(event)
+        self._news.put(None)
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """Return the first event, of those not waited for yet, that fulfils the condition."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{self.name}: nothing of that kind within {timeout_s} s\n{self.log()}") from None
+            if event is None:
+                raise AssertionError(f"{self.name} ended with {self.process.wait()}\n{self.log()}")
+            if condition(event):
+                return event
+
+    def wait_for_step(self, step: int, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["step"] >= step, timeout_s)
+
+    def wait_for_event(self, name: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.wait_for(lambda e: e["event"] == name, timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self, timeout_s: float = 60.0) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return code
+
+    def steps(self, since: float = 0.0) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == "step" and e["t"] >= since]
+
+    def done(self) -> dict[str, Any]:
+        found = [e for e in self.events if e["event"] == "done"]
+        assert found, f"{self.name} did not finish\n{self.log()}"
+        return found[0]
+
+    def log(self) -> str:
+        return self._log_path.read_text()[-4000:]
+
+
+class Job:
+    """Groups that train together, in one directory."""
+
+    def __init__(self, directory: Path, lighthouse: str, **options: Any) -> None:
+        self.directory = directory
+        self.lighthouse = lighthouse
+        self.options = options
+        self.ranks: list[Rank] = []
+        self._num_started = 0
+
+    def start(self, name: str, *, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any) -> list[Rank]:
+        """Start a replica group; returns its ranks."""
+        control = self.control(name)
+        control.mkdir(exist_ok=True)
+        self._num_started += 1
+        stop = self.directory / "stop"
+        if stop.exists():
+            (control / "stop").write_text(stop.read_text())
+        port = str(free_port())
+        started = []
+        for rank in range(ranks):
+            settings = {
+                "replica_id": name,
+                "lighthouse": self.lighthouse,
+                "control": str(control),
+                "seed": 100 * self._num_started + rank,
+                **self.options,
+                **options,
+            }
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            if ranks > 1:
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            log = self.directory / f"{name}-{rank}.log"
+            started.append(Rank(settings, {**variables, **(environment or {})}, log))
+        self.ranks.extend(started)
+        return started
+
+    def control(self, name: str) -> Path:
+        return self.directory / name
+
+    def stop_at(self, step: int) -> None:
+        """Tell all groups, those started later as well, to end at a step. It has to lie ahead of all of them."""
+        (self.directory / "stop").write_text(str(step))
+        for control in self.directory.iterdir():
+            if control.is_dir():
+                new = control / "stop.new"
+                new.write_text(str(step))
+                new.rename(control / "stop")
+
+    def finish(self, ahead: int = 15) -> list[dict[str, Any]]:
+        """End all living groups at one step; return their last reports."""
+        living = [rank for rank in self.ranks if rank.process.poll() is None]
+        newest = max((e["step"] for rank in living for e in rank.steps()), default=0)
+        self.stop_at(newest + ahead)
+        for rank in living:
+            assert rank.end() == 0, f"{rank.name} failed\n{rank.log()}"
+        return [rank.done() for rank in living]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()
+            rank.process.wait()
+
+
+class LighthouseProcess:
+    """`python -m torchft_ckpt lighthouse` as a process."""
+
+    def __init__(self, *, min_replicas: int = 2, heartbeat_timeout_ms: int = 1000, port: int = 0) -> None:
+        self.options = ["--min-replicas", str(min_replicas), "--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
+        self._start(port)
+
+    def _start(self, port: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torchft_ckpt", "lighthouse", *self.options, "--bind", f"127.0.0.1:{port}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        match = re.search(r"http://([\d.]+):(\d+)", line)
+        assert match, f"lighthouse did not start: {line!r}"
+        self.address, self.port = f"{match[1]}:{match[2]}", int(match[2])
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        self.log.extend(process.stderr)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self._start(self.port)
+
+
+@contextmanager
+def running_job(directory: Path, *, lighthouse: LighthouseProcess | None = None, **options: Any) -> Iterator[Job]:
+    """A job with a lighthouse of its own; everything that was started is ended."""
+    own = lighthouse or LighthouseProcess()
+    job = Job(directory, own.address, **options)
+    try:
+        yield job
+    finally:
+        job.close()
+        own.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def discards_in_a_row(steps: list[dict[str, Any]]) -> int:
+    longest = run = 0
+    for step in steps:
+        run = run + 1 if not step["committed"] else 0
+        longest = max(longest, run)
+    return longest
+
+
+def longest_gap_s(steps: list[dict[str, Any]]) -> float:
+    times = [step["t"] for step in steps if step["committed"]]
+    return max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0)

@@ -1,0 +1,138 @@
+"""One rank of a replica group that trains a tiny model; a process of its own. It reports each step as a JSON line.
+
+Its options come as one JSON object on the command line. Files in the directory `control` steer it while it runs:
+`stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
+from torchft_ckpt.errors import SourceLostError, TransferCancelledError, TorchftCkptError
+
+
+class SteeredTransport(HTTPTransport):
+    """An `HTTPTransport` whose fetches can be made slow, or fail, from outside."""
+
+    control: Path
+    cancelled: threading.Event
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        self.cancelled.clear()
+        report("fetching", step=step)
+        if (self.control / "fail").exists():
+            raise SourceLostError("told to fail", party="test")
+        slow = self.control / "slow"
+        if slow.exists() and self.cancelled.wait(float(slow.read_text())):
+            raise TransferCancelledError("cancelled while slow", party="test")
+        return super().recv_checkpoint(src_rank, metadata, step, timeout)
+
+    def cancel_recv(self) -> None:
+        self.cancelled.set()
+        super().cancel_recv()
+
+
+def report(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
+
+
+def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of all bits of parameters and optimizer state."""
+    state = xxhash.xxh3_128()
+    tensors = [*module.parameters(), *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t))]
+    for tensor in tensors:
+        state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    control = Path(options["control"])
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    torch.manual_seed(options["seed"])
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    transport.control, transport.cancelled = control, threading.Event()
+    try:
+        manager = Manager(
+            ProcessGroupGloo(timeout=timedelta(seconds=30)),
+            load_state_dict,
+            state_dict,
+            min_replica_size=options.get("min_replica_size", 2),
+            use_async_quorum=options.get("use_async_quorum", True),
+            world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
+            replica_id=options["replica_id"],
+            lighthouse_addr=options["lighthouse"],
+            checkpoint_transport=transport,
+            timeout=timedelta(seconds=30),
+            join_budget=timedelta(seconds=options.get("join_budget_s", 5.0)),
+        )
+    except TorchftCkptError as error:
+        report("refused", error=type(error).__name__, message=str(error))
+        transport.shutdown()
+        raise
+    report("ready", replica_id=manager.replica_id())
+    if "restore_step" in options:
+        manager.load_state_dict({"step": options["restore_step"], "batches_committed": 0})
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    generator = torch.Generator().manual_seed(options["seed"])
+    num_abandoned = 0
+    stop = control / "stop"
+    try:
+        while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+            before = manager.statistics()
+            batch = torch.randn(8, 64, generator=generator)
+            optimizer.zero_grad()
+            if options.get("pause_s"):
+                time.sleep(options["pause_s"])  # stands for a longer forward pass
+            loss = (ddp(batch) - batch).square().mean()
+            if num_abandoned < options.get("abandon", 0) and not manager.is_participating():
+                num_abandoned += 1
+                report("abandoned", step=manager.current_step())
+                continue
+            contributed = manager.is_participating()
+            loss.backward()
+            optimizer.step()
+            after = manager.statistics()
+            report(
+                "step",
+                step=manager.current_step(),
+                committed=after.num_committed > before.num_committed,
+                discarded=after.num_discarded > before.num_discarded,
+                contributed=contributed,
+                participants=manager.num_participants(),
+                quorum=after.quorum_id,
+                healed=after.num_healed,
+                digest=digest(model, inner) if options.get("digest_each_step") else "",
+            )
+        report("done", step=manager.current_step(), digest=digest(model, inner))
+    finally:
+        manager.shutdown()
+        transport.shutdown()
+
+
+if __name__ == "__main__":
+    main()
