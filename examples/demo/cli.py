@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=6, metavar="N", help="how many times a group is killed")
     parser.add_argument("--groups", type=int, default=3, metavar="N", help="how many replica groups train")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="committed steps to train, at least")
+    parser.add_argument("--steps", type=int, default=900, metavar="N", help="committed steps to train, at least")
     parser.add_argument(
         "--seed", type=int, default=None, help="decides the kills, the weights and the batches; random if left out"
     )

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -26,7 +26,7 @@ from demo import corpus, events
 class _Commands:
     """The supervisor's side of the conversation, read by a thread of its own."""
 
-    def __init__(self, lines: BinaryIO, replies: BinaryIO) -> None:
+    def __init__(self, lines: FileIO, replies: FileIO) -> None:
         self.stop_step: int | None = None
         self.last_step = 0
         self._lines = lines
@@ -47,7 +47,7 @@ class _Commands:
         os._exit(3)
 
 
-def send(pipe: BinaryIO, event: events.Event) -> None:
+def send(pipe: FileIO, event: events.Event) -> None:
     """Write one event in one call: shorter than PIPE_BUF, so lines of threads never mix and no kill tears one."""
     os.write(pipe.fileno(), events.encode_line(event))
 
@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lighthouse", required=True, metavar="HOST:PORT")
     parser.add_argument("--tokens", type=Path, required=True, help="the corpus, one byte a token")
     parser.add_argument("--min-replica-size", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
@@ -75,7 +75,8 @@ def main(arguments: list[str]) -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     options = parse_arguments(arguments)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s group_{options.group} %(levelname)s %(message)s")
-    commands = _Commands(sys.stdin.buffer, pipe)
+    # Unbuffered: a thread that waits in a buffered reader holds its lock, on which the interpreter's own end would fail.
+    commands = _Commands(os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0), pipe)
 
     import torch
 
@@ -138,7 +139,7 @@ def main(arguments: list[str]) -> int:
                 committed=manager.current_step() > step_before,
                 contributed=manager.is_participating(),
                 participants=manager.num_participants(),
-                quorum_id=quorum_id_of(manager),
+                quorum_id=manager.statistics().quorum_id,
                 loss=loss.item(),
             ),
         )
@@ -152,9 +153,3 @@ def main(arguments: list[str]) -> int:
     send(pipe, events.Finished(at_s=time.monotonic(), step=manager.current_step(), digest=digest, sample=sample))
     manager.shutdown()
     return 0
-
-
-def quorum_id_of(manager: object) -> int:
-    """Return the id of the quorum that this manager last trained in."""
-    value = getattr(manager, "quorum_id", -1)
-    return int(value() if callable(value) else value)

@@ -62,14 +62,7 @@ class _ManagedLoop:
         library = sides.load(options["side"])
         inner = _make_optimizer(options, task.model)
 
-        class TimedTransport(library.HTTPTransport):  # type: ignore[name-defined]
-            """Reports when a transfer began and ended on the receiving side."""
-
-            def recv_checkpoint(self, *arguments: Any, **named: Any) -> Any:
-                reporter.emit("transfer_started")
-                received = super().recv_checkpoint(*arguments, **named)
-                reporter.emit("transfer_ended")
-                return received
+        _report_transfers(library.HTTPTransport, reporter)
 
         def load_state_dict(state: dict[str, Any]) -> None:
             task.model.load_state_dict(state["model"])
@@ -92,7 +85,6 @@ class _ManagedLoop:
             lighthouse_addr=options["lighthouse"],
             replica_id=f"group_{options['group']}",
             hostname="127.0.0.1",
-            checkpoint_transport=TimedTransport(timeout=_TIMEOUT, num_chunks=0),
             **store,
         )
         reporter.emit("manager_ready")
@@ -114,6 +106,19 @@ class _ManagedLoop:
 
     def participants(self) -> int:
         return self.manager.num_participants()
+
+
+def _report_transfers(transport: type, reporter: Reporter) -> None:
+    """Make the class report when the receiving side of a transfer begins and ends."""
+    receive = transport.recv_checkpoint  # type: ignore[attr-defined]
+
+    def recv_checkpoint(self: Any, *arguments: Any, **named: Any) -> Any:
+        reporter.emit("transfer_started")
+        received = receive(self, *arguments, **named)
+        reporter.emit("transfer_ended")
+        return received
+
+    transport.recv_checkpoint = recv_checkpoint  # type: ignore[attr-defined]
 
 
 def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimizer:

@@ -161,15 +161,19 @@ class Answer:
         """Return the whole body.
 
         Raises:
-            StateFormatError: it is longer than `max_bytes`, or of unknown length.
-            SourceLostError: it ended early.
+            StateFormatError: it is longer than `max_bytes`.
+            SourceLostError: it ended early, or before its length was announced.
             TransferStalledError: no byte came for the stall timeout.
         """
         length = self.length
-        if length is None or length > max_bytes:
+        party = self._connection.party
+        if length is None:
+            raise SourceLostError(
+                f"source {party} was lost while answering {self._path}, or is none: no length was announced", party
+            )
+        if length > max_bytes:
             raise StateFormatError(
-                f"source {self._connection.party}: the answer to {self._path} has length {length}, the limit is {max_bytes}",
-                self._connection.party,
+                f"source {party}: the answer to {self._path} has {length} bytes, the limit is {max_bytes}", party
             )
         body = bytearray(length)
         self.read_into(memoryview(body))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class Fetch:
         if outcome is None and destination is not None:
             return destination.assemble()
         if destination is not None:
-            self._shelf.keep(destination.buffers)
+            self._shelf.keep(destination.give_up())
         raise outcome or TransferError(
             f"fetch of step {self._step} from {self._party} ended without a state", self._party
         )
@@ -257,8 +258,10 @@ class Fetch:
         try:
             work(connection)
         except CheckpointError as error:
+            _forget_locals(error)
             self._end(error)
         except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
+            _forget_locals(error)
             failure = SourceLostError(f"fetch from {self._party} failed: {type(error).__name__}: {error}", self._party)
             failure.__cause__ = error
             self._end(failure)
@@ -300,3 +303,11 @@ class Fetch:
 
     def _path(self, what: str) -> str:
         return f"{PREFIX}/{self._step}/{what}"
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Keep the lines of an error's traceback, but not the views of received memory that its frames hold."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

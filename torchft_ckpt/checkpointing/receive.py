@@ -105,6 +105,11 @@ class Destination:
                 self.buffers[index][low - begin : high - begin] = source[low - start : high - start]
             index += 1
 
+    def give_up(self) -> list[np.ndarray]:
+        """Return the memory, to which this object does not refer any more."""
+        buffers, self.buffers = self.buffers, []
+        return buffers
+
     def assemble(self) -> object:
         """Return the state; call it once every block is in. Tensors of one segment share its memory."""
         whole = [torch.from_numpy(buffer) for buffer in self.buffers]

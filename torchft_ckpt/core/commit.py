@@ -85,7 +85,9 @@ class Tally:
         if not any(
             role in (Role.HEALTHY, Role.INLINE) and member not in self.lost for member, role in self.roles.items()
         ):
-            self._decide(Verdict.DISCARD, f"no living voter is left, the last was {replica_id}: {clip(reason)}", broken=True)
+            self._decide(
+                Verdict.DISCARD, f"no living voter is left, the last was {replica_id}: {clip(reason)}", broken=True
+            )
         else:
             self._close_if_complete()
 

@@ -35,6 +35,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     JoinerWaiting,
     Leave,
+    Outcome,
     QuorumBroken,
     QuorumFormed,
     QuorumPending,
@@ -236,10 +237,15 @@ class GroupState:
             reason=reason,
         )
         yield Up(self._voted)
-        for other in range(self.world_size):
-            if other != rank and other not in self._votes and other not in self._requests:
-                broken = QuorumBroken(quorum_id=formed.quorum_id, replica_id="this group", lost=False, reason=reason)
-                yield ToRank(other, broken)
+        yield from self._break_off(formed.quorum_id, reason, but=rank)
+
+    def _break_off(self, quorum_id: int, reason: str, but: int | None = None) -> Iterator[GroupInstruction]:
+        """Ranks that have not voted may be in a collective that cannot end, or need not."""
+        for rank in range(self.world_size):
+            if rank != but and rank not in self._votes and rank not in self._requests:
+                yield ToRank(
+                    rank, QuorumBroken(quorum_id=quorum_id, replica_id="this group", lost=False, reason=reason)
+                )
 
     def _combine(self, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
         requests = [by_rank[rank] for rank in range(self.world_size)]
@@ -283,6 +289,8 @@ class GroupState:
             reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
         )
         yield Up(self._voted)
+        if self._voted.broken and self._voted.counts:
+            yield from self._break_off(vote.quorum_id, self._voted.reason)
 
     def _is_stallable(self, report: StallReport) -> bool:
         formed = self._quorum
@@ -312,6 +320,8 @@ class GroupState:
                 # It was decided without this group's vote.
                 self._voted = _late_vote(message)
             self._remember(message)
+            if message.outcome is Outcome.DISCARD:
+                yield from self._break_off(message.quorum_id, clip(message.reason))
             for rank in range(self.world_size):
                 yield ToRank(rank, message)
         elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused):

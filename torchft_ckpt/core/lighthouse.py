@@ -12,7 +12,11 @@ What must hold, whatever happens (the simulation in `testing` checks it):
   a lighthouse that hears of an older life begins at the next thousand;
 - a step is decided once;
 - who is not in the quorum, or did not approve in time, is never told to commit;
-- no quorum is formed below the newest committed step that anybody here knows of, unless on purpose.
+- no quorum is formed below the newest committed step that anybody here knows of, unless on purpose; and while a member
+  that holds a newer state lives, or was cut off a moment ago and may be on its way back, not even on purpose;
+- a commit that nobody followed is none: where all who approved gave up waiting before they heard of it, the step is free.
+
+After a restart nothing is remembered: `core.recollection` has what the members report.
 
 Work per event is constant but for the event that forms a quorum or decides a step, which costs one pass over the members.
 """
@@ -22,16 +26,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from torchft_ckpt.core.commit import Tally, Verdict, decide_forgotten
+from torchft_ckpt.core.commit import Tally, Verdict
+from torchft_ckpt.core.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    Event,
+    Instruction,
+    LighthouseSettings,
+    Log,
+    Received,
+    Send,
+    Tick,
+)
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
     CommitDecided,
     CommitVote,
     Dropped,
-    FromLighthouse,
     Heartbeat,
     Hello,
     JoinerWaiting,
@@ -48,83 +61,34 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     ToLighthouse,
     Welcome,
+    clip,
     group_name,
+    name_some,
 )
 from torchft_ckpt.core.patience import JoinBackoff
 from torchft_ckpt.core.quorum import Asked, decide_quorum
+from torchft_ckpt.core.recollection import Recollection, StepKey
 from torchft_ckpt.core.recovery import Assignment, Holder, StepLost, assign_recovery
 
 QUORUM_IDS_PER_LIFE = 1000
 PENDING_NOTICE_S = 1.0
+MAX_REMEMBERED = 4096
+"""Groups of which something is remembered after they are gone."""
 
-
-# ------------------------------------------------------------------------------------------------------------ events
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message came in on a connection."""
-
-    connection: str
-    message: ToLighthouse
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionClosed:
-    """A connection ended, from whichever side."""
-
-    connection: str
-    reason: str = "its connection closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed `next_deadline`."""
-
-
-Event: TypeAlias = Received | ConnectionClosed | Tick
-
-
-# ------------------------------------------------------------------------------------------------------ instructions
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send the message on the connection; a connection that is gone is not an error."""
-
-    connection: str
-    message: FromLighthouse
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Close the connection after what was sent on it."""
-
-    connection: str
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Something an operator wants to read."""
-
-    line: str
-    is_warning: bool = False
-
-
-Instruction: TypeAlias = Send | Close | Log
-
-
-# ------------------------------------------------------------------------------------------------------------- state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LighthouseSettings:
-    """What the operator chose. Durations in seconds."""
-
-    min_replicas: int
-    join_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 5.0
-    allow_step_loss: bool = False
+__all__ = [
+    "Close",
+    "ConnectionClosed",
+    "Event",
+    "Instruction",
+    "LighthouseSettings",
+    "LighthouseState",
+    "Log",
+    "Member",
+    "Received",
+    "Round",
+    "Send",
+    "Tick",
+]
 
 
 @dataclass(slots=True)
@@ -134,6 +98,8 @@ class Member:
     connection: str
     hello: Hello
     last_seen: float
+    version: StateVersion
+    """What it holds, as far as is known."""
     checkpoint_addresses: list[str] = field(default_factory=list)
     store_address: str = ""
     request: QuorumRequest | None = None
@@ -169,11 +135,16 @@ class Round:
 
 
 @dataclass(slots=True)
-class Forgotten:
-    """Votes of a quorum that was formed by an earlier life of the lighthouse."""
+class Followers:
+    """Who may hold the step that was committed last, until one of them has been seen with it."""
 
-    votes: dict[str, CommitVote] = field(default_factory=dict)
-    grace_until: float = 0.0
+    key: StepKey
+    replica_ids: set[str]
+
+    @property
+    def version(self) -> StateVersion:
+        quorum_id, epoch, step = self.key
+        return StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
 
 
 class LighthouseState:
@@ -189,35 +160,42 @@ class LighthouseState:
         self.epoch = epoch
         self.quorum_id = 0
         self.newest_step = 0
-        self.allow_step_loss = settings.allow_step_loss
+        self.allow_step_loss = False
+        """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
         self.round: Round | None = None
         self.members: OrderedDict[str, Member] = OrderedDict()
         """By replica id, the one heard from longest ago first."""
         self.lost_members: OrderedDict[str, str] = OrderedDict()
         """Replica ids that are gone, with the reason; the latest few, for the operator."""
         self._by_connection: dict[str, str] = {}
-        self._by_group: dict[str, str] = {}
         self._waiting: dict[str, None] = {}
         self._quorum_members: dict[str, None] = {}
         """Members of the last quorum that have not been lost since."""
         self._back: set[str] = set()
         """Those of them that have asked again."""
         self._backoff: dict[str, JoinBackoff] = {}
+        self._incarnations: OrderedDict[str, str] = OrderedDict()
+        """The latest incarnation of each group, also while it is away."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        self._forgotten: dict[tuple[int, int], Forgotten] = {}
-        self._decided: OrderedDict[tuple[int, int], tuple[Tally | None, Outcome, str]] = OrderedDict()
-        self._rolled_back_to: tuple[int, int] = (0, 0)
-        """Step and quorum id at which the job went back on purpose: later steps of earlier quorums are void."""
-        self._expected_members = 0
-        """After a restart: how many the last quorum had, before it is known who they were."""
-        self._first_hello_at: float | None = None
+        self._away: OrderedDict[str, tuple[StateVersion, float]] = OrderedDict()
+        """Groups that were cut off, with what they held and since when: they may come back."""
+        self._decided: OrderedDict[StepKey, tuple[Tally | None, Outcome, str]] = OrderedDict()
+        self._followers: Followers | None = None
+        self._rolled_back_to = StateVersion()
+        """Where the job went back on purpose: later steps of earlier quorums are void."""
+        self._recollection = Recollection(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._evaluate_at: float | None = None
         self._reason = ""
+        self._now = 0.0
 
     # -------------------------------------------------------------------------------------------------- the interface
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event, return what to do, in order. `now` in seconds, never falling."""
+        was_paused = self._notice_pause(now)
+        return [was_paused, *self._handle(event, now)] if was_paused is not None else self._handle(event, now)
+
+    def _handle(self, event: Event, now: float) -> list[Instruction]:
         if isinstance(event, Received):
             return list(self._received(event.connection, event.message, now))
         if isinstance(event, ConnectionClosed):
@@ -235,13 +213,28 @@ class LighthouseState:
             deadlines.append(self.round.joiners_close_at)
         if self._waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
-        deadlines.extend(forgotten.grace_until for forgotten in self._forgotten.values())
+        recollected = self._recollection.deadline(self._now)
+        if recollected is not None:
+            deadlines.append(recollected)
         return min(deadlines, default=None)
 
     @property
     def reason(self) -> str:
         """Why there is no quorum at the moment, or why the last was formed."""
         return self._reason
+
+    def _notice_pause(self, now: float) -> Log | None:
+        """If the lighthouse itself slept, the members' silence is its own deafness: what they said is yet to be read."""
+        self._now = now
+        if not self.members:
+            return None
+        timeout = self.settings.heartbeat_timeout_s
+        late = now - (next(iter(self.members.values())).last_seen + timeout)
+        if late <= timeout / 2:
+            return None
+        for member in self.members.values():
+            member.last_seen = now
+        return Log(f"the lighthouse was paused for at least {late:.1f} s; nobody is dropped on that account", True)
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -271,7 +264,7 @@ class LighthouseState:
         elif isinstance(message, StallReport):
             yield from self._stalled(member, message, now)
         elif isinstance(message, Leave):
-            yield from self._lose(replica_id, message.reason or "it left", now)
+            yield from self._lose(replica_id, clip(message.reason) or "it left", now, is_on_purpose=True)
             yield Close(connection)
 
     def _hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
@@ -282,34 +275,50 @@ class LighthouseState:
             return
         replica_id = hello.replica_id
         name = group_name(replica_id)
-        before = self._by_group.get(name)
-        if before is not None:
+        before = self._incarnations.get(name)
+        if before is not None and before != replica_id:
+            self._superseded[before] = None
+            while len(self._superseded) > MAX_REMEMBERED:
+                self._superseded.popitem(last=False)
+        self._incarnations[name] = replica_id
+        self._incarnations.move_to_end(name)
+        while len(self._incarnations) > max(MAX_REMEMBERED, len(self.members)):
+            self._incarnations.popitem(last=False)
+        if before is not None and before in self.members:
             old_connection = self.members[before].connection
             if before == replica_id:
                 yield from self._lose(before, "it connected again", now)
             else:
-                self._superseded[before] = None
-                if len(self._superseded) > 4096:
-                    self._superseded.popitem(last=False)
                 yield from self._lose(before, f"replaced by a newer process of {name}", now)
-                reason = f"another process runs as replica group {name!r} now"
-                yield Send(old_connection, Refused(code="superseded", reason=reason))
+                yield Send(old_connection, _superseded(name))
             yield Close(old_connection)
+        self._away.pop(name, None)
 
-        self._learn(hello, now)
-        self.members[replica_id] = Member(connection=connection, hello=hello, last_seen=now)
+        self.members[replica_id] = Member(connection=connection, hello=hello, last_seen=now, version=hello.version)
         self._by_connection[connection] = replica_id
-        self._by_group[name] = replica_id
         self.lost_members.pop(replica_id, None)
         welcome = Welcome(
             protocol=PROTOCOL_VERSION, epoch=self.epoch, heartbeat_timeout_s=self.settings.heartbeat_timeout_s
         )
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
+        self._learn(hello, now)
+        yield from self._overtake_round(now)
+        yield from self._reopen(hello, connection)
         for other in self._quorum_members:
             yield Send(self.members[other].connection, JoinerWaiting())
         yield from self._settle_forgotten(now)
         yield from self._reconsider(now)
+
+    def _reopen(self, hello: Hello, connection: str) -> Iterator[Instruction]:
+        """A member comes back with a step open: that was cut off with it, unless an earlier life's members decide it."""
+        if hello.last_outcome is not None or hello.last_quorum_id == 0:
+            return
+        if hello.last_epoch != self.epoch and not self._recollection.is_over:
+            return
+        reason = "this replica group was cut off from the lighthouse in this step"
+        broken = QuorumBroken(quorum_id=hello.last_quorum_id, replica_id=hello.replica_id, lost=True, reason=reason)
+        yield Send(connection, broken)
 
     def _refusal(self, connection: str, hello: Hello) -> Refused | None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -318,8 +327,7 @@ class LighthouseState:
         if connection in self._by_connection:
             return Refused(code="hello", reason="a connection says Hello once")
         if hello.replica_id in self._superseded:
-            name = group_name(hello.replica_id)
-            return Refused(code="superseded", reason=f"another process runs as replica group {name!r} now")
+            return _superseded(group_name(hello.replica_id))
         other = next(iter(self.members.values()), None)
         if other is not None and other.hello.group_world_size != hello.group_world_size:
             reason = (
@@ -331,25 +339,46 @@ class LighthouseState:
 
     def _learn(self, hello: Hello, now: float) -> None:
         """Take what a member remembers and this lighthouse may not."""
-        if hello.last_quorum_id >= self._rolled_back_to[1]:
+        if hello.rolled_back_to.quorum_id > self._rolled_back_to.quorum_id:
+            self._rolled_back_to = hello.rolled_back_to
+            known = [member.version.step for member in self.members.values() if self._is_valid(member.version)]
+            self.newest_step = max([*known, self.round.step if self.round is not None else 0])
+        if hello.last_quorum_id >= self._rolled_back_to.quorum_id:
             self.newest_step = max(self.newest_step, hello.newest_step)
         self._note_version(hello.version)
-        if self._first_hello_at is None:
-            self._first_hello_at = now
+        if hello.last_quorum_id and hello.last_epoch != self.epoch:
+            self._recollection.heard(hello, now)
         if hello.last_quorum_id > self.quorum_id:
-            lives = hello.last_quorum_id // QUORUM_IDS_PER_LIFE + 1
+            # Half a thousand at least lie between what this member heard of and the first id that is given now: those
+            # that it did not hear of any more.
+            lives = (hello.last_quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1
             self.quorum_id = lives * QUORUM_IDS_PER_LIFE - 1
-            self._expected_members = max(self._expected_members, hello.last_quorum_size)
             self._quorum_members.clear()
             self._back.clear()
 
     def _note_version(self, version: StateVersion) -> None:
-        if version.proven and not self._is_void(version):
+        if self._is_valid(version):
             self.newest_step = max(self.newest_step, version.step)
+            if self._followers is not None and version == self._followers.version:
+                self._followers = None
+
+    def _is_valid(self, version: StateVersion) -> bool:
+        """Whether a state has a name, and one that the job has not gone back behind."""
+        return version.proven and not self._is_void(version)
 
     def _is_void(self, version: StateVersion) -> bool:
-        step, quorum_id = self._rolled_back_to
-        return version.quorum_id < quorum_id and version.step > step
+        back = self._rolled_back_to
+        return version.quorum_id < back.quorum_id and version.step > back.step
+
+    def _overtake_round(self, now: float) -> Iterator[Instruction]:
+        """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
+        current = self.round
+        if current is None or current.tally.decided:
+            return
+        ahead = [m for m in self.members.values() if self._is_valid(m.version) and m.version.step > current.step]
+        if ahead:
+            current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
+            yield from self._announce(current, now)
 
     def _holder(self, member: Member) -> Holder:
         request = _request(member)
@@ -358,6 +387,7 @@ class LighthouseState:
             replica_id=member.replica_id,
             version=StateVersion(step=version.step) if self._is_void(version) else version,
             restored=request.restored,
+            torn=request.torn,
             init_sync=request.init_sync,
             allow_heal=request.allow_heal,
             heal_inline=request.heal_inline,
@@ -379,7 +409,11 @@ class LighthouseState:
         if member.request is None:
             member.asked_at = now
         member.request = request
+        member.version = request.version
+        self._recollection.asked(replica_id)
         self._note_version(request.version)
+        yield from self._declined(replica_id)
+        yield from self._overtake_round(now)
         self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
             self._back.add(replica_id)
@@ -387,8 +421,8 @@ class LighthouseState:
 
     def _abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
         role = current.tally.roles[replica_id]
-        if replica_id in current.tally.votes:
-            # It gave up waiting for the decision. Its vote stands; it is told the outcome with the others.
+        if replica_id in current.tally.votes or replica_id in current.tally.lost:
+            # It gave up waiting for the decision: its vote stands. Or it was cut off: the others know.
             return
         reason = f"{replica_id} gave step {current.step} up"
         if role in (Role.HEALTHY, Role.INLINE):
@@ -415,7 +449,7 @@ class LighthouseState:
         self._evaluate_at = now + PENDING_NOTICE_S
         if not self._waiting:
             return
-        hold = self._restart_hold(now)
+        hold = self._recollection.hold(now)
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1])
             return
@@ -438,43 +472,78 @@ class LighthouseState:
         assignment = assign_recovery(
             [self._holder(member) for member in members],
             newest_step=self.newest_step,
-            allow_step_loss=self.allow_step_loss,
+            allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
             min_replicas=self.settings.min_replicas,
             quorum_id=self._next_quorum_id(verdict.members, members),
             epoch=self.epoch,
         )
         if isinstance(assignment, StepLost):
-            gone = ", ".join(list(self.lost_members)[-5:]) or "not known here"
-            reason = (
-                f"step {assignment.newest_step} was committed, the newest state here is step {assignment.best_step}:"
-                f" every group that held it is gone ({gone}). Bring one of them back, or start a group from a"
-                " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
-            )
-            yield from self._pending(reason, now, None, is_warning=True)
+            yield from self._pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
+            return
+        hold = self._rollback_hold(assignment, verdict.members, now)
+        if hold is not None:
+            yield from self._pending(hold[0], now, hold[1], is_warning=True)
             return
         yield from self._form(assignment, verdict.reason, now)
 
-    def _restart_hold(self, now: float) -> tuple[str, float] | None:
-        """After a restart, wait for the last quorum's members to come back before judging who is there."""
-        if self._expected_members == 0 or self._first_hello_at is None:
-            return None
-        deadline = self._first_hello_at + min(self.settings.join_timeout_s, self.settings.heartbeat_timeout_s)
-        if len(self.members) >= self._expected_members or now >= deadline:
-            if self._forgotten:
-                return "a step from before the lighthouse restarted is still being decided", now + PENDING_NOTICE_S
-            self._expected_members = 0
-            return None
-        reason = (
-            f"{len(self.members)} of {self._expected_members} replica groups are back since the lighthouse restarted"
+    def _why_lost(self, lost: StepLost, replica_ids: tuple[str, ...]) -> str:
+        if lost.is_torn:
+            return (
+                f"no replica group here has a whole state ({name_some(replica_ids)}: a load failed half-way, or its ranks"
+                " hold different states). Restart one of them"
+            )
+        ahead = self._ahead(replica_ids, lost.newest_step)
+        if ahead:
+            return (
+                f"step {lost.newest_step} was committed, {name_some(ahead)} holds it and has not asked for a quorum yet"
+            )
+        gone = name_some(list(self.lost_members)[-5:]) or "not known here"
+        return (
+            f"step {lost.newest_step} was committed, the newest state here is step {lost.best_step}:"
+            f" every group that held it is gone ({gone}). Bring one of them back, or start a group from a"
+            " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
         )
-        return reason, deadline
+
+    def _ahead(self, replica_ids: tuple[str, ...], step: int) -> list[str]:
+        """Living members that hold a state of this step or a later one, and are not among these."""
+        return [
+            member.replica_id
+            for member in self.members.values()
+            if member.replica_id not in replica_ids and self._is_valid(member.version) and member.version.step >= step
+        ]
+
+    def _rollback_hold(
+        self, assignment: Assignment, replica_ids: tuple[str, ...], now: float
+    ) -> tuple[str, float | None] | None:
+        """Before the job goes back, even on purpose: are those who hold more really gone?"""
+        step = assignment.version.step
+        if self.allow_step_loss or (step >= self.newest_step and not assignment.is_first):
+            return None
+        ahead = self._ahead(replica_ids, step if assignment.is_first else step + 1)
+        if ahead:
+            return f"{name_some(ahead)} holds a state that the job need not go back from, and has not asked yet", None
+        timeout = self.settings.join_timeout_s
+        on_their_way = {
+            name: since + timeout
+            for name, (version, since) in self._away.items()
+            if self._is_valid(version) and version.step > step and now < since + timeout
+        }
+        if on_their_way:
+            reason = (
+                f"{name_some(on_their_way)} held a later state than step {step} and was cut off; waiting at most"
+                f" {timeout:g} s for it before the job goes back"
+            )
+            return reason, max(on_their_way.values())
+        return None
 
     def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
         """Set joiners aside that were left behind lately, if those who remain are enough."""
+        best = max((m.version for m in candidates if self._is_valid(m.version)), default=None)
         out = {
             member.replica_id
             for member in candidates
             if member.replica_id not in self._quorum_members
+            and member.version != best
             and (backoff := self._backoff.get(group_name(member.replica_id))) is not None
             and backoff.is_out(now)
         }
@@ -532,10 +601,16 @@ class LighthouseState:
         step = assignment.version.step
         if step < self.newest_step:
             yield Log(f"steps {step + 1} to {self.newest_step} are lost, the job goes on from {step}", is_warning=True)
-            self._rolled_back_to = (step, quorum_id)
+            self._rolled_back_to = StateVersion(step=step, quorum_id=quorum_id, epoch=self.epoch)
+        self._followers = None
+        for replica_id, old_quorum_id in self._recollection.end():
+            if replica_id in self.members and replica_id not in roles:
+                text = "the others went on after the lighthouse restarted"
+                broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=text)
+                yield Send(self.members[replica_id].connection, broken)
         self.quorum_id = quorum_id
         self.newest_step = step
-        self.allow_step_loss = self.settings.allow_step_loss
+        self.allow_step_loss = False
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
@@ -582,7 +657,9 @@ class LighthouseState:
                 join_budget_s=budget,
                 joiner_waiting=bool(assignment.deferred),
                 newest_step=self.newest_step,
-                reason=reason,
+                names_state=assignment.is_first,
+                rolled_back_to=self._rolled_back_to,
+                reason=clip(reason),
             )
             yield Send(member.connection, formed)
 
@@ -590,20 +667,21 @@ class LighthouseState:
 
     def _voted(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
         current = self.round
-        key = (vote.quorum_id, vote.step)
-        if current is not None and (current.quorum_id, current.step) == key and vote.epoch == self.epoch:
+        key = (vote.quorum_id, vote.epoch, vote.step)
+        if current is not None and self._key(current) == key:
             if current.tally.decided or member.replica_id in current.tally.lost:
                 yield from self._tell_late(member, vote, current, now)
                 return
             current.tally.cast(member.replica_id, vote)
             yield from self._after_vote(current, now)
-        elif key in self._decided or vote.epoch == self.epoch:
+        elif key in self._decided or vote.epoch == self.epoch or self._recollection.is_over:
             yield Send(member.connection, self._late_answer(member.replica_id, vote))
         else:
-            grace = now + min(self.settings.join_timeout_s, self.settings.heartbeat_timeout_s)
-            forgotten = self._forgotten.setdefault(key, Forgotten(grace_until=grace))
-            forgotten.votes[member.replica_id] = vote
+            yield from self._break_forgotten(self._recollection.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten(now)
+
+    def _key(self, current: Round) -> StepKey:
+        return current.quorum_id, self.epoch, current.step
 
     def _tell_late(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
         """A vote after the decision, or of a member that was taken for dead meanwhile."""
@@ -615,9 +693,10 @@ class LighthouseState:
         yield Send(member.connection, self._late_answer(member.replica_id, vote))
 
     def _late_answer(self, replica_id: str, vote: CommitVote) -> CommitDecided:
-        tally, outcome, reason = self._decided.get(
-            (vote.quorum_id, vote.step), (None, Outcome.LEFT_BEHIND, "this step was decided long ago")
-        )
+        key = (vote.quorum_id, vote.epoch, vote.step)
+        # What is not remembered was decided long ago, and the job went on without this member.
+        unknown = (None, Outcome.DISCARD, "this step was decided without this replica group")
+        tally, outcome, reason = self._decided.get(key, unknown)
         if tally is not None:
             outcome = tally.outcome(replica_id)
             voter = tally.roles.get(replica_id) in (Role.HEALTHY, Role.INLINE)
@@ -625,7 +704,36 @@ class LighthouseState:
                 outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
         elif outcome is Outcome.COMMIT and not vote.approve:
             outcome = Outcome.LEFT_BEHIND
+        if outcome is Outcome.COMMIT:
+            self._told_to_commit(replica_id, key)
         return CommitDecided(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step, outcome=outcome, reason=reason)
+
+    def _told_to_commit(self, replica_id: str, key: StepKey) -> None:
+        """Note that a living member holds the committed step from now on, unless it gave up waiting just now."""
+        quorum_id, epoch, step = key
+        member = self.members.get(replica_id)
+        if member is not None and member.request is None:
+            member.version = StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
+        if self._followers is not None and self._followers.key == key:
+            self._followers.replica_ids.add(replica_id)
+
+    def _declined(self, replica_id: str) -> Iterator[Instruction]:
+        """It asks for the next step. If it was told to commit the last one it shows that state now, or never had it."""
+        followers = self._followers
+        if followers is None or replica_id not in followers.replica_ids:
+            return
+        followers.replica_ids.discard(replica_id)
+        if not followers.replica_ids:
+            yield from self._nobody_followed(followers.key)
+
+    def _nobody_followed(self, key: StepKey) -> Iterator[Instruction]:
+        """All who approved went on without waiting for the decision: the commit has no holder, so it is none."""
+        self._followers = None
+        step = key[2]
+        if self.newest_step == step + 1:
+            self.newest_step = step
+        self._remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
+        yield Log(f"step {step} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 
     def _after_vote(self, current: Round, now: float) -> Iterator[Instruction]:
         tally = current.tally
@@ -643,10 +751,14 @@ class LighthouseState:
         """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
         tally = current.tally
         committed = tally.verdict is Verdict.COMMIT
-        key = (current.quorum_id, current.step)
+        key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
         self._remember(key, tally, outcome, tally.reason)
         if committed:
+            told = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT and self._is_listening(m)]
+            self._followers = Followers(key, set())
+            for replica_id in told:
+                self._told_to_commit(replica_id, key)
             self.newest_step = max(self.newest_step, current.step + 1)
             behind = [m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT]
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
@@ -664,21 +776,27 @@ class LighthouseState:
             has_voted = replica_id in tally.votes
             if not committed and not has_voted and member.request is None:
                 broken = QuorumBroken(
-                    quorum_id=current.quorum_id, replica_id=culprit or replica_id, lost=False, reason=tally.reason
+                    quorum_id=current.quorum_id, replica_id=culprit or replica_id, lost=False, reason=clip(tally.reason)
                 )
                 yield Send(member.connection, broken)
-            if has_voted or (committed and replica_id not in tally.lost):
+            if member.request is None and (has_voted or (committed and replica_id not in tally.lost)):
                 decided = CommitDecided(
                     quorum_id=current.quorum_id,
                     epoch=self.epoch,
                     step=current.step,
                     outcome=tally.outcome(replica_id),
-                    reason=tally.reason,
+                    reason=clip(tally.reason),
                 )
                 yield Send(member.connection, decided)
+        if committed and not told:
+            yield from self._nobody_followed(key)
 
-    def _remember(self, key: tuple[int, int], tally: Tally | None, outcome: Outcome, reason: str) -> None:
-        self._decided[key] = (tally, outcome, reason)
+    def _is_listening(self, replica_id: str) -> bool:
+        """Whether it waits for the decision: it lives, and has not asked for the next step."""
+        return replica_id in self.members and self.members[replica_id].request is None
+
+    def _remember(self, key: StepKey, tally: Tally | None, outcome: Outcome, reason: str) -> None:
+        self._decided[key] = (tally, outcome, clip(reason))
         while len(self._decided) > 8:
             self._decided.popitem(last=False)
 
@@ -718,17 +836,22 @@ class LighthouseState:
             for member, role in roles.items()
             if role in (Role.JOINER, Role.INLINE) and member not in tally.lost and member not in current.stalled
         ] or [member for member, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
+        if not joiners:
+            return
         self._fail_join(joiners, now - current.formed_at, now)
-        tally.give_up(f"the others waited longer than join_budget for {', '.join(joiners)}")
+        tally.give_up(f"the others waited longer than join_budget for {name_some(joiners)}")
         yield from self._announce(current, now, culprit=joiners[0])
 
     # --------------------------------------------------------------------------------------------------------- losses
 
-    def _lose(self, replica_id: str, reason: str, now: float) -> Iterator[Instruction]:
+    def _lose(self, replica_id: str, reason: str, now: float, *, is_on_purpose: bool = False) -> Iterator[Instruction]:
         """A member is gone: tell those who share a collective with it, at once."""
         member = self.members.pop(replica_id)
         del self._by_connection[member.connection]
-        self._by_group.pop(group_name(replica_id), None)
+        if not is_on_purpose and self._is_valid(member.version):
+            self._away[group_name(replica_id)] = (member.version, now)
+            while len(self._away) > MAX_REMEMBERED:
+                self._away.popitem(last=False)
         self._waiting.pop(replica_id, None)
         self._quorum_members.pop(replica_id, None)
         self._back.discard(replica_id)
@@ -747,6 +870,7 @@ class LighthouseState:
                 yield from self._after_vote(current, now)
         if not self.members:
             self._evaluate_at = None
+        yield from self._break_forgotten(self._recollection.lost(replica_id))
         yield from self._settle_forgotten(now)
         yield from self._reconsider(now)
 
@@ -759,48 +883,39 @@ class LighthouseState:
     # ------------------------------------------------------------------------------------------- after our own restart
 
     def _settle_forgotten(self, now: float) -> Iterator[Instruction]:
-        for key, forgotten in list(self._forgotten.items()):
-            known, still_training = self._testimony(key, forgotten)
-            verdict = decide_forgotten(
-                forgotten.votes.values(),
-                known_outcome=known,
-                someone_still_training=still_training,
-                grace_over=now >= forgotten.grace_until,
-            )
-            if verdict is Verdict.PENDING:
-                if now >= forgotten.grace_until:
-                    forgotten.grace_until = now + PENDING_NOTICE_S
-                continue
-            del self._forgotten[key]
-            outcome = Outcome.COMMIT if verdict is Verdict.COMMIT else Outcome.DISCARD
+        was_held = self._recollection.hold(now) is not None
+        for settled in self._recollection.settle(now):
+            outcome = Outcome.COMMIT if settled.verdict is Verdict.COMMIT else Outcome.DISCARD
             reason = "decided from the members' reports after the lighthouse restarted"
-            self._remember(key, None, outcome, reason)
-            if verdict is Verdict.COMMIT:
-                self.newest_step = max(self.newest_step, key[1] + 1)
-            yield Log(f"step {key[1]} of quorum {key[0]}: {outcome.value}, {reason}")
-            for replica_id, vote in forgotten.votes.items():
-                member = self.members.get(replica_id)
-                if member is not None:
-                    yield Send(member.connection, self._late_answer(replica_id, vote))
-        if self._expected_members and not self._forgotten and self._waiting:
+            self._remember(settled.key, None, outcome, reason)
+            quorum_id, _, step = settled.key
+            yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
+            if outcome is Outcome.COMMIT:
+                self.newest_step = max(self.newest_step, step + 1)
+                told = [m for m in settled.approvers if self._is_listening(m)]
+                for replica_id in told:
+                    self._told_to_commit(replica_id, settled.key)
+                self._followers = None if settled.others_may_know else Followers(settled.key, set(told))
+                if self._followers is not None and not told:
+                    yield from self._nobody_followed(settled.key)
+            for replica_id in settled.voters:
+                if self._is_listening(replica_id):
+                    approve = replica_id in settled.approvers
+                    mine = Outcome.LEFT_BEHIND if outcome is Outcome.COMMIT and not approve else outcome
+                    decided = CommitDecided(
+                        quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, reason=reason
+                    )
+                    yield Send(self.members[replica_id].connection, decided)
+        if was_held and self._waiting and self._recollection.hold(now) is None:
             yield from self._evaluate(now)
 
-    def _testimony(self, key: tuple[int, int], forgotten: Forgotten) -> tuple[Outcome | None, bool]:
-        """What the connected members say about a step: how it ended, and whether one of them is still in it."""
-        known: Outcome | None = None
-        still_training = False
-        for member in self.members.values():
-            hello = member.hello
-            if hello.version.quorum_id == key[0] and hello.version.step == key[1] + 1:
-                known = Outcome.COMMIT
-            elif (hello.last_quorum_id, hello.last_step) == key:
-                if hello.last_outcome is None:
-                    still_training = still_training or (
-                        member.replica_id not in forgotten.votes and member.request is None
-                    )
-                else:
-                    known = known or hello.last_outcome
-        return known, still_training
+    def _break_forgotten(self, broken: list[tuple[str, int]]) -> Iterator[Instruction]:
+        for replica_id, quorum_id in broken:
+            member = self.members.get(replica_id)
+            if member is not None:
+                reason = "a member of this quorum is gone, and the lighthouse restarted"
+                message = QuorumBroken(quorum_id=quorum_id, replica_id=replica_id, lost=True, reason=reason)
+                yield Send(member.connection, message)
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -819,6 +934,7 @@ class LighthouseState:
         if current is not None and current.joiners_close_at is not None and now >= current.joiners_close_at:
             current.tally.close()
             yield from self._announce(current, now)
+        yield from self._break_forgotten(self._recollection.expire(now))
         yield from self._settle_forgotten(now)
         if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)
@@ -828,3 +944,7 @@ def _request(member: Member) -> QuorumRequest:
     if member.request is None:
         raise RuntimeError(f"internal error: {member.replica_id} is waiting without a request")
     return member.request
+
+
+def _superseded(name: str) -> Refused:
+    return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now")

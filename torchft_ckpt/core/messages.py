@@ -292,14 +292,7 @@ FromLighthouse: TypeAlias = (
 )
 RankToGroup: TypeAlias = RankHello | Heartbeat | QuorumRequest | CommitVote | GiveUpWaiting | StallReport | Leave
 GroupToRank: TypeAlias = (
-    Refused
-    | QuorumPending
-    | QuorumFormed
-    | JoinerWaiting
-    | CommitDecided
-    | CommitUnknown
-    | QuorumBroken
-    | GroupBroken
+    Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | CommitUnknown | QuorumBroken | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank
 

@@ -9,25 +9,22 @@ An allreduce gives bit-identical results on all ranks: each chunk is reduced on 
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import DistStoreError, HashStore, Store
+from torch.distributed import HashStore, Store
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 
 from torchft_ckpt import config
 from torchft_ckpt.errors import ProcessGroupConfigureError
+from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Session
-from torchft_ckpt.process_group.sockets import create_gloo_device, shutdown_awaited_connection
-from torchft_ckpt.process_group.store import StoreAddress, connect_store, find_route
+from torchft_ckpt.process_group.sockets import create_gloo_device
+from torchft_ckpt.process_group.store import StoreAddress
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
-
-# How long an abort may go unnoticed by a thread that waits at the store; nobody waits for that thread.
-_WAIT_SLICE_S = 0.1
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
@@ -65,39 +62,42 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         global_ranks: list[int] | None,
     ) -> TorchProcessGroup:
         deadline = time.monotonic() + self._connect_timeout.total_seconds()
-
-        def left_s() -> float:
-            return max(0.001, deadline - time.monotonic())
-
-        store: Store
         if world_size == 1:
-            store, hostname = HashStore(), "127.0.0.1"
-        else:
-            route = find_route(address, left_s())
-            hostname = self._hostname or route.local_host
-            thread_id = threading.get_native_id()
-            session.on_end(lambda: shutdown_awaited_connection(thread_id, route.peer))
-            store = connect_store(address, left_s())
-        if self._interface:
-            hostname = ""
-        device, sockets = create_gloo_device(hostname, self._interface)
+            return self._connect_gloo(session, HashStore(), "127.0.0.1", rank, world_size, deadline, global_ranks)
+        with rendezvous(session, address, rank, world_size, self._connect_timeout.total_seconds()) as (
+            connection,
+            store,
+        ):
+            hostname = self._hostname or connection.local_host
+            try:
+                return self._connect_gloo(session, store, hostname, rank, world_size, deadline, global_ranks)
+            except RuntimeError as error:
+                raise ProcessGroupConfigureError(
+                    "all ranks came to the store, but one of them died since or cannot be reached at the address that "
+                    f"it listens on (ours is {self._interface or hostname}); torch says: "
+                    f"{str(error).partition(chr(10))[0][:300]}",
+                    party=str(address),
+                ) from error.with_traceback(None)
+
+    def _connect_gloo(
+        self,
+        session: Session,
+        store: Store,
+        hostname: str,
+        rank: int,
+        world_size: int,
+        deadline: float,
+        global_ranks: list[int] | None,
+    ) -> TorchProcessGroup:
+        device, sockets = create_gloo_device("" if self._interface else hostname, self._interface)
         if sockets is not None:
             session.on_end(sockets.shutdown_connections, sockets.close)
         options: Any = TorchProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._devices = [device]
+        options._timeout = timedelta(seconds=max(0.01, deadline - time.monotonic()))
         if global_ranks:
             options.global_ranks_in_group = global_ranks
-        if world_size > 1:
-            _meet(store, session, rank, world_size, hostname or self._interface, deadline)
-        options._timeout = timedelta(seconds=left_s())
-        try:
-            backend = TorchProcessGroupGloo(store, rank, world_size, options)
-        except RuntimeError as error:
-            raise ProcessGroupConfigureError(
-                f"{session.label}: all ranks came to the store, but one of them died since or cannot be reached at the "
-                f"address that it published; torch says: {str(error).partition(chr(10))[0][:300]}",
-                party=str(address),
-            ) from error.with_traceback(None)
+        backend = TorchProcessGroupGloo(store, rank, world_size, options)
         group = TorchProcessGroup(store, rank, world_size)
         group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
         for kind in _device_types():
@@ -109,35 +109,3 @@ class ProcessGroupGloo(ProcessGroupWrapper):
 
 def _device_types() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-def _meet(store: Store, session: Session, rank: int, world_size: int, where: str, deadline: float) -> None:
-    """Announce this rank and wait for the others, before Gloo does, whose waiting cannot be broken off.
-
-    Raises:
-        ProcessGroupAbortedError: the session ended meanwhile.
-        ProcessGroupConfigureError: the deadline passed; names the absent ranks.
-    """
-
-    def key(other: int) -> str:
-        return f"torchft_ckpt/listening/{other}"
-
-    store.set(key(rank), where)
-    absent = list(range(world_size))
-    while True:
-        session.raise_if_ended()
-        absent = [other for other in absent if not store.check([key(other)])]
-        if not absent:
-            return
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            names = ", ".join(map(str, absent))
-            raise ProcessGroupConfigureError(
-                f"{session.label}: rank(s) {names} never came to the store within the connect timeout; "
-                "they died, or have other members in mind",
-                party=names,
-            )
-        try:
-            store.wait([key(other) for other in absent], timedelta(seconds=min(left_s, _WAIT_SLICE_S)))
-        except DistStoreError:  # the slice is over
-            continue

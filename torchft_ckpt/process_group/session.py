@@ -183,7 +183,7 @@ class Session:
 
     def fail(self, cause: BaseException) -> ProcessGroupError:
         """Return the error to raise for an operation that failed with `cause`; ends the session if nobody has."""
-        first_line = str(cause).partition("\n")[0][:300]
+        first_line = str(cause).partition("\n")[0].partition(". This is typically")[0][:300]
         self.end(
             CollectiveFailedError(
                 f"{self.label}: a collective failed ({first_line}); a peer was lost, aborted or did not answer in "
@@ -237,7 +237,12 @@ class SessionWork(Work):
         super().__init__()
         self._session = session
         self._work = work
-        self._future = work.get_future().then(self._checked)
+        self._future: torch.futures.Future[Any] | None = None
+        try:
+            future = work.get_future()
+        except RuntimeError:  # a few of Gloo's operations have none; wait() still tells
+            return
+        self._future = future.then(self._checked)
 
     def _checked(self, future: torch.futures.Future[Any]) -> Any:
         try:
@@ -262,8 +267,12 @@ class SessionWork(Work):
             raise self._session.fail(error) from error.with_traceback(None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future with the list of result tensors."""
-        return self._future
+        """Return the future with the list of result tensors.
+
+        Raises:
+            RuntimeError: the backend has none for this operation.
+        """
+        return self._work.get_future() if self._future is None else self._future
 
     def is_completed(self) -> bool:
         """Whether the operation is over, with or without success."""
@@ -280,10 +289,10 @@ class SessionWork(Work):
 
 def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupError:
     """Return the error to end a session with whose connecting failed; `failure` is None if it was none we expect."""
-    if isinstance(failure, ProcessGroupError):
+    if isinstance(failure, ProcessGroupAbortedError):
         return failure
     reason = "connecting broke off" if failure is None else str(failure).partition("\n")[0][:500]
-    error = ProcessGroupConfigureError(f"{label}: {reason}")
+    error = ProcessGroupConfigureError(f"{label}: {reason}", party=getattr(failure, "party", None))
     error.__cause__ = failure
     return error
 

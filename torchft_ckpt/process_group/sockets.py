@@ -24,6 +24,7 @@ import re
 import socket
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
@@ -141,12 +142,12 @@ def create_gloo_device(hostname: str, interface: str) -> tuple[object, GlooSocke
         return create(), None
 
 
-def shutdown_awaited_connection(native_thread_id: int, peer: tuple[str, int]) -> bool:
-    """End the traffic on the connection to `peer` that a thread of this process is blocked on in a system call.
+def shutdown_awaited_connection(native_thread_id: int, peers: Collection[tuple[str, int]]) -> bool:
+    """End the traffic on the connection to one of `peers` that a thread of this process is blocked on in a system call.
 
     Args:
         native_thread_id: `threading.Thread.native_id` of that thread.
-        peer: numeric address and port; the connection is left alone if it leads elsewhere.
+        peers: numeric addresses and ports; the connection is left alone if it leads elsewhere.
 
     Returns:
         Whether such a connection was found and shut down.
@@ -166,7 +167,7 @@ def shutdown_awaited_connection(native_thread_id: int, peer: tuple[str, int]) ->
     with sock:
         try:
             host, port = sock.getpeername()[:2]
-            if (host.removeprefix("::ffff:"), port) != (peer[0].removeprefix("::ffff:"), peer[1]):
+            if (host.removeprefix("::ffff:"), port) not in peers:  # an IPv4 address may come in IPv6's clothes
                 return False
             sock.shutdown(socket.SHUT_RDWR)
         except OSError:

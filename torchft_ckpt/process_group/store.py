@@ -14,17 +14,21 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.errors import ProcessGroupConfigureError
 
 _NUM_IDLE_MAX = 8
 _PROBE_AFTER_S = 0.2
+# How long a thread that waits at the store may not notice that it need not. Nobody waits for that thread, and torch
+# writes a line to stderr for each.
+_WAIT_SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,6 @@ class _Pending:
         self.done = threading.Event()
         self.connection: StoreConnection | None = None
         self.error: Exception | None = None
-        self._callbacks: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name=f"store-connect {host}:{port}", daemon=True)
         self._thread.start()
 
@@ -129,11 +132,6 @@ class StorePool:
             self._idle.append((key, connection))
             del self._idle[:-_NUM_IDLE_MAX]
 
-    def has_idle(self, address: StoreAddress) -> bool:
-        """Whether `borrow` would lend a connection that was used before."""
-        with self._lock:
-            return any(key == (address.host, address.port) for key, _ in self._idle)
-
     def forget(self, address: StoreAddress) -> None:
         """Close the kept connections to a store."""
         with self._lock:
@@ -177,6 +175,61 @@ class StorePool:
                 f"the store at {host}:{port} cannot be reached ({reason})", party=f"{host}:{port}"
             ) from pending.error
         return pending.connection
+
+
+@contextlib.contextmanager
+def enter_store(
+    pool: StorePool, address: StoreAddress, key: str, value: str, timeout_s: float, is_wanted: Callable[[], bool]
+) -> Iterator[tuple[StoreConnection, Store]]:
+    """Lend a connection that works, and the store under the address's prefix with `key` set to `value`.
+
+    Raises:
+        ProcessGroupConfigureError: the store cannot be reached.
+    """
+    for fresh in (False, True):
+        with pool.borrow(address, timeout_s, fresh=fresh, is_wanted=is_wanted) as connection:
+            store = PrefixStore(address.prefix, connection.client)
+            try:
+                store.set(key, value)
+                store.wait([key], timedelta(seconds=timeout_s))
+            except DistNetworkError as error:
+                pool.forget(address)
+                if not fresh:
+                    continue
+                raise ProcessGroupConfigureError(
+                    f"the store at {address.host}:{address.port} hung up: {str(error).partition(chr(10))[0][:300]}",
+                    party=f"{address.host}:{address.port}",
+                ) from error.with_traceback(None)
+            yield connection, store
+            return
+
+
+def wait_for_keys(store: Store, keys: dict[str, str], deadline: float, is_wanted: Callable[[], bool]) -> None:
+    """Wait until all keys are set.
+
+    Args:
+        store: where.
+        keys: for each key, who is to set it.
+        deadline: on `time.monotonic`'s clock.
+        is_wanted: asked every second; False gives up.
+
+    Raises:
+        ProcessGroupConfigureError: the deadline passed, and who was absent; or it is no longer wanted.
+    """
+    while is_wanted():
+        left_s = deadline - time.monotonic()
+        try:
+            store.wait(list(keys), timedelta(seconds=min(_WAIT_SLICE_S, max(left_s, 0.01))))
+            return
+        except DistStoreError:
+            if left_s > 0:
+                continue
+        absent = ", ".join(who for key, who in keys.items() if not store.check([key]))
+        raise ProcessGroupConfigureError(
+            f"{absent or 'nobody'} never came to the store: died since the quorum was formed, or knows another quorum",
+            party=absent,
+        )
+    raise ProcessGroupConfigureError("no longer waiting for the others")
 
 
 def _resolve(host: str, port: int) -> tuple[frozenset[tuple[str, int]], str]:

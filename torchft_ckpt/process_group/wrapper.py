@@ -150,7 +150,8 @@ class ProcessGroupWrapper(ProcessGroup):
         session.end(error)
         self._last_error = session.error
 
-    def _run(self, call: Callable[[TorchProcessGroup], Work]) -> Work:
+    def _run(self, call: Callable[[TorchProcessGroup], Work], opts: object = None) -> Work:
+        """Start an operation on the inner group; `opts` are its options, which may give a timeout."""
         if self._pg is not None:
             return call(self._pg)
         with self._lock:
@@ -161,25 +162,27 @@ class ProcessGroupWrapper(ProcessGroup):
             raise copy.copy(error)
         raise ProcessGroupError(f"{self!r} was not configured yet")
 
-    def allreduce(self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None) -> Work:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
+    ) -> Work:
         opts = AllreduceOptions() if opts is None else opts
-        return self._run(lambda pg: pg.allreduce(tensors, opts))
+        return self._run(lambda pg: pg.allreduce(tensors, opts), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> Work:
         opts = AllreduceCoalescedOptions() if opts is None else opts
-        return self._run(lambda pg: pg.allreduce_coalesced(tensors, opts))
+        return self._run(lambda pg: pg.allreduce_coalesced(tensors, opts), opts)
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions | None = None
     ) -> Work:
         opts = AllgatherOptions() if opts is None else opts
-        return self._run(lambda pg: pg.allgather(output_tensors, input_tensor, opts))
+        return self._run(lambda pg: pg.allgather(output_tensors, input_tensor, opts), opts)
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | None = None
     ) -> Work:
         opts = AllgatherOptions() if opts is None else opts
-        return self._run(lambda pg: pg.allgather_into_tensor_coalesced(output_tensors, input_tensors, opts))
+        return self._run(lambda pg: pg.allgather_into_tensor_coalesced(output_tensors, input_tensors, opts), opts)
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -191,28 +194,29 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> Work:
         opts = AllToAllOptions() if opts is None else opts
         return self._run(
-            lambda pg: pg.alltoall_base(output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
+            lambda pg: pg.alltoall_base(output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts),
+            opts,
         )
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
         opts = BarrierOptions() if opts is None else opts
-        return self._run(lambda pg: pg.barrier(opts))
+        return self._run(lambda pg: pg.barrier(opts), opts)
 
     def broadcast(self, tensor_list: Tensors, opts: BroadcastOptions | None = None) -> Work:  # type: ignore[override]
         opts = BroadcastOptions() if opts is None else opts
-        return self._run(lambda pg: pg.broadcast(tensor_list, opts))
+        return self._run(lambda pg: pg.broadcast(tensor_list, opts), opts)
 
     def reduce_scatter(  # type: ignore[override]
         self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = ReduceScatterOptions() if opts is None else opts
-        return self._run(lambda pg: pg.reduce_scatter(output_tensors, input_tensors, opts))
+        return self._run(lambda pg: pg.reduce_scatter(output_tensors, input_tensors, opts), opts)
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = ReduceScatterOptions() if opts is None else opts
-        return self._run(lambda pg: pg.reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts))
+        return self._run(lambda pg: pg.reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts), opts)
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         return self._run(lambda pg: pg.send(tensors, dst_rank, tag))

@@ -1,0 +1,83 @@
+"""A DTensor travels as its local shard, with its box in the global tensor; a shard that is not one box is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchft_ckpt.checkpointing.boxes import local_box
+from torchft_ckpt.checkpointing.space import plan_space
+from torchft_ckpt.errors import UnsupportedValueError
+
+
+@pytest.fixture(params=range(4))
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One rank of four, the others imagined: collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=4)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rows", [8, 7, 3, 1])
+def test_a_sharded_tensor_is_its_local_rows_uneven_or_not(rank, rows):
+    full = torch.arange(rows * 2.0).view(rows, 2)
+    sharded = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
+    local, global_shape, offsets = local_box(sharded, "w")
+    assert global_shape == (rows, 2)
+    assert torch.equal(local, full[offsets[0] : offsets[0] + local.shape[0]])
+    assert local.data_ptr() == sharded.to_local().data_ptr()
+
+
+def test_a_tensor_sharded_in_two_dimensions_is_one_box(rank):
+    full = torch.arange(30.0).view(6, 5)
+    sharded = distribute_tensor(full, init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)], src_data_rank=None)
+    local, _, (row, column) = local_box(sharded, "w")
+    assert torch.equal(local, full[row : row + local.shape[0], column : column + local.shape[1]])
+
+
+def test_a_replicated_tensor_is_the_whole_box(rank):
+    full = torch.arange(6.0)
+    replicated = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Replicate()], src_data_rank=None)
+    assert local_box(replicated, "w")[1:] == ((6,), (0,))
+
+
+def test_the_space_holds_the_local_shard_alone(rank):
+    full = torch.arange(16.0).view(8, 2)
+    sharded = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
+    space = plan_space([("w", sharded)])
+    placed = space.placed[0]
+    assert (placed.global_shape, placed.offsets, placed.sizes) == ((8, 2), (2 * rank, 0), (2, 2))
+    assert space.memories[0].copy_out(0, 16) == bytes(full[2 * rank : 2 * rank + 2].clone().untyped_storage())
+
+
+def test_unreduced_values_are_refused(rank):
+    partial = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (4,)), [Partial()], run_check=False)
+    with pytest.raises(UnsupportedValueError, match=r"'w'.*unreduced"):
+        local_box(partial, "w")
+
+
+def test_a_strided_shard_in_the_order_of_fsdp_over_tensor_parallelism_is_one_box(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(8.0)
+    dp, tp = mesh.get_coordinate()
+    local = full.chunk(2)[tp].chunk(2)[dp]
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    box, _, (offset,) = local_box(tensor, "w")
+    assert torch.equal(box, full[offset : offset + 2])
+
+
+def test_a_strided_shard_that_is_not_one_box_is_refused(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.arange(2.0)
+    placements = [Shard(0), _StridedShard(0, split_factor=2)]
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([8]), stride=(1,))
+    with pytest.raises(UnsupportedValueError, match="not one box"):
+        local_box(tensor, "w")

@@ -1,0 +1,73 @@
+"""A store, and groups whose members are threads of the test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+from torch.distributed import TCPStore
+
+from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
+
+T = TypeVar("T")
+
+
+class Ring:
+    """Members of one group, each driven by its own thread."""
+
+    def __init__(self, members: list[ProcessGroup], new_address: Callable[[], str]) -> None:
+        self.members = members
+        self.new_address = new_address
+        self._pool = ThreadPoolExecutor(len(members))
+
+    def each(self, action: Callable[[int, ProcessGroup], T], ranks: list[int] | None = None) -> list[T | Exception]:
+        """Do it on every member (of `ranks`) at once; return what each returned or raised."""
+
+        def attempt(rank: int) -> T | Exception:
+            try:
+                return action(rank, self.members[rank])
+            except Exception as error:
+                return error
+
+        return list(self._pool.map(attempt, range(len(self.members)) if ranks is None else ranks))
+
+    def configure(self, ranks: list[int] | None = None) -> None:
+        """Connect all members (or those, with new ranks in that order) under a fresh prefix."""
+        ranks = list(range(len(self.members))) if ranks is None else ranks
+        address = self.new_address()
+        outcomes = self.each(lambda r, pg: pg.configure(address, f"r{r}", ranks.index(r), len(ranks), 7), ranks)
+        assert outcomes == [None] * len(ranks)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.shutdown()
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="session")
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def new_address(store: TCPStore, request: pytest.FixtureRequest) -> Callable[[], str]:
+    numbers = itertools.count()
+    return lambda: f"127.0.0.1:{store.port}/{request.node.name}/{next(numbers)}"
+
+
+@pytest.fixture
+def gloo_ring(new_address: Callable[[], str]) -> Iterator[Callable[[int], Ring]]:
+    rings = []
+
+    def make(num_members: int) -> Ring:
+        members: list[ProcessGroup] = [ProcessGroupGloo(timedelta(seconds=30)) for _ in range(num_members)]
+        rings.append(Ring(members, new_address))
+        return rings[-1]
+
+    yield make
+    for ring in rings:
+        ring.close()

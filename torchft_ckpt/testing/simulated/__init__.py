@@ -1,0 +1,14 @@
+"""The parts of the deterministic simulation: everything around `core` that is slow, unreliable or can die, as a model.
+
+clock        virtual time, processes that can be killed and stopped
+network      connections between groups and the lighthouse
+collectives  the training process group: allreduce that fails for some members and succeeds for others
+transfers    state from a healthy rank to a healing one: slow, failing, torn
+trainer      one rank: drives `core.replica` as the manager does
+group        one replica group: drives `core.group`, keeps a connection to the lighthouse
+lighthouse   drives `core.lighthouse`, dies and comes back without memory
+oracle       what must hold after every event
+chaos        what goes wrong, and when
+
+`torchft_ckpt.testing.simulation` puts them together. All chance comes from one seed.
+"""

@@ -1,0 +1,86 @@
+"""Moving the state from a healthy rank to a healing one: it takes time, fails, stalls with its source, or is torn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from torchft_ckpt.core.messages import StateVersion
+from torchft_ckpt.testing.simulated.clock import Clock, Process
+
+
+class Arrival(Enum):
+    """How a transfer ended."""
+
+    WHOLE = "whole"
+    FAILED = "failed"
+    TORN = "torn"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a rank serves."""
+
+    version: StateVersion
+    value: object
+    process: Process
+
+
+class Transfers:
+    """All snapshots and transfers of the job.
+
+    Args:
+        clock, rng: time and chance.
+        stall_timeout_s: how long a receiver waits for a source that says nothing.
+    """
+
+    def __init__(self, clock: Clock, rng: Random, stall_timeout_s: float) -> None:
+        self._clock, self._rng = clock, rng
+        self._stall_timeout_s = stall_timeout_s
+        self._snapshots: dict[str, Snapshot] = {}
+        self.duration_s = (0.02, 0.15)
+        self.failure_rate = 0.0
+        self.torn_rate = 0.0
+
+    def serve(self, address: str, snapshot: Snapshot) -> None:
+        """Open a snapshot at an address; the one before is gone."""
+        self._snapshots[address] = snapshot
+
+    def fetch(
+        self, address: str, version: StateVersion, process: Process, done: Callable[[Arrival, object], None]
+    ) -> None:
+        """Fetch the state of a version; `done` is called once, in the receiver's process."""
+        self._try(address, version, process, done, self._clock.now + self._stall_timeout_s)
+
+    def _try(
+        self,
+        address: str,
+        version: StateVersion,
+        process: Process,
+        done: Callable[[Arrival, object], None],
+        give_up_at: float,
+    ) -> None:
+        snapshot = self._snapshots.get(address)
+        if snapshot is None or snapshot.version != version or snapshot.process.is_stopped:
+            if self._clock.now >= give_up_at or (snapshot is not None and not snapshot.process.is_alive):
+                done(Arrival.FAILED, None)
+            else:
+                self._clock.after(0.01, process, lambda: self._try(address, version, process, done, give_up_at))
+            return
+        took_s = self._rng.uniform(*self.duration_s)
+        is_failing = self._rng.random() < self.failure_rate
+        is_torn = self._rng.random() < self.torn_rate
+
+        def arrive() -> None:
+            if is_torn:
+                done(Arrival.TORN, None)
+            elif is_failing or not snapshot.process.is_alive:
+                done(Arrival.FAILED, None)
+            elif snapshot.process.is_stopped:
+                self._clock.after(self._stall_timeout_s, process, lambda: done(Arrival.FAILED, None))
+            else:
+                done(Arrival.WHOLE, snapshot.value)
+
+        self._clock.after(took_s * (0.5 if is_failing else 1.0), process, arrive)
