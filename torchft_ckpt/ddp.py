@@ -2,9 +2,9 @@
 
 The reducer's buckets are reduced as they fill, while the backward pass goes on. PyTorch's own process group is a dummy:
 nothing but the communication hook crosses replicas, so a group that dies leaves DDP itself untouched.
-"""
 
-from __future__ import annotations
+(PyTorch reads the hook's annotations, so they are not postponed here.)
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +32,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             after the first step, and a replica that joins later would have other ones than the rest.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
-        kwargs.setdefault("broadcast_buffers", False)
+    def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         kwargs["find_unused_parameters"] = True
         kwargs["process_group"] = ProcessGroupDummy(0, 1)
         super().__init__(module, **kwargs)
         self.register_comm_hook(manager, _average_bucket)
 
 
-def _average_bucket(manager: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average_bucket(manager: "Manager", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start to average one bucket, flat, of the gradients' dtype; the future completes with it."""
     return manager.allreduce(bucket.buffer()).get_future()  # type: ignore[return-value]
 
@@ -55,7 +54,7 @@ class PureDistributedDataParallel(nn.Module):
         module: to train.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module) -> None:
         super().__init__()
         self.module = module
 

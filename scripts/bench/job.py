@@ -11,7 +11,6 @@ from bench import sides
 from bench.processes import Child, Children, wait_until
 from bench.stats import Step
 
-LIGHTHOUSE_SETTINGS = {"min_replicas": 2, "join_timeout_ms": 100, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5000}
 FOREVER = 1 << 60
 
 
@@ -27,6 +26,8 @@ class Plan:
     num_spares: int = 0
     by_hand: bool = False
     """Reduce gradients with `manager.allreduce` after the backward pass, instead of with the DDP wrapper."""
+    join_timeout_ms: int = 60_000
+    """How long the lighthouse waits for living groups that have not asked for the quorum."""
     log_level: str = "WARNING"
 
 
@@ -44,18 +45,17 @@ class Job:
     Args:
         children: where its processes are started.
         plan: what to run.
-        start: how many of the groups start at once (all, by default).
     """
 
-    def __init__(self, children: Children, plan: Plan, until: int = FOREVER) -> None:
+    def __init__(self, children: Children, plan: Plan) -> None:
         self._children = children
         self._plan = plan
-        self._until = until
         self._store_ports: list[int] = []
         self._lighthouse = ""
         if plan.side != sides.PLAIN:
             num_stores = plan.num_groups + plan.num_spares + 1 if plan.side == sides.REFERENCE else 0
-            options = {"side": plan.side, "settings": LIGHTHOUSE_SETTINGS, "num_stores": num_stores}
+            settings = {"min_replicas": 2, "join_timeout_ms": plan.join_timeout_ms, "heartbeat_timeout_ms": 5000}
+            options = {"side": plan.side, "settings": settings, "num_stores": num_stores}
             self.lighthouse = children.start("bench.lighthouse_worker", options, f"{plan.side}-lighthouse")
             event = self.lighthouse.wait_for("address", 60)
             self._lighthouse, self._store_ports = event["address"], event["store_ports"]
@@ -75,7 +75,7 @@ class Job:
             "num_groups": self._plan.num_groups,
             "min_replica_size": 2,
             "lighthouse": self._lighthouse,
-            "until": self._until,
+            "until": FOREVER,
             "init_method": init_method,
         }
         if self._store_ports:

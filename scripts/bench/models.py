@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,14 @@ def hundred_megabytes() -> nn.Module:
     for _ in range(24):
         layers += [nn.Linear(1024, 1024), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+def hundred_megabytes_mostly_frozen() -> nn.Module:
+    """Return the same 100.8 MB, of which only the last layer's 4.2 MB are trained, as in fine-tuning."""
+    model = hundred_megabytes()
+    for parameter in list(model.parameters())[:-2]:
+        parameter.requires_grad_(False)
+    return model
 
 
 class SmallTransformer(nn.Module):
@@ -38,18 +48,26 @@ class SmallTransformer(nn.Module):
         return self.head(hidden)
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "small": small_mlp,
+    "100mb": hundred_megabytes,
+    "100mb_frozen": hundred_megabytes_mostly_frozen,
+    "transformer": SmallTransformer,
+}
+
+
 class Task:
     """A model, and a loss over a batch that follows from the seed, the group and the step alone.
 
     Args:
-        name: `small`, `100mb` or `transformer`.
+        name: a key of `MODELS`.
         seed: of the weights and of the input.
         group: number of the replica group; each sees its own input.
     """
 
     def __init__(self, name: str, seed: int, group: int) -> None:
         torch.manual_seed(seed)
-        self.model = {"small": small_mlp, "100mb": hundred_megabytes, "transformer": SmallTransformer}[name]()
+        self.model = MODELS[name]()
         self._name = name
         self._random = torch.Generator().manual_seed(seed * 1000 + group)
 

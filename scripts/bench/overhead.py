@@ -50,14 +50,14 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
     cpus: dict[str, list[float]] = {name: [] for name in names}
     with Children(log_dir) as children:
         jobs: dict[str, Job] = {}
-        first = 6
+        targets: dict[str, int] = {}
         for name in names:
             plan = Plan(side=name, num_groups=_NUM_GROUPS, task="transformer", seed=seed)
-            jobs[name] = Job(children, plan, until=first)
+            jobs[name] = Job(children, plan)
             jobs[name].start(log_dir=log_dir)
-            for child in jobs[name].groups.values():
-                child.wait_for("step", 60)
-        targets = {name: max(c.events("step")[-1]["step"] for c in jobs[name].groups.values()) for name in names}
+            # A step that none of its groups has reached yet: there they all stop, until it is their turn.
+            targets[name] = max(c.events("step")[-1]["step"] for c in jobs[name].groups.values()) + _STEPS_A_TURN
+            _take_turn(jobs[name], targets[name])
         for turn in range(-1, num_turns):
             for name in names:
                 targets[name] += _STEPS_A_TURN

@@ -1,7 +1,10 @@
 """Measures how long a group takes from `Manager(...)` to its first contributed step, with 100 MB of parameters.
 
-Bar: 1 s. Ours is killed with SIGKILL and started again in a running job. torchft's survivors do not live through that, so
-its third group joins two that train: the same situation for whoever joins. Both take turns in fresh jobs.
+Bar: 1 s. Two models of the same size: one is trained whole, so that each step reduces 100 MB, which on few cores takes
+longer than the recovery itself; of the other only a part is trained, so that what is seen is the recovery.
+
+Ours is killed with SIGKILL and started again in a running job. torchft's survivors do not live through that, so its third
+group joins two that train: the same situation for whoever joins. Both take turns in fresh jobs.
 """
 
 from __future__ import annotations
@@ -80,9 +83,9 @@ def _wait_for_commits(job: Job, number: int, timeout_s: float = 45) -> None:
     wait_until(enough, timeout_s, f"{number} commits")
 
 
-def _run_job(side: str, number: int, seed: int, directory: Path, say: Callable[[str], None]) -> list[Rejoin]:
+def _run_job(side: str, task: str, number: int, seed: int, directory: Path, say: Callable[[str], None]) -> list[Rejoin]:
     directory.mkdir(parents=True)
-    plan = Plan(side=side, num_groups=_NUM_GROUPS, task="100mb", seed=seed, num_spares=number)
+    plan = Plan(side=side, num_groups=_NUM_GROUPS, task=task, seed=seed, num_spares=number)
     rejoins: list[Rejoin] = []
     with Children(directory) as children:
         try:
@@ -96,7 +99,7 @@ def _run_job(side: str, number: int, seed: int, directory: Path, say: Callable[[
                     job.groups.pop(group).kill()
                     _wait_for_commits(job, 5)
                 rejoins.append(_measure(job, joiner, group))
-                say(f"{side}: {rejoins[-1]}")
+                say(f"{side}, {task}: {rejoins[-1]}")
                 job.wait_for_all_in()
         except (ChildEndedError, TimeoutError) as error:
             say(f"{side}: the job broke: {error}")
@@ -108,16 +111,7 @@ def _column(rejoins: list[Rejoin], name: str) -> str:
     return seconds(median(values)) if values else NOT_RUN
 
 
-def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) -> Section:
-    """Let groups of both libraries come (back) into a running job, in turns, and judge ours."""
-    ours: list[Rejoin] = []
-    theirs: list[Rejoin] = []
-    for turn in range(1 if quick else 3):
-        ours += _run_job(sides.OURS, 2, seed + turn, log_dir / f"{sides.OURS}-rejoin{turn}", say)
-        if sides.is_installed(sides.REFERENCE):
-            theirs += _run_job(sides.REFERENCE, 1, seed + turn, log_dir / f"{sides.REFERENCE}-rejoin{turn}", say)
-    total_s = median([rejoin.total_s for rejoin in ours])
-
+def _rows(title: str, ours: list[Rejoin], theirs: list[Rejoin]) -> list[Row]:
     def spread(rejoins: list[Rejoin]) -> str:
         if not rejoins:
             return NOT_RUN
@@ -125,19 +119,19 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
 
     rows = [
         Row(
-            figure=f"  from Manager(...) to the first contributed step ({len(ours)} rejoins)",
+            figure=f"  {title}: Manager(...) to first contributed step ({len(ours)} rejoins)",
             ours=spread(ours),
             reference=spread(theirs),
-            bar=f"<= {BAR_S:.0f} s",
-            verdict=judge_at_most(total_s, BAR_S),
+            bar=f"median <= {BAR_S:.0f} s",
+            verdict=judge_at_most(median([rejoin.total_s for rejoin in ours]), BAR_S),
         )
     ]
     parts = {
-        "waiting_s": "of it waiting",
+        "waiting_s": "of it waiting, for the others' step and in set-up",
         "transfer_s": "of it transfer",
-        "steps_s": "of it steps",
+        "steps_s": "of it steps, after the transfer",
         "survivors_gap_s": "survivors' longest gap meanwhile",
-        "step_s": "a step of the others before",
+        "step_s": "a step of the survivors before",
     }
     rows += [
         Row(figure=f"    {text}", ours=_column(ours, name), reference=_column(theirs, name))
@@ -147,14 +141,33 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
     rows.append(
         Row(figure="    most steps gone through, the contributed one included", ours=steps[0], reference=steps[1])
     )
+    return rows
+
+
+def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) -> Section:
+    """Let groups of both libraries come (back) into a running job, in turns, and judge ours."""
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    turns = {"100mb": 1 if quick else 3, "100mb_frozen": 1 if quick else 2}
+    titles = {"100mb": "100 MB, all trained", "100mb_frozen": "100 MB, 4 MB trained"}
+    for task, title in titles.items():
+        ours: list[Rejoin] = []
+        theirs: list[Rejoin] = []
+        for turn in range(turns[task]):
+            name = f"{task}-{turn}"
+            ours += _run_job(sides.OURS, task, 2, seed + turn, log_dir / f"{sides.OURS}-{name}", say)
+            if sides.is_installed(sides.REFERENCE):
+                theirs += _run_job(sides.REFERENCE, task, 1, seed + turn, log_dir / f"{sides.REFERENCE}-{name}", say)
+        rows += _rows(title, ours, theirs)
+        raw[task] = {
+            sides.OURS: [asdict(rejoin) for rejoin in ours],
+            sides.REFERENCE: [asdict(rejoin) for rejoin in theirs],
+        }
     notes = [
-        "25.2 M fp32 parameters, all trained, SGD; three groups; every step reduces all 100.8 MB",
+        "25.2 M fp32 parameters in 48 tensors, SGD, three groups of one thread",
         "ours: SIGKILL and restart; torchft: a third group joins two, since its survivors die of a SIGKILL",
+        "the lighthouse's join timeout is 60 s for both: with torchft's default of 100 ms its job may never settle",
     ]
-    raw: dict[str, Any] = {
-        sides.OURS: [asdict(rejoin) for rejoin in ours],
-        sides.REFERENCE: [asdict(rejoin) for rejoin in theirs],
-    }
     return Section(
         name="rejoin", title="How long a restarted group takes to contribute", rows=rows, notes=notes, raw=raw
     )

@@ -12,7 +12,7 @@ from torchft_ckpt.checkpointing.buffers import BufferPool
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Phase, Snapshot
-from torchft_ckpt.errors import UnsupportedValueError
+from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 BLOCK = 4096
 LONG_S = 20.0
@@ -103,8 +103,10 @@ def test_copies_are_freed_as_the_receiver_acknowledges_them():
     scene = Scene()
     scene.snapshot.register("a")
     scene.snapshot.detach()
+    addresses = {buffer.data_ptr() for buffer in scene.snapshot._copies.values()}
     scene.snapshot.acknowledge("a", [0, 1, 2])
     assert scene.snapshot.statistics().num_blocks_copied_aside == 3
+    assert {scene.pool.take().data_ptr() for _ in range(3)} < addresses
 
 
 def test_the_last_receiver_that_is_done_closes_a_detached_snapshot_and_frees_its_memory():
@@ -209,11 +211,71 @@ def test_touching_ahead_stops_at_what_is_needed():
     assert scene.pool.held_bytes() == 4 * BLOCK
 
 
+@pytest.mark.parametrize("name", ["weight", "strided"])
+def test_a_storage_that_was_freed_is_an_error_and_no_crash(name):
+    scene = Scene()
+    getattr(scene, name).untyped_storage().resize_(0)
+    with pytest.raises(CheckpointError, match="storage was freed"):
+        scene.read_all()
+
+
 def test_a_detach_that_cannot_copy_closes_the_snapshot_and_raises_nothing(caplog):
     scene = Scene()
     scene.weight.untyped_storage().resize_(0)
     scene.snapshot.detach()
     assert scene.snapshot.closed and "cannot be kept" in caplog.text
+
+
+def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_new_can_begin(monkeypatch):
+    scene, seen = Scene(), []
+    scene.snapshot.register("a")
+    scene.snapshot.acknowledge("a", [0])
+    real_copy = scene.snapshot._copy_aside_if_needed
+
+    def copy_and_look(block: int) -> None:
+        real_copy(block)
+        seen.append(
+            (scene.snapshot.statistics().phase, scene.read_all() == scene.old_bytes, scene.snapshot.register("b"))
+        )
+
+    monkeypatch.setattr(scene.snapshot, "_copy_aside_if_needed", copy_and_look)
+    scene.snapshot.detach()
+    assert seen == [(Phase.DETACHING, True, False)] * 6
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 5
+
+
+def test_a_snapshot_that_is_closed_while_it_is_copied_aside_stays_closed(monkeypatch):
+    scene = Scene()
+    real_copy = scene.snapshot._copy_aside_if_needed
+
+    def copy_and_close(block: int) -> None:
+        real_copy(block)
+        scene.snapshot.close()
+
+    monkeypatch.setattr(scene.snapshot, "_copy_aside_if_needed", copy_and_close)
+    scene.snapshot.detach()
+    assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (Phase.CLOSED, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_accelerator_memory_is_staged_before_the_training_stream_may_overwrite_it():
+    lock, pool = StateDictLock(), BufferPool(BLOCK)
+    weight = torch.zeros(32 * 1024 * 1024, device="cuda")
+    strided, on_cpu = torch.arange(4096.0, device="cuda").view(64, 64).t(), torch.tensor(3.0)
+    expected = bytes(strided.cpu().contiguous().untyped_storage())
+    weight.fill_(1)  # still running when the snapshot is opened
+    snapshot = Snapshot({"w": weight, "s": strided, "c": on_cpu}, step=1, lock=lock, pool=pool, num_expected=1)
+    snapshot.detach()
+    for tensor in (weight, strided, on_cpu):
+        tensor.fill_(9)
+    torch.cuda.synchronize()
+    (w_start, w_length), (s_start, s_length) = snapshot.manifest.segments[1:]
+    assert snapshot.read(0, 4) == bytes(torch.tensor(3.0).untyped_storage())
+    assert snapshot.read(s_start, s_start + s_length) == expected
+    ones = torch.frombuffer(bytearray(snapshot.read(w_start, w_start + w_length)), dtype=torch.float32)
+    assert bool((ones == 1).all())
+    snapshot.close()
 
 
 def test_a_state_that_cannot_be_carried_leaves_nothing_open():

@@ -24,12 +24,13 @@ class Held:
         self._side = side
         self.entered = threading.Event()
         self._leave = threading.Event()
+        self.was_told = False
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         with self._side():
             self.entered.set()
-            self._leave.wait(LONG_S)
+            self.was_told = self._leave.wait(LONG_S)
 
     def __enter__(self) -> Held:
         self._thread.start()
@@ -42,6 +43,7 @@ class Held:
     def let_go(self) -> None:
         self._leave.set()
         self._thread.join(LONG_S)
+        assert self.was_told, "it held the lock until its own limit"
 
 
 def is_free(lock: StateDictLock) -> bool:

@@ -64,6 +64,10 @@ def proxy(source: HTTPTransport) -> Iterator[FaultyProxy]:
         yield proxy
 
 
+def fetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "torchft_ckpt-fetch"]
+
+
 def receive(destination: HTTPTransport, url: str, timeout: timedelta = LONG) -> dict:
     return destination.recv_checkpoint(0, url, 3, timeout)
 
@@ -85,6 +89,12 @@ def test_a_flipped_bit_in_the_data_is_a_digest_mismatch(destination, proxy):
         receive(destination, proxy.url)
 
 
+def test_a_changed_number_in_the_manifest_is_a_digest_mismatch(destination, proxy):
+    proxy.fault = lambda connection, passed, data: data.replace(b'"batches_committed",6', b'"batches_committed",7')
+    with pytest.raises(DigestMismatchError, match="the manifest"):
+        receive(destination, proxy.url)
+
+
 @pytest.mark.parametrize("byte", [0, 20, 500, IN_THE_DATA])
 def test_a_source_that_stalls_is_named_within_the_stall_timeout(destination, proxy, byte):
     proxy.fault = faulty_proxy.stall_after(byte)
@@ -96,6 +106,7 @@ def test_a_source_that_drips_reaches_the_deadline_though_it_never_stalls(destina
     proxy.fault = faulty_proxy.drip_after(IN_THE_DATA, pause_s=0.02)
     with pytest.raises(TransferTimeoutError, match=r"\d+ of \d+ blocks"):
         receive(destination, proxy.url, timedelta(seconds=0.6))
+    assert fetch_threads() == []
 
 
 @pytest.mark.parametrize(
@@ -157,6 +168,7 @@ def test_cancel_ends_a_receive_that_stalls(proxy):
         destination.cancel_recv()
         with pytest.raises(TransferCancelledError):
             future.result(LONG_S)
+    assert fetch_threads() == []
     destination.shutdown()
 
 

@@ -64,7 +64,7 @@ def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None
     figures_path = tmp_path / "figures.json"
     demo = start_demo(tmp_path, "--steps", "100", "--kills", "1", "--seed", "7", "--json", str(figures_path))
 
-    output, _ = demo.communicate(timeout=120)
+    output, _ = demo.communicate(timeout=300)
 
     assert demo.returncode == 0, output
     figures = json.loads(figures_path.read_text())
@@ -84,7 +84,7 @@ def test_an_interrupt_ends_every_group(tmp_path: Path) -> None:
     groups = children_of(demo.pid)
 
     demo.send_signal(signal.SIGINT)
-    output, _ = demo.communicate(timeout=20)
+    output, _ = demo.communicate(timeout=60)
 
     assert (len(groups), demo.returncode, wait_until_ended(groups, timeout_s=0)) == (2, 130, []), output
 
@@ -95,7 +95,7 @@ def test_a_group_that_dies_by_itself_ends_the_demo_with_its_name(tmp_path: Path)
     groups = children_of(demo.pid)
 
     os.kill(groups[1], signal.SIGKILL)
-    output, _ = demo.communicate(timeout=20)
+    output, _ = demo.communicate(timeout=60)
 
     assert demo.returncode == 1
     assert "group_1 exited by itself with code -9" in output
@@ -108,7 +108,7 @@ def test_groups_leave_when_the_demo_itself_is_killed(tmp_path: Path) -> None:
     groups = children_of(demo.pid)
 
     demo.kill()
-    demo.communicate(timeout=20)
+    demo.communicate(timeout=60)
 
     assert wait_until_ended(groups, timeout_s=10) == []
 
@@ -116,6 +116,6 @@ def test_groups_leave_when_the_demo_itself_is_killed(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, "--groups", "1")
 
-    output, _ = demo.communicate(timeout=20)
+    output, _ = demo.communicate(timeout=60)
 
     assert (demo.returncode, "somebody must survive a kill" in output) == (2, True)

@@ -37,7 +37,7 @@ def test_two_groups_under_torchrun_end_equal(tmp_path: Path) -> None:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
     groups = [start_group(group, lighthouse.address(), tmp_path) for group in range(2)]
     try:
-        codes = [group.wait(timeout=120) for group in groups]
+        codes = [group.wait(timeout=240) for group in groups]
     finally:
         for group in groups:
             group.terminate()  # torchrun ends its worker with itself

@@ -170,7 +170,7 @@ def test_fewer_than_min_replica_size_never_commit(lighthouse: LighthouseServer) 
 def test_too_many_discarded_steps_in_a_row_raise_when_asked_to(lighthouse: LighthouseServer) -> None:
     replica = Replica(lighthouse, "alone", min_replica_size=2, max_retries=1)
     assert replica.step() is False
-    with pytest.raises(MaxRetriesExceededError, match="max_retries is 1.*min_replica_size is 2"):
+    with pytest.raises(MaxRetriesExceededError, match=r"max_retries is 1.*min_replica_size is 2"):
         replica.step()
     shutdown(replica)
 
@@ -279,6 +279,7 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
     first = Replica(lighthouse, "first")
     assert first.step()
     calls: list[int] = []
+    failures: list[tuple[str, int]] = []
 
     def break_once(state: dict[str, Any]) -> None:
         calls.append(1)
@@ -294,14 +295,14 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
             try:
                 replica.step()
             except StateDictLoadError as error:
-                assert "half loaded" in str(error)
-                assert replica.manager.current_step() == 0
+                failures.append((str(error), replica.manager.current_step()))
             if replica is second and replica.manager.statistics().num_committed >= 2:
                 stop.set()
                 replica.manager.shutdown()
 
     together([first, second], train)
     assert len(calls) == 2
+    assert failures == [("load_state_dict of 'default' raised KeyError: 'half loaded'", 0)]
     shutdown(first)
 
 

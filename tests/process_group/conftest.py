@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +13,26 @@ import pytest
 from torch.distributed import TCPStore
 
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_ckpt.process_group.session import Phase
+from torchft_ckpt.testing.fake_process_group import FakeProcessGroup
 
 T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """For what happens on another thread and cannot be waited for; fails the test after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.002)
+
+
+def is_connecting(group: ProcessGroup) -> bool:
+    """Whether a configure of this group is in progress."""
+    if isinstance(group, ProcessGroupGloo):
+        return group._session is not None and group._session.phase is Phase.CONNECTING
+    assert isinstance(group, FakeProcessGroup)
+    return group._ring is not None and len(group._ring.members) < group._ring.world_size
 
 
 class Ring:

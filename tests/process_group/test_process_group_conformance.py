@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import Ring
-from torch.distributed import ReduceOp
+from conftest import Ring, is_connecting, wait_until
+from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft_ckpt.errors import (
@@ -33,9 +33,8 @@ def ring(request: pytest.FixtureRequest, new_address: Callable[[], str]) -> Iter
     ring.close()
 
 
-def start(group: ProcessGroup, value: float, op: ReduceOp.RedOpType = ReduceOp.SUM) -> tuple[torch.Tensor, object]:
-    tensor = torch.full((5,), value)
-    return tensor, group.allreduce([tensor], op)
+def start(group: ProcessGroup, value: float) -> Work:
+    return group.allreduce([torch.full((5,), value)], ReduceOp.SUM)
 
 
 def reduce(group: ProcessGroup, value: float, op: ReduceOp.RedOpType = ReduceOp.SUM) -> list[float]:
@@ -82,21 +81,27 @@ def test_an_operation_before_configure_is_refused(ring: Ring) -> None:
     assert ring.members[0].errored() is None
 
 
-def test_abort_ends_an_operation_in_flight_on_every_member(ring: Ring) -> None:
-    ring.configure()
-    works = [start(ring.members[rank], 1.0)[1] for rank in (0, 1)]
+def test_abort_ends_an_operation_in_flight(ring: Ring) -> None:
+    ring.configure([0, 1])
+    work = start(ring.members[0], 1.0)
     ring.members[0].abort()
     assert isinstance(ring.members[0].errored(), ProcessGroupAbortedError)
     with pytest.raises(ProcessGroupAbortedError):
-        works[0].wait()
+        work.wait()
+
+
+def test_a_member_whose_neighbour_aborted_fails_too(ring: Ring) -> None:
+    ring.configure([0, 1])
+    work = start(ring.members[0], 1.0)
+    ring.members[1].abort()
     with pytest.raises(CollectiveFailedError):
-        works[1].wait()
-    assert isinstance(ring.members[1].errored(), CollectiveFailedError)
+        work.wait()
+    assert isinstance(ring.members[0].errored(), CollectiveFailedError)
 
 
 def test_the_future_of_an_aborted_operation_fails(ring: Ring) -> None:
     ring.configure()
-    future = start(ring.members[0], 1.0)[1].get_future()
+    future = start(ring.members[0], 1.0).get_future()
     failed = threading.Event()
     future.add_done_callback(lambda done: failed.set())
     ring.members[0].abort()
@@ -123,32 +128,32 @@ def test_survivors_go_on_in_a_smaller_group(ring: Ring) -> None:
     assert ring.each(lambda rank, pg: reduce(pg, rank + 1.0), [0, 2]) == [[4.0] * 2] * 2
 
 
-def test_abort_ends_a_configure_that_waits_for_an_absent_member(ring: Ring) -> None:
+def configure_in_vain(ring: Ring) -> tuple[threading.Thread, list[object]]:
+    """Member 0 waits for a member that never comes."""
     address = ring.new_address()
-    entered = threading.Timer(0.2, ring.members[0].abort)
-    entered.start()
-    outcome = ring.each(lambda rank, pg: pg.configure(address, "r0", 0, 2, 7), [0])
-    assert [type(error) for error in outcome] == [ProcessGroupAbortedError]
+    outcomes: list[object] = []
+    thread = threading.Thread(
+        target=lambda: outcomes.extend(ring.each(lambda rank, pg: pg.configure(address, "r0", 0, 2, 6), [0]))
+    )
+    thread.start()
+    wait_until(lambda: is_connecting(ring.members[0]), "member 0 waits for the others")
+    return thread, outcomes
+
+
+def test_abort_ends_a_configure_that_waits_for_an_absent_member(ring: Ring) -> None:
+    thread, outcomes = configure_in_vain(ring)
+    ring.members[0].abort()
+    thread.join()
+    assert [type(outcome) for outcome in outcomes] == [ProcessGroupAbortedError]
     assert isinstance(ring.members[0].errored(), ProcessGroupAbortedError)
     ring.configure()
     assert ring.each(lambda rank, pg: reduce(pg, 1.0)) == [[3.0] * 2] * 3
 
 
 def test_a_second_configure_ends_the_first(ring: Ring) -> None:
-    first = ring.new_address()
-    waiting = threading.Event()
-    outcomes: list[Exception | None] = []
-
-    def wait_in_vain() -> None:
-        waiting.set()
-        outcomes.extend(ring.each(lambda rank, pg: pg.configure(first, "r0", 0, 2, 6), [0]))
-
-    thread = threading.Thread(target=wait_in_vain)
-    thread.start()
-    waiting.wait()
-    threading.Event().wait(0.1)
-    second = ring.new_address()
-    pool = [threading.Thread(target=ring.members[r].configure, args=(second, f"r{r}", r, 3, 7)) for r in range(3)]
+    thread, outcomes = configure_in_vain(ring)
+    address = ring.new_address()
+    pool = [threading.Thread(target=ring.members[r].configure, args=(address, f"r{r}", r, 3, 7)) for r in range(3)]
     for member in pool:
         member.start()
     for member in [*pool, thread]:

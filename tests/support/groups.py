@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -100,7 +101,9 @@ class Job:
         self.ranks: list[Rank] = []
         self._num_started = 0
 
-    def start(self, name: str, *, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any) -> list[Rank]:
+    def start(
+        self, name: str, *, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any
+    ) -> list[Rank]:
         """Start a replica group; returns its ranks."""
         control = self.control(name)
         control.mkdir(exist_ok=True)
@@ -218,4 +221,4 @@ def discards_in_a_row(steps: list[dict[str, Any]]) -> int:
 
 def longest_gap_s(steps: list[dict[str, Any]]) -> float:
     times = [step["t"] for step in steps if step["committed"]]
-    return max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0)
+    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)

@@ -20,7 +20,7 @@ import xxhash
 from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
-from torchft_ckpt.errors import SourceLostError, TransferCancelledError, TorchftCkptError
+from torchft_ckpt.errors import SourceLostError, TorchftCkptError, TransferCancelledError
 
 
 class SteeredTransport(HTTPTransport):

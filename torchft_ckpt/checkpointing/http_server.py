@@ -1,7 +1,7 @@
 """Serves snapshots over HTTP, on a thread and event loop of its own.
 
 A shell: which snapshot answers is the shelf's decision, what a snapshot still holds is the snapshot's. The loop never waits
-for a lock, a device or the disk; bytes are copied in slices so small that the training process does not notice.
+for a writer or a device; bytes are copied in slices so small that the training process does not notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp import web
 from torchft_ckpt.checkpointing.handlers import CheckpointHandlers
 from torchft_ckpt.checkpointing.shelf import Shelf
 from torchft_ckpt.checkpointing.snapshot import Snapshot
-from torchft_ckpt.errors import AddressInUseError, ConfigError
+from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,10 +62,21 @@ class CheckpointServer:
         self._call(self._start, _START_TIMEOUT_S)
 
     def publish(self, snapshot: Snapshot, *, lease_s: float) -> None:
-        """Serve a snapshot for at most `lease_s` seconds. From any thread."""
-        for closed in self._shelf.put(snapshot, lease_ends=time.monotonic() + lease_s):
+        """Serve a snapshot for at most `lease_s` seconds. From any thread.
+
+        Raises:
+            CheckpointError: the server was stopped; the snapshot is closed.
+        """
+        with self._stop_lock:
+            if self._stopping.is_set():
+                snapshot.close()
+                raise CheckpointError(
+                    "the checkpoint server was stopped, it serves nothing any more", party="transport"
+                )
+            revoked = self._shelf.put(snapshot, lease_ends=time.monotonic() + lease_s)
+            self._loop.call_soon_threadsafe(self._published, lease_s)
+        for closed in revoked:
             logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)
-        self._loop.call_soon_threadsafe(self._published, lease_s)
 
     def stop(self, *, wait: bool = True) -> None:
         """Stop listening and cut every connection. May be called again."""

@@ -179,8 +179,8 @@ class HTTPTransport(CheckpointTransport[T]):
             self._shut_down.set()
         self._lock.remove_before_write(self._shelf.detach_all)
         self.cancel_recv()
-        self._shelf.close_all()
         self._server.stop(wait=wait)
+        self._shelf.close_all()
         self._buffer_shelf.clear()
 
 

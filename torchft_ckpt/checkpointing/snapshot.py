@@ -1,11 +1,12 @@
 """The state of one step, fixed while it is served, without a copy as long as nobody mutates it.
 
 A snapshot is *live* at first: reads copy small slices out of the trainer's own memory, under the read side of the state
-dict lock. `detach` makes it *detached*: what receivers still need is copied aside, block by block, and reads go on from
-there. `close` frees it. It decides who still needs what; it does not know the network or the time.
+dict lock. `detach` makes it *detaching*: what receivers still need is copied aside, block by block, while reads go on out of
+the live memory, which nobody mutates before `detach` has returned. Then it is *detached*: reads come from the copies.
+`close` frees it. It decides who still needs what; it does not know the network or the time.
 
 Locks: the state dict lock first, then `_mutex`, never the other way. `detach` takes only `_mutex`, so a thread that holds the
-write side can call it; a read holds `_mutex` for the copy of one slice, so that is what the trainer waits for.
+write side can call it; both hold `_mutex` for one copy, of a slice or a block, so that is what one waits for the other.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Phase(Enum):
     """Where the bytes of a snapshot are."""
 
     LIVE = "live"
+    DETACHING = "detaching"
     DETACHED = "detached"
     CLOSED = "closed"
 
@@ -95,6 +97,7 @@ class Snapshot:
         staged = space.memories[self._num_on_cpu :]
         self._staging = Staging(staged) if staged else None
         self._staged: list[torch.Tensor] = []
+        self._detaching = threading.Lock()
         self._mutex = threading.Lock()
         self._phase = Phase.LIVE
         self._copies: dict[int, torch.Tensor] = {}
@@ -119,7 +122,7 @@ class Snapshot:
     def register(self, receiver: str) -> bool:
         """Note that a receiver starts from the first block; False if not everything is there any more."""
         with self._mutex:
-            if not self._whole():
+            if not self._can_begin():
                 return False
             self._seen.add(receiver)
             self._done.discard(receiver)
@@ -186,7 +189,8 @@ class Snapshot:
         Raises:
             BlockGoneError: they are not there any more.
         """
-        if self._staging is not None and not self._staging.ready():
+        staging = self._staging
+        if staging is not None and not staging.ready():
             return None
         with self._lock.try_read() as readable:
             if not self._mutex.acquire(blocking=False):
@@ -205,8 +209,9 @@ class Snapshot:
             BlockGoneError: they are not there any more.
             LockTimeoutError: the lock was not free in time.
         """
-        if self._staging is not None:
-            self._staging.wait(_STAGING_TIMEOUT)
+        staging = self._staging
+        if staging is not None:
+            staging.wait(_STAGING_TIMEOUT)
         with self._mutex:
             if self._phase is not Phase.LIVE:
                 return self._copy_out(start, stop)
@@ -219,27 +224,31 @@ class Snapshot:
     def detach(self) -> None:
         """Return once the live state may be mutated: copy aside what receivers still need. May be called again.
 
-        Waits for the copy of at most one slice that is being read, never for a receiver. Where the copies cannot be made the
-        snapshot is closed; nothing is raised, because the caller is the trainer.
+        Reads go on between the blocks. Never waits for a receiver. Where the copies cannot be made the snapshot is closed;
+        nothing is raised, because the caller is the trainer.
         """
-        with self._mutex:
-            if self._phase is not Phase.LIVE:
-                return
+        with self._detaching:
+            with self._mutex:
+                if self._phase is not Phase.LIVE:
+                    return
+                self._phase = Phase.DETACHING
+                staging = self._staging
             try:
-                if self._staging is not None:
-                    self._staging.order_mutation_after(_STAGING_TIMEOUT)
-                for block in self._needed_blocks():
-                    if self._has_live_bytes(block):
-                        self._copies[block] = self._copy_aside(block)
+                if staging is not None:
+                    staging.order_mutation_after(_STAGING_TIMEOUT)
+                for block in range(self._num_live_blocks()):
+                    self._copy_aside_if_needed(block)
             except (CheckpointError, RuntimeError, MemoryError) as error:
                 # The trainer must not pay for a receiver: that one learns that the state is gone, and asks again.
                 logger.warning("%r cannot be kept for its receivers and is closed: %s", self, error)
-                self._close()
+                self.close()
                 return
-            self._memories = [None] * len(self._memories)
-            self._phase = Phase.DETACHED
-            logger.debug("detached %r: %d of %d blocks copied aside", self, len(self._copies), self.num_blocks)
-            self._free_unneeded()
+            with self._mutex:
+                if self._phase is Phase.DETACHING:
+                    self._memories = [None] * len(self._memories)
+                    self._phase = Phase.DETACHED
+                    logger.debug("%r: %d of %d blocks copied aside", self, len(self._copies), self.num_blocks)
+                    self._free_unneeded()
 
     def close(self) -> None:
         """Free everything; reads fail from now on. May be called again."""
@@ -260,12 +269,15 @@ class Snapshot:
 
     # All below: with _mutex held
 
-    def _whole(self) -> bool:
+    def _can_begin(self) -> bool:
+        """Whether a receiver that starts now will find every block."""
+        if self._phase is Phase.DETACHING:
+            return len(self._seen) < self._num_expected  # then everything is being copied aside
         return self._holds(0, self.total_bytes)
 
     def _holds(self, start: int, stop: int) -> bool:
         if self._phase is not Phase.DETACHED:
-            return self._phase is Phase.LIVE
+            return self._phase is not Phase.CLOSED
         blocks = range(start // self._pool.block_bytes, count_blocks(stop, self._pool.block_bytes))
         return all(block in self._copies or not self._has_live_bytes(block) for block in blocks)
 
@@ -278,13 +290,10 @@ class Snapshot:
             return self.num_blocks
         return count_blocks(self._starts[self._num_on_cpu], self._pool.block_bytes) if self._num_on_cpu else 0
 
-    def _needed_blocks(self) -> Iterator[int]:
+    def _is_needed(self, block: int) -> bool:
         if len(self._seen) < self._num_expected:
-            yield from range(self.num_blocks)
-            return
-        at_work = list(self._received.values())
-        if at_work:
-            yield from (block for block in range(self.num_blocks) if not all(block in received for received in at_work))
+            return True
+        return any(block not in received for received in self._received.values())
 
     def _free_unneeded(self) -> None:
         if len(self._seen) < self._num_expected:
@@ -292,8 +301,7 @@ class Snapshot:
         if not self._received:
             self._close()
             return
-        needed = set(self._needed_blocks())
-        for block in [block for block in self._copies if block not in needed]:
+        for block in [block for block in self._copies if not self._is_needed(block)]:
             self._pool.give(self._copies.pop(block))
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -306,6 +314,11 @@ class Snapshot:
             if low < high:
                 yield index, low - begin, high - begin, low
             index += 1
+
+    def _copy_aside_if_needed(self, block: int) -> None:
+        with self._mutex:
+            if self._phase is Phase.DETACHING and self._is_needed(block):
+                self._copies[block] = self._copy_aside(block)
 
     def _copy_aside(self, block: int) -> torch.Tensor:
         start, stop = block_range(block, self.total_bytes, self._pool.block_bytes)
@@ -337,7 +350,7 @@ class Snapshot:
             at = position + high - low
             if index >= self._num_on_cpu:
                 parts.append(self._staged_memory(index).copy_out(low, high))
-            elif self._phase is Phase.LIVE:
+            elif self._phase is not Phase.DETACHED:
                 parts.append(self._live(index).copy_out(low, high))
             else:
                 parts += self._copied_parts(position, at)

@@ -44,6 +44,8 @@ class Memory:
         self.tensor = tensor
         self.length = length
         self._packed = packed
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self._storage_end = (int(tensor.storage_offset()) + span + 1) * tensor.element_size()
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +62,7 @@ class Memory:
         Raises:
             CheckpointError: the storage was freed or shrunk since the state was handed over.
         """
+        self._check_alive()
         if self._packed:
             itemsize = self.tensor.element_size()
             first, last = start // itemsize, -(-stop // itemsize)
@@ -68,7 +71,6 @@ class Memory:
                 for piece in _c_order(self.tensor, first, last)
             )
             return data[start - first * itemsize : stop - first * itemsize]
-        self._check_alive()
         return ctypes.string_at(self.tensor.data_ptr() + start, stop - start)
 
     def copy_to(self, start: int, stop: int, target: torch.Tensor) -> None:
@@ -80,8 +82,7 @@ class Memory:
         target.copy_(as_bytes(self.tensor)[start:stop])
 
     def _check_alive(self) -> None:
-        needed = int(self.tensor.storage_offset()) * self.tensor.element_size() + self.length
-        if self.length and self.tensor.untyped_storage().nbytes() < needed:
+        if self.length and self.tensor.untyped_storage().nbytes() < self._storage_end:
             raise CheckpointError("a tensor's storage was freed while its state was being served", party="state_dict")
 
 

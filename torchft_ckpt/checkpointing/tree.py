@@ -27,11 +27,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class TreeEncoder:
-    """Encodes one state. `tensors` holds (path, tensor) in the order in which the nodes refer to them.
-
-    Args:
-        hook: called with each tensor before it is recorded (path, tensor); returns the one to record.
-    """
+    """Encodes one state. `tensors` holds (path, tensor) in the order in which the nodes refer to them."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
@@ -150,7 +146,7 @@ def decode_tree(node: Node, tensors: Sequence[torch.Tensor]) -> object:
 
 
 def check_tree(node: Node, num_tensors: int) -> None:
-    """Raise what `decode_tree` would raise, before any tensor is there. Every tensor must be referred to exactly once.
+    """Raise what `decode_tree` would raise, before any tensor is there. Every tensor must be referred to.
 
     Raises:
         StateFormatError: a node breaks a rule of the format.

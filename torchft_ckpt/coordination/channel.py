@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import web
 
 from torchft_ckpt.core.messages import Message, encode
+from torchft_ckpt.network import set_dead_peer_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +23,33 @@ MAX_QUEUED_MESSAGES = 1024
 CLOSE_TIMEOUT_S = 1.0
 
 
+def request_socket(request: web.Request) -> socket.socket | None:
+    """Return the connection that a request came in on."""
+    return request.transport.get_extra_info("socket") if request.transport is not None else None
+
+
 class Channel:
     """A WebSocket with a writer task. Use on its event loop only.
 
     Args:
-        socket: an open WebSocket, of either side.
+        websocket: an open one, of either side.
+        sock: the connection below it, None where the platform does not give it.
         name: the peer, for the log.
+        dead_peer_timeout_s: give the connection up when what was sent is not acknowledged for so long.
     """
 
-    def __init__(self, socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse, name: str) -> None:
-        self._socket = socket
+    def __init__(
+        self,
+        websocket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
+        sock: socket.socket | None,
+        name: str,
+        dead_peer_timeout_s: float,
+    ) -> None:
+        self._websocket = websocket
+        self._sock = sock
         self._name = name
+        if sock is not None:
+            set_dead_peer_timeout(sock, dead_peer_timeout_s)
         self._outgoing: asyncio.Queue[str | None] = asyncio.Queue()
         self._writer = asyncio.get_running_loop().create_task(self._write())
         self.sent_at = asyncio.get_running_loop().time()
@@ -43,8 +61,7 @@ class Channel:
             return
         if self._outgoing.qsize() >= MAX_QUEUED_MESSAGES:
             logger.warning("%s does not read, %d messages wait for it: closing", self._name, MAX_QUEUED_MESSAGES)
-            self._writer.cancel()
-            self._abort()
+            self.abort()
             return
         self._outgoing.put_nowait(encode(message))
 
@@ -54,34 +71,34 @@ class Channel:
             self._outgoing.put_nowait(None)
 
     async def wait_closed(self) -> None:
-        """Wait until what was queued before `close` was sent, and the socket is closed."""
-        await asyncio.gather(self._writer, return_exceptions=True)
+        """Wait, for a second at most, until what was queued before `close` was sent and the socket is closed."""
+        done, _ = await asyncio.wait([self._writer], timeout=CLOSE_TIMEOUT_S)
+        if not done:
+            self.abort()
+            await asyncio.gather(self._writer, return_exceptions=True)
 
     async def messages(self) -> AsyncIterator[str | bytes]:
         """Yield what comes in; ends when the connection does, for whatever reason."""
-        try:
-            async for message in self._socket:
-                if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                    break
-                yield message.data
-        finally:
-            self._writer.cancel()
+        async for message in self._websocket:
+            if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                break
+            yield message.data
 
-    def _abort(self) -> None:
-        transport = self._socket.get_extra_info("transport")
-        if transport is None and isinstance(self._socket, web.WebSocketResponse):
-            writer = getattr(self._socket, "_writer", None)
-            transport = getattr(writer, "transport", None)
-        if transport is not None:
-            transport.abort()
+    def abort(self) -> None:
+        """End the connection now; what was not sent is lost."""
+        self._writer.cancel()
+        if self._sock is not None:
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                logger.debug("the connection to %s was gone already: %s", self._name, error)
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while (text := await self._outgoing.get()) is not None:
                 self.sent_at = loop.time()
-                await self._socket.send_str(text)
-            await asyncio.wait_for(self._socket.close(), CLOSE_TIMEOUT_S)
-        except (ConnectionError, aiohttp.ClientError, asyncio.TimeoutError, RuntimeError) as error:
+                await self._websocket.send_str(text)
+            await self._websocket.close()
+        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
             logger.debug("sending to %s ended: %r", self._name, error)
-            self._abort()

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from aiohttp import web
 
-from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.channel import Channel, request_socket
 from torchft_ckpt.coordination.lighthouse_client import LighthouseClient
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
@@ -28,7 +28,7 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
 )
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, set_dead_peer_timeout
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +161,8 @@ class GroupService:
             max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0, receive_timeout=RANK_TIMEOUT_S
         )
         await socket.prepare(request)
-        raw = request.transport.get_extra_info("socket") if request.transport is not None else None
-        if raw is not None:
-            set_dead_peer_timeout(raw, RANK_TIMEOUT_S)
         party = f"a rank at {request.remote}"
-        channel = Channel(socket, party)
+        channel = Channel(socket, request_socket(request), party, RANK_TIMEOUT_S)
         rank: int | None = None
         reason = "its connection closed"
         try:
@@ -192,4 +189,5 @@ class GroupService:
             if rank is not None:
                 self._channels.pop(rank, None)
                 self._handle(RankLost(rank, reason))
+            await channel.wait_closed()
         return socket

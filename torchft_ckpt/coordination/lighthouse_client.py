@@ -38,9 +38,11 @@ from torchft_ckpt.errors import (
     ProtocolVersionError,
     RefusedError,
 )
-from torchft_ckpt.network import join_host_port, set_dead_peer_timeout
+from torchft_ckpt.network import join_host_port
 
 logger = logging.getLogger(__name__)
+
+DEAD_PEER_TIMEOUT_S = 10.0
 
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
@@ -78,6 +80,7 @@ class LighthouseClient:
         self._on_up = on_up
         self._on_refused = on_refused
         self._interval_s = heartbeat_interval.total_seconds()
+        self._pause_s = self._interval_s
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._session: aiohttp.ClientSession | None = None
         self._channel: Channel | None = None
@@ -146,12 +149,6 @@ class LighthouseClient:
                 self._session.ws_connect(url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0),
                 self._connect_timeout_s,
             )
-            raw = socket.get_extra_info("socket")
-            if raw is not None:
-                set_dead_peer_timeout(raw, 10.0)
-            channel = Channel(socket, f"the lighthouse at {self.address}")
-            channel.send(self._hello())
-            answer = await socket.receive(timeout=self._connect_timeout_s)
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403):
                 message = (
@@ -160,21 +157,30 @@ class LighthouseClient:
                 raise AuthenticationError(message, self.address) from error
             message = f"what answers at {self.address} is no lighthouse of ours (HTTP status {error.status})"
             raise LighthouseUnreachableError(message, self.address) from error
+        channel = Channel(
+            socket, socket.get_extra_info("socket"), f"the lighthouse at {self.address}", DEAD_PEER_TIMEOUT_S
+        )
+        try:
+            channel.send(self._hello())
+            await self._be_welcomed(socket)
+        except BaseException:
+            channel.abort()
+            raise
+        self._channel = channel
+        self._on_up()
+        return channel
+
+    async def _be_welcomed(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        answer = await socket.receive(timeout=self._connect_timeout_s)
         if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-            channel.close()
             raise LighthouseUnreachableError(f"the lighthouse at {self.address} closed the connection", self.address)
         welcome = decode_from_lighthouse(answer.data, f"the lighthouse at {self.address}")
         if isinstance(welcome, Refused):
-            channel.close()
             raise _refused(welcome, self.address)
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL_VERSION:
-            channel.close()
             raise ProtocolVersionError(f"the lighthouse at {self.address} speaks another protocol", self.address)
-        self._channel = channel
-        # Half the patience of the lighthouse at most, whatever interval was asked for.
+        # A third of the lighthouse's patience at most, whatever interval was asked for.
         self._pause_s = min(self._interval_s, welcome.heartbeat_timeout_s / 3)
-        self._on_up()
-        return channel
 
     async def _keep(self, channel: Channel) -> None:
         while True:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.channel import Channel, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.lighthouse import (
     Close,
@@ -33,7 +33,7 @@ from torchft_ckpt.core.lighthouse import (
 )
 from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Refused, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, set_dead_peer_timeout
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port
 
 logger = logging.getLogger(__name__)
 
@@ -143,11 +143,9 @@ class LighthouseServer:
             return _refuse_token(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
         await socket.prepare(request)
-        raw = request.transport.get_extra_info("socket") if request.transport is not None else None
-        if raw is not None:
-            set_dead_peer_timeout(raw, self._settings.heartbeat_timeout_s)
         name, party = next(self._names), f"the group at {request.remote}"
-        channel = self._channels[name] = Channel(socket, party)
+        channel = Channel(socket, request_socket(request), party, self._settings.heartbeat_timeout_s)
+        self._channels[name] = channel
         reason = "its connection closed"
         try:
             async for data in channel.messages():
@@ -158,8 +156,9 @@ class LighthouseServer:
             channel.send(Refused(code="protocol", reason=str(error)[:1000]))
         finally:
             channel.close()
-            self._channels.pop(name, None)
+            del self._channels[name]
             self._handle(ConnectionClosed(name, reason))
+            await channel.wait_closed()
         return socket
 
     def _handle(self, event: Event) -> None:

@@ -23,9 +23,10 @@ from torchft_ckpt.core.messages import (
     decode_group_to_rank,
 )
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError, ProtocolError
-from torchft_ckpt.network import set_dead_peer_timeout
 
 logger = logging.getLogger(__name__)
+
+DEAD_PEER_TIMEOUT_S = 10.0
 
 
 class RankSession:
@@ -104,10 +105,9 @@ class RankSession:
             ),
             self._connect_timeout_s,
         )
-        raw = socket.get_extra_info("socket")
-        if raw is not None:
-            set_dead_peer_timeout(raw, 10.0)
-        self._channel = Channel(socket, f"the manager service at {self._address}")
+        self._channel = Channel(
+            socket, socket.get_extra_info("socket"), f"the manager service at {self._address}", DEAD_PEER_TIMEOUT_S
+        )
         self._channel.send(RankHello(protocol=PROTOCOL_VERSION, group_rank=self._group_rank))
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._read(self._channel)), loop.create_task(self._beat(self._channel))]

@@ -343,12 +343,12 @@ class LighthouseState:
             self._rolled_back_to = hello.rolled_back_to
             known = [member.version.step for member in self.members.values() if self._is_valid(member.version)]
             self.newest_step = max([*known, self.round.step if self.round is not None else 0])
-        if hello.last_quorum_id >= self._rolled_back_to.quorum_id:
+        if hello.last_quorum_id >= self._rolled_back_to.quorum_id and hello.last_epoch != self.epoch:
             self.newest_step = max(self.newest_step, hello.newest_step)
         self._note_version(hello.version)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._recollection.heard(hello, now)
-        if hello.last_quorum_id > self.quorum_id:
+        if hello.last_quorum_id >= self.quorum_id and hello.last_quorum_id and hello.last_epoch != self.epoch:
             # Half a thousand at least lie between what this member heard of and the first id that is given now: those
             # that it did not hear of any more.
             lives = (hello.last_quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1
@@ -409,6 +409,7 @@ class LighthouseState:
         if member.request is None:
             member.asked_at = now
         member.request = request
+        member.told_reason = ""
         member.version = request.version
         self._recollection.asked(replica_id)
         self._note_version(request.version)
@@ -673,6 +674,10 @@ class LighthouseState:
                 yield from self._tell_late(member, vote, current, now)
                 return
             current.tally.cast(member.replica_id, vote)
+            if vote.broken and not current.tally.decided:
+                # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
+                reason = f"{member.replica_id}: {vote.reason or 'its collectives failed'}"
+                yield from self._break_collectives(current, member.replica_id, lost=False, reason=reason)
             yield from self._after_vote(current, now)
         elif key in self._decided or vote.epoch == self.epoch or self._recollection.is_over:
             yield Send(member.connection, self._late_answer(member.replica_id, vote))
@@ -750,14 +755,17 @@ class LighthouseState:
     def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
         tally = current.tally
+        approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
+        followers = [m for m in approvers if self._is_listening(m)]
+        if approvers and not followers:
+            tally.verdict, tally.reason = Verdict.DISCARD, "all who approved gave up waiting for the decision"
         committed = tally.verdict is Verdict.COMMIT
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
         self._remember(key, tally, outcome, tally.reason)
         if committed:
-            told = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT and self._is_listening(m)]
             self._followers = Followers(key, set())
-            for replica_id in told:
+            for replica_id in followers:
                 self._told_to_commit(replica_id, key)
             self.newest_step = max(self.newest_step, current.step + 1)
             behind = [m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT]
@@ -788,8 +796,6 @@ class LighthouseState:
                     reason=clip(tally.reason),
                 )
                 yield Send(member.connection, decided)
-        if committed and not told:
-            yield from self._nobody_followed(key)
 
     def _is_listening(self, replica_id: str) -> bool:
         """Whether it waits for the decision: it lives, and has not asked for the next step."""

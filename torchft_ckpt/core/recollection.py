@@ -118,7 +118,7 @@ class Recollection:
             return []
         self._is_patience_spent = True
         broken: list[tuple[str, int]] = []
-        for quorum in {key[:2] for key in self._training.values()}:
+        for quorum in dict.fromkeys(key[:2] for key in self._training.values()):
             if not self._everyone_heard(quorum):
                 broken += self._break_off(quorum)
         return broken

@@ -23,7 +23,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,11 +61,18 @@ class Session:
         label: names the group in errors and thread names, as in "quorum 7, rank 1 of 3".
         connect: makes the inner group; runs on the session's thread, registers interrupts by `on_end`, and must be
             bounded in time by itself.
+        devices: the accelerators whose tensors the operations' futures may carry.
     """
 
-    def __init__(self, label: str, connect: Callable[[Session], TorchProcessGroup]) -> None:
+    def __init__(
+        self,
+        label: str,
+        connect: Callable[[Session], TorchProcessGroup],
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         self.label = label
-        self._connect = connect
+        self.devices: list[int | str | torch.device] = list(devices)
+        self._connect: Callable[[Session], TorchProcessGroup] | None = connect
         self._changed = threading.Condition()
         self._phase = Phase.CONNECTING
         self._error: ProcessGroupError | None = None
@@ -74,6 +81,7 @@ class Session:
         self._num_calls = 0
         self._interrupts: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
+        self._released = threading.Event()
         self._thread = threading.Thread(target=self._run_connect, name=f"pg-connect {label}", daemon=True)
         self._reaper = threading.Thread(target=self._reap, name=f"pg-reap {label}", daemon=True)
 
@@ -195,13 +203,15 @@ class Session:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until an ended session has let go of everything; return whether it has."""
-        self._reaper.join(timeout_s)
-        return not self._reaper.is_alive()
+        return self._released.wait(timeout_s)
 
     def _run_connect(self) -> None:
         failure: Exception | None = None
+        # It refers to the process group, which refers to us: after this, nothing keeps a dropped group.
+        connect, self._connect = self._connect, None
+        assert connect is not None  # runs once
         try:
-            self._slot.append(self._connect(self))
+            self._slot.append(connect(self))
         except (RuntimeError, OSError, ValueError, TorchftCkptError) as error:
             failure = error.with_traceback(None)
         finally:
@@ -227,6 +237,7 @@ class Session:
             close()
         with _live_lock:
             _live.discard(self)
+        self._released.set()
         logger.debug("%s: inner group dropped in %.3f s", self.label, time.monotonic() - started)
 
 
@@ -242,13 +253,16 @@ class SessionWork(Work):
             future = work.get_future()
         except RuntimeError:  # a few of Gloo's operations have none; wait() still tells
             return
-        self._future = future.then(self._checked)
+        # Not `then`: it turns every exception into a RuntimeError.
+        self._future = torch.futures.Future(devices=session.devices)
+        future.add_done_callback(self._pass_on)
 
-    def _checked(self, future: torch.futures.Future[Any]) -> Any:
+    def _pass_on(self, future: torch.futures.Future[Any]) -> None:
+        assert self._future is not None
         try:
-            return future.value()
+            self._future.set_result(future.value())
         except RuntimeError as error:
-            raise self._session.fail(error) from error.with_traceback(None)
+            self._future.set_exception(self._session.fail(error))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the operation is done.

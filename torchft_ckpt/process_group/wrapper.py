@@ -34,6 +34,10 @@ from torchft_ckpt.process_group.store import StoreAddress
 _CONNECT_TIMEOUT_MAX = timedelta(seconds=10)
 
 
+def _accelerators() -> list[torch.device]:
+    return [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+
+
 class ProcessGroupWrapper(ProcessGroup):
     """A process group around another one.
 
@@ -86,7 +90,7 @@ class ProcessGroupWrapper(ProcessGroup):
         def connect(session: Session) -> TorchProcessGroup:
             return self._make_inner(session, address, rank, world_size, global_ranks)
 
-        session = Session(label, connect)
+        session = Session(label, connect, _accelerators())
         self._end(ProcessGroupAbortedError(f"{name} group left for quorum {quorum_id}"), successor=session)
         # The connecting thread keeps its own deadline; the second more is for its better worded error.
         session.connect(timeout_s + 1.0)
@@ -144,11 +148,13 @@ class ProcessGroupWrapper(ProcessGroup):
         """End the current session and put another in its place; `error` is what `errored()` says meanwhile."""
         with self._lock:
             session, self._session = self._session, successor
-        if session is None:
-            self._last_error = self._last_error or (error if successor is None else None)
-            return
-        session.end(error)
-        self._last_error = session.error
+            # Before the session ends: whoever it lets go may ask errored() at once.
+            if session is not None:
+                self._last_error = session.error or error
+            elif successor is None:
+                self._last_error = self._last_error or error
+        if session is not None:
+            session.end(error)
 
     def _run(self, call: Callable[[TorchProcessGroup], Work], opts: object = None) -> Work:
         """Start an operation on the inner group; `opts` are its options, which may give a timeout."""

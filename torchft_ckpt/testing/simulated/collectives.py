@@ -21,6 +21,7 @@ class Handle:
     group: Group
     replica_rank: int
     process: Process
+    failed: Action
     is_ready: bool = False
     is_aborted: bool = False
     num_ops: int = 0
@@ -67,13 +68,12 @@ class Collectives:
         group = self._groups.setdefault(key, Group(size))
         if group.size != size or replica_rank in group.handles:
             self._fail(f"two members meet in quorum {key} as rank {replica_rank} of {size}: {group}")
-        handle = Handle(group, replica_rank, process)
+        handle = Handle(group, replica_rank, process, failed)
         group.handles[replica_rank] = handle
 
         def give_up() -> None:
             if not handle.is_ready and not handle.is_aborted:
                 self.abort(handle)
-                failed()
 
         def become_ready() -> None:
             if not handle.is_aborted and not handle.is_ready:
@@ -118,6 +118,8 @@ class Collectives:
         if handle.is_aborted:
             return
         self._break(handle)
+        if not handle.is_ready:
+            self._clock.after(0.0, handle.process, handle.failed)
         waiting, handle.waiting = handle.waiting, {}
         for done in waiting.values():
             self._clock.after(0.0, handle.process, lambda done=done: done(None))  # type: ignore[misc]

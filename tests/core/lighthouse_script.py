@@ -1,0 +1,257 @@
+"""A small language for scenarios of the lighthouse: members with real `ReplicaState`s, a real `LighthouseState`, no network.
+
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    a.asks()
+    b.asks()
+    assert a.hears() == ["quorum 1 step 0 healthy"]
+
+What a member hears is taken by its `ReplicaState`; `hears` returns it in short words, in order, since the last call.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+from torchft_ckpt.core.lighthouse import (
+    Close,
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    LighthouseState,
+    Log,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.messages import (
+    AllowStepLoss,
+    CommitDecided,
+    FromLighthouse,
+    Heartbeat,
+    JoinerWaiting,
+    Leave,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    Refused,
+    StallReport,
+    ToLighthouse,
+    decode_from_lighthouse,
+    decode_to_lighthouse,
+    encode,
+)
+from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState
+
+_epochs = itertools.count(1)
+
+
+class Job:
+    """A lighthouse and its members."""
+
+    def __init__(self, least: int = 1, *, join_timeout_s: float = 60.0, allow_step_loss: bool = False) -> None:
+        self.settings = LighthouseSettings(
+            min_replicas=least, join_timeout_s=join_timeout_s, heartbeat_timeout_s=5.0, allow_step_loss=allow_step_loss
+        )
+        self.now = 0.0
+        self.members: dict[str, Member] = {}
+        self.log: list[str] = []
+        self.closed: list[str] = []
+        self._connections = itertools.count(1)
+        self.start()
+
+    def start(self) -> None:
+        """The lighthouse starts, without memory."""
+        self.lighthouse = LighthouseState(self.settings, epoch=f"life{next(_epochs)}")
+        self.by_connection: dict[str, Member] = {}
+
+    def restart(self) -> None:
+        """It dies and comes back; the members' connections are gone."""
+        for member in self.members.values():
+            member.connection = None
+        self.start()
+
+    def join(self, name: str, *, life: int = 1, ranks: int = 1, **settings: object) -> Member:
+        """A process starts and connects."""
+        member = Member(self, f"{name}:{life}", ranks, ReplicaSettings(**{"min_replica_size": 1, **settings}))  # type: ignore[arg-type]
+        self.members[member.replica_id] = member
+        member.connects()
+        return member
+
+    def handle(self, event: Event) -> None:
+        for instruction in self.lighthouse.handle(event, self.now):
+            if isinstance(instruction, Send):
+                member = self.by_connection.get(instruction.connection)
+                if member is not None:
+                    text = encode(instruction.message)
+                    member.receives(instruction.connection, decode_from_lighthouse(text, "lighthouse"))
+            elif isinstance(instruction, Close):
+                self.closed.append(instruction.connection)
+                member = self.by_connection.pop(instruction.connection, None)
+                if member is not None and member.connection == instruction.connection:
+                    member.connection = None
+            elif isinstance(instruction, Log):
+                self.log.append(instruction.line)
+
+    def passes(self, seconds: float, *, heartbeats: bool = True) -> None:
+        """Time goes by; the members' hearts beat, but of those that are stopped."""
+        until = self.now + seconds
+        next_beat = self.now
+        while True:
+            deadline = self.lighthouse.next_deadline()
+            at = min(until, next_beat, deadline if deadline is not None else until)
+            self.now = max(self.now, at)
+            if self.now >= until and (deadline is None or deadline > until):
+                return
+            if self.now == next_beat:
+                next_beat += 1.0
+                for member in list(self.members.values()):
+                    if heartbeats and not member.is_stopped:
+                        member.says(Heartbeat())
+            if deadline is not None and self.now >= deadline:
+                self.handle(Tick())
+
+    def operator_allows_loss(self) -> None:
+        self.handle(Received("operator", AllowStepLoss()))
+
+    def step(self, *members: Member) -> None:
+        """A step of these members that ends well."""
+        for member in members:
+            member.asks()
+        for member in members:
+            member.votes()
+        for member in members:
+            member.hears()
+
+
+class Member:
+    """One incarnation of a group."""
+
+    def __init__(self, job: Job, replica_id: str, ranks: int, settings: ReplicaSettings) -> None:
+        self.job, self.replica_id, self.ranks = job, replica_id, ranks
+        self.replica = ReplicaState(settings)
+        self.connection: str | None = None
+        self.is_stopped = False
+        self.outcomes: list[Outcome] = []
+        self.formed: QuorumFormed | None = None
+        self._heard: list[str] = []
+
+    @property
+    def step(self) -> int:
+        return self.replica.version.step
+
+    def connects(self, **hello: object) -> None:
+        self.connection = f"c{next(self.job._connections)}"
+        self.job.by_connection[self.connection] = self
+        message = self.replica.hello(self.replica_id, self.ranks)
+        self.says(msgspec.structs.replace(message, **hello))
+
+    def says(self, message: ToLighthouse) -> None:
+        if self.connection is not None:
+            decoded = decode_to_lighthouse(encode(message), self.replica_id)
+            self.job.handle(Received(self.connection, decoded))
+
+    def asks(self, *, can_serve: bool | None = None, allow_heal: bool = True, shrink_only: bool = False) -> None:
+        """Begins a step; one that is open is abandoned."""
+        serve = self.replica.capture_wanted if can_serve is None else can_serve
+        self.says(
+            self.replica.begin(
+                allow_heal=allow_heal, shrink_only=shrink_only, can_serve=serve, store_address=f"{self.replica_id}/store"
+            )
+        )
+
+    def loads(self) -> None:
+        """Its transfer ends well."""
+        assert self.formed is not None
+        self.replica.load_finished(self.formed.version)
+
+    def votes(self, *, load: bool = True, error: str | None = None, broken: bool = False) -> None:
+        """Ends its part of the step. Who has to load has loaded, unless `load` is False."""
+        if self.replica.phase is not Phase.TRAINING:
+            return
+        if load and self.formed is not None and self.replica.version != self.formed.version:
+            self.loads()
+        if error is not None:
+            self.replica.fail(error)
+        if broken:
+            self.replica.collectives_failed()
+        self.says(self.replica.vote())
+
+    def has_the_sum(self) -> None:
+        """Its collectives had finished before it could abort them."""
+        self.replica.error, self.replica._is_broken = None, False
+
+    def says_again(self) -> None:
+        """What a group does on a new connection: the open vote."""
+        vote = self.replica._vote
+        if self.replica.phase is Phase.VOTED and vote is not None:
+            self.says(vote)
+
+    def reports_stall(self) -> None:
+        assert self.formed is not None
+        self.says(StallReport(quorum_id=self.formed.quorum_id, step=self.formed.version.step))
+
+    def leaves(self) -> None:
+        self.says(Leave("it was shut down"))
+        self.connection = None
+
+    def dies(self) -> None:
+        """SIGKILL: its connection closes."""
+        connection, self.connection = self.connection, None
+        self.is_stopped = True
+        if connection is not None:
+            self.job.by_connection.pop(connection, None)
+            self.job.handle(ConnectionClosed(connection))
+
+    def is_cut_off(self) -> None:
+        """Its connection breaks; it lives."""
+        self.dies()
+        self.is_stopped = False
+
+    def receives(self, connection: str, message: FromLighthouse) -> None:
+        if connection != self.connection:
+            return
+        if self.is_stopped:
+            return
+        self._heard.append(_words(message))
+        if isinstance(message, QuorumFormed):
+            plan = self.replica.formed(message)
+            if plan is not None:
+                self.formed = message
+                if plan.configure:
+                    self.replica.configure_finished()
+        elif isinstance(message, CommitDecided):
+            outcome = self.replica.decided(message)
+            if outcome is not None:
+                self.outcomes.append(outcome)
+            else:
+                self.replica.overtaken(message)
+        elif isinstance(message, QuorumBroken):
+            self.replica.broken(message)
+        elif isinstance(message, JoinerWaiting):
+            self.replica.capture_wanted = True
+
+    def hears(self) -> list[str]:
+        """What it heard since the last call, `welcome` and notices of joiners apart."""
+        heard, self._heard = self._heard, []
+        return [words for words in heard if words not in ("welcome", "joiner waiting")]
+
+    def heard_joiner(self) -> bool:
+        return "joiner waiting" in self._heard
+
+
+def _words(message: FromLighthouse) -> str:
+    if isinstance(message, QuorumFormed):
+        return f"quorum {message.quorum_id} step {message.version.step} {message.role.value}"
+    if isinstance(message, CommitDecided):
+        return message.outcome.value
+    if isinstance(message, QuorumBroken):
+        return f"broken by {message.replica_id}" + (", lost" if message.lost else "")
+    if isinstance(message, QuorumPending):
+        return f"pending: {message.reason}"
+    if isinstance(message, Refused):
+        return f"refused: {message.code}"
+    return "joiner waiting" if isinstance(message, JoinerWaiting) else type(message).__name__.lower()

@@ -1,0 +1,276 @@
+"""Does a step count: the tally in every order of votes and losses, and what is decided anew after the lighthouse restarted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from torchft_ckpt.core.commit import Tally, Verdict, decide_forgotten
+from torchft_ckpt.core.messages import CommitVote, Outcome, Role
+
+HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
+VOTING = (HEALTHY, INLINE)
+
+
+def vote(approve: bool, *, broken: bool = False, counts: bool = True, num_voters: int = 0, reason: str = "") -> CommitVote:
+    return CommitVote(
+        quorum_id=1,
+        epoch="e",
+        step=4,
+        approve=approve,
+        broken=broken,
+        counts=counts,
+        num_voters=num_voters,
+        reason=reason,
+    )
+
+
+YES, NO = vote(True), vote(False, reason="a collective failed")
+
+
+def tally(**roles: Role) -> Tally:
+    return Tally(roles)
+
+
+# ------------------------------------------------------------------------------------------------------- scenarios
+
+
+def test_all_voters_approve() -> None:
+    step = tally(a=HEALTHY, b=INLINE)
+    step.cast("a", YES)
+    assert step.verdict is Verdict.PENDING
+    step.cast("b", YES)
+    assert (step.verdict, step.outcome("a"), step.broken) == (Verdict.COMMIT, Outcome.COMMIT, False)
+
+
+def test_one_voter_against_ends_it_at_once_and_is_named() -> None:
+    step = tally(a=HEALTHY, b=HEALTHY)
+    step.cast("b", NO)
+    assert (step.verdict, step.reason) == (Verdict.DISCARD, "b: a collective failed")
+
+
+def test_a_joiners_vote_against_leaves_it_behind_and_nobody_else() -> None:
+    step = tally(a=HEALTHY, j=JOINER)
+    step.cast("j", NO)
+    step.cast("a", YES)
+    assert (step.verdict, step.outcome("a"), step.outcome("j")) == (
+        Verdict.COMMIT,
+        Outcome.COMMIT,
+        Outcome.LEFT_BEHIND,
+    )
+
+
+def test_a_joiner_is_waited_for_until_the_step_is_closed() -> None:
+    step = tally(a=HEALTHY, j=JOINER)
+    step.cast("a", YES)
+    assert (step.verdict, step.all_voters_approved, step.joiners_waited_for()) == (Verdict.PENDING, True, ["j"])
+    step.close()
+    assert (step.verdict, step.outcome("j"), step.broken) == (Verdict.COMMIT, Outcome.LEFT_BEHIND, True)
+
+
+def test_closing_does_nothing_while_a_voter_is_waited_for() -> None:
+    step = tally(a=HEALTHY, j=JOINER)
+    step.close()
+    assert step.verdict is Verdict.PENDING
+
+
+def test_the_vote_of_the_lost_is_not_waited_for() -> None:
+    step = tally(a=HEALTHY, b=HEALTHY)
+    step.cast("a", YES)
+    step.lose("b", "it died")
+    assert (step.verdict, step.broken, step.outcome("b")) == (Verdict.COMMIT, True, Outcome.LEFT_BEHIND)
+
+
+def test_losing_the_last_voter_is_no_commit() -> None:
+    step = tally(a=HEALTHY, j=JOINER)
+    step.cast("j", YES)
+    step.lose("a", "it died")
+    assert (step.verdict, step.broken) == (Verdict.DISCARD, True)
+
+
+def test_idle_members_are_not_waited_for() -> None:
+    step = tally(a=HEALTHY, i=IDLE)
+    step.cast("a", YES)
+    assert (step.verdict, step.outcome("i")) == (Verdict.COMMIT, Outcome.LEFT_BEHIND)
+
+
+def test_a_late_vote_never_counts() -> None:
+    step = tally(a=HEALTHY, b=HEALTHY)
+    step.cast("a", NO)
+    step.cast("b", YES)
+    assert (step.verdict, "b" in step.votes) == (Verdict.DISCARD, False)
+
+
+def test_a_loss_after_the_decision_breaks_the_collectives_and_decides_nothing() -> None:
+    step = tally(a=HEALTHY, b=HEALTHY)
+    step.cast("a", YES)
+    step.cast("b", YES)
+    step.lose("b", "it died")
+    assert (step.verdict, step.broken, step.outcome("b")) == (Verdict.COMMIT, True, Outcome.COMMIT)
+
+
+def test_a_second_vote_changes_nothing() -> None:
+    step = tally(a=HEALTHY, b=HEALTHY)
+    step.cast("a", YES)
+    step.cast("a", NO)
+    assert (step.verdict, step.votes["a"]) == (Verdict.PENDING, YES)
+
+
+# ------------------------------------------------------------------------------------------- every order of events
+
+
+def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> Verdict:
+    """Look at the whole history again after each event."""
+    for length in range(1, len(events) + 1):
+        past = events[:length]
+        said: dict[str, str] = {}
+        lost: set[str] = set()
+        for member, what in past:
+            if what == "dies":
+                lost.add(member)
+            elif member not in lost:
+                said.setdefault(member, what)
+        voters = [m for m, role in roles.items() if role in VOTING]
+        if any(said.get(m) == "no" for m in voters):
+            return Verdict.DISCARD
+        if all(m in lost for m in voters):
+            return Verdict.DISCARD
+        waited_for = [m for m, role in roles.items() if role is not IDLE and m not in said and m not in lost]
+        if not waited_for:
+            return Verdict.COMMIT
+    return Verdict.PENDING
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        {"a": HEALTHY, "b": HEALTHY},
+        {"a": HEALTHY, "b": INLINE, "c": HEALTHY},
+        {"a": HEALTHY, "j": JOINER},
+        {"a": HEALTHY, "b": HEALTHY, "j": JOINER},
+        {"a": HEALTHY, "j": JOINER, "k": JOINER},
+        {"a": HEALTHY, "j": JOINER, "i": IDLE},
+    ],
+    ids=lambda roles: "".join(role.value[0] for role in roles.values()),
+)
+def test_agrees_with_the_oracle_in_every_order_of_votes_and_losses(roles: dict[str, Role]) -> None:
+    for whats in itertools.product(("yes", "no", "dies", "yes, dies"), repeat=len(roles)):
+        events = [(m, what) for m, both in zip(roles, whats, strict=True) for what in both.split(", ")]
+        for order in itertools.permutations(events):
+            step = Tally(roles)
+            for member, what in order:
+                if what == "dies":
+                    step.lose(member, "it died")
+                else:
+                    step.cast(member, YES if what == "yes" else NO)
+            assert step.verdict is oracle(roles, order), order
+            if step.verdict is Verdict.COMMIT:
+                followers = [m for m in roles if step.outcome(m) is Outcome.COMMIT]
+                assert all(step.votes[m].approve for m in followers)
+
+
+# ------------------------------------------------------------------------------- after the lighthouse's own restart
+
+
+def decide(
+    *votes: CommitVote,
+    committed: bool = False,
+    refused: bool = False,
+    training: bool = False,
+    everyone: bool = False,
+    over: bool = False,
+) -> Verdict:
+    return decide_forgotten(
+        votes,
+        committed_somewhere=committed,
+        refused_somewhere=refused,
+        someone_still_training=training,
+        everyone_is_back=everyone,
+        grace_over=over,
+    )
+
+
+FOR, AGAINST = vote(True, num_voters=3), vote(False, num_voters=3)
+JOINED = vote(True, counts=False, num_voters=3)
+
+
+def test_forgotten_somebody_knows_of_the_commit() -> None:
+    assert decide(FOR, AGAINST, committed=True) is Verdict.COMMIT
+
+
+def test_forgotten_all_voters_approve_again() -> None:
+    assert decide(FOR, FOR, FOR) is Verdict.COMMIT
+    assert decide(FOR, FOR, JOINED) is Verdict.PENDING
+
+
+def test_forgotten_a_discard_waits_for_those_who_may_know_of_a_commit() -> None:
+    assert decide(FOR, AGAINST) is Verdict.PENDING
+    assert decide(FOR, AGAINST, everyone=True) is Verdict.DISCARD
+    assert decide(FOR, AGAINST, over=True) is Verdict.DISCARD
+
+
+def test_forgotten_those_who_approved_commit_when_the_missing_do_not_come() -> None:
+    assert decide(FOR, FOR) is Verdict.PENDING
+    assert decide(FOR, FOR, over=True, training=True) is Verdict.PENDING
+    assert decide(FOR, FOR, over=True) is Verdict.COMMIT
+
+
+def test_forgotten_joiners_alone_follow_what_may_have_been_a_commit() -> None:
+    assert decide(JOINED) is Verdict.PENDING
+    assert decide(JOINED, over=True) is Verdict.COMMIT
+    assert decide(JOINED, refused=True, over=True) is Verdict.DISCARD
+
+
+@pytest.mark.parametrize("num_joiners", [0, 1])
+def test_what_is_decided_anew_never_contradicts_what_somebody_here_has_done(num_joiners: int) -> None:
+    """All small histories: votes and losses in the old life, who heard the decision, who came back; then the new life."""
+    voters = ["a", "b", "c"][: 3 - num_joiners]
+    joiners = ["j"][:num_joiners]
+    roles = {**dict.fromkeys(voters, HEALTHY), **dict.fromkeys(joiners, JOINER)}
+    num_cases = 0
+    for said in itertools.product(("yes", "no", "open"), repeat=len(roles)):
+        for fate in itertools.product(("counted", "unheard", "lost"), repeat=len(roles)):
+            old = Tally(roles)
+            for member, word, what in zip(roles, said, fate, strict=True):
+                if what == "lost":
+                    old.lose(member, "cut off")
+                elif what == "counted" and word != "open":
+                    old.cast(member, YES if word == "yes" else NO)
+            if num_joiners:
+                old.close()
+            hearers = [m for m, what in zip(roles, fate, strict=True) if what != "lost"] if old.decided else []
+            for num_heard in range(len(hearers) + 1):
+                for heard in itertools.combinations(hearers, num_heard):
+                    for back in itertools.product((True, False), repeat=len(roles)):
+                        num_cases += 1
+                        check_new_life(old, dict(zip(roles, said, strict=True)), heard, dict(zip(roles, back, strict=True)))
+    assert num_cases > 5000
+
+
+def check_new_life(old: Tally, said: dict[str, str], heard: Sequence[str], back: dict[str, bool]) -> None:
+    here = [member for member in old.roles if back[member]]
+    told = {member: old.outcome(member) for member in heard}
+    followed = [member for member in told if told[member] is Outcome.COMMIT]
+    in_doubt = [member for member in here if member not in told and said[member] != "open"]
+    num_voters = sum(role in VOTING for role in old.roles.values())
+    votes = [vote(said[m] == "yes", counts=old.roles[m] in VOTING, num_voters=num_voters) for m in in_doubt]
+    verdict = decide(
+        *votes,
+        committed=any(m in here for m in followed) or any(told.get(m) is Outcome.LEFT_BEHIND for m in here),
+        refused=any(told.get(m) is Outcome.DISCARD for m in here),
+        everyone=len(here) == len(old.roles),
+        over=True,
+    )
+    case = (old, said, heard, back, verdict)
+    if any(member in here for member in followed):
+        assert verdict is Verdict.COMMIT, case
+    if any(told.get(member) is Outcome.DISCARD for member in here):
+        assert verdict is Verdict.DISCARD, case
+    if verdict is Verdict.COMMIT and old.verdict is Verdict.DISCARD:
+        # Allowed where nobody here knows better: those who approved hold the sum, and nobody else has gone on.
+        assert not any(member in here for member in heard), case
+    if verdict is Verdict.DISCARD and followed:
+        # The limit: all who know of the commit are away. They hold an older quorum's state when they come back.
+        assert not any(member in here for member in followed), case

@@ -1,0 +1,230 @@
+"""The lighthouse dies and comes back without memory: nothing that was committed is lost, no step is committed twice."""
+
+from __future__ import annotations
+
+from lighthouse_script import Job, Member
+from test_lighthouse_scenarios import trained
+
+from torchft_ckpt.core.messages import Outcome
+
+
+def in_doubt(*names: str) -> tuple[Job, list[Member]]:
+    """All have voted for step 1, and the lighthouse is gone before anybody heard the decision."""
+    job, members = trained(*names)
+    for member in members:
+        member.asks()
+    job.restart()
+    for member in members:
+        member.votes()  # into the void
+        member.hears()
+    return job, members
+
+
+def back(*members: Member) -> None:
+    for member in members:
+        member.connects()
+        member.says_again()
+
+
+def test_quorum_ids_rise_by_lives() -> None:
+    job, (a, b) = trained("a", "b")
+    first = a.formed.quorum_id
+    for life in (1, 2, 3):
+        job.restart()
+        a.connects()
+        b.connects()
+        job.step(a, b)
+        assert a.formed.quorum_id == 1000 * life > first
+
+
+def test_an_id_that_others_have_seen_is_not_given_again_though_who_is_back_first_never_saw_it() -> None:
+    job, (a, b) = trained("a", "b")
+    b.replica.quorum = None  # it saw no quorum but of a much earlier life
+    job.lighthouse.quorum_id = 990
+    job.step(a, b)
+    job.restart()
+    a.connects()
+    b.connects()
+    job.step(a, b)
+    assert a.formed.quorum_id == 2000
+
+
+def test_nobody_heard_the_old_decision_and_all_approved() -> None:
+    job, (a, b, c) = in_doubt("a", "b", "c")
+    back(a, b)
+    assert (a.outcomes, b.outcomes) == ([], [])
+    back(c)
+    assert [m.outcomes for m in (a, b, c)] == [[Outcome.COMMIT]] * 3
+    job.step(a, b, c)
+    assert {m.step for m in (a, b, c)} == {3}
+    assert len({m.replica.version for m in (a, b, c)}) == 1
+
+
+def test_some_heard_that_it_was_committed() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    a.votes()
+    b.is_stopped = True  # what it hears comes too late
+    b.votes()
+    job.restart()
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [])
+    b.is_stopped = False
+    back(a, b)
+    assert b.outcomes == [Outcome.COMMIT]
+    assert a.replica.version == b.replica.version
+
+
+def test_all_heard_the_old_decision() -> None:
+    job, (a, b) = trained("a", "b")
+    job.restart()
+    back(a, b)
+    job.step(a, b)
+    assert (a.step, b.step) == (2, 2)
+
+
+def test_some_heard_that_it_was_discarded() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    a.is_stopped = True
+    b.votes(error="a collective failed", broken=True)
+    job.restart()
+    a.is_stopped = False
+    assert (a.outcomes, b.outcomes) == ([], [Outcome.DISCARD])
+    back(a)
+    assert a.outcomes == []
+    back(b, c)
+    assert a.outcomes == [Outcome.DISCARD]
+
+
+def test_one_was_against_and_nobody_heard() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    job.restart()
+    a.votes()
+    b.votes(error="a collective failed", broken=True)
+    back(a, b)
+    assert (a.outcomes, b.outcomes) == ([Outcome.DISCARD], [Outcome.DISCARD])
+    job.step(a, b)
+    assert (a.step, b.step) == (2, 2)
+
+
+def test_a_member_died_with_the_lighthouse_and_those_who_have_the_sum_commit_after_the_grace() -> None:
+    job, (a, b, c) = in_doubt("a", "b", "c")
+    back(a, b)
+    job.passes(4.5)
+    assert a.outcomes == []
+    job.passes(1.0)
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
+
+
+def test_a_commit_that_was_heard_by_one_is_not_undone_by_one_that_was_taken_for_dead() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    b.is_stopped = True
+    b.votes()
+    c.is_cut_off()  # the step is committed without it, b does not hear of it
+    assert a.outcomes == [Outcome.COMMIT]
+    job.restart()
+    b.is_stopped = False
+    c.votes(error="it was cut off", broken=True)
+    back(c, b)
+    assert b.outcomes == []
+    back(a)
+    assert b.outcomes == [Outcome.COMMIT]
+    assert c.outcomes == [Outcome.LEFT_BEHIND]
+
+
+def test_no_quorum_before_all_of_the_last_one_are_back_or_the_patience_is_over() -> None:
+    job, (a, b) = trained("a", "b")
+    job.restart()
+    a.connects()
+    a.asks()
+    fresh = job.join("f")
+    fresh.asks()
+    job.passes(4.9)
+    assert fresh.formed is None
+    assert any("1 of 2 replica groups are back since the lighthouse restarted" in words for words in a.hears())
+    job.passes(0.2)
+    assert a.formed.version.step == 1
+
+
+def test_a_member_that_dies_soon_after_is_pushed_to_those_who_share_a_collective_of_the_old_life() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+        member.hears()
+    job.restart()
+    back(a, b, c)
+    c.dies()
+    assert "broken by a:1, lost" in a.hears()
+    a.votes()
+    b.votes()
+    assert (a.outcomes, b.outcomes) == ([Outcome.DISCARD], [Outcome.DISCARD])
+
+
+def test_who_is_in_a_collective_with_one_that_does_not_come_back_is_told() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    job.restart()
+    back(a)
+    a.hears()
+    job.passes(5.1)
+    assert a.hears() == ["broken by a:1, lost"]
+
+
+def test_a_vote_in_doubt_that_comes_when_the_job_has_gone_on_does_not_count() -> None:
+    job, (a, b) = in_doubt("a", "b")
+    a.replica.decision_unknown()
+    a.connects()
+    a.asks()
+    job.passes(5.1)
+    a.votes()
+    assert a.step == 2
+    back(b)
+    assert b.outcomes == [Outcome.DISCARD]
+    a.asks(can_serve=True)
+    b.asks()
+    a.votes()
+    a.asks(can_serve=True)
+    assert b.formed.role.value == "joiner"
+
+
+def test_one_that_comes_with_a_later_step_ends_the_open_round_that_would_commit_it_twice() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    a.votes()
+    b.is_stopped = True
+    b.votes()  # committed; b does not hear of it
+    b.is_stopped = False
+    job.restart()
+    b.replica.decision_unknown()
+    b.connects()
+    b.asks()
+    job.passes(5.1)
+    assert b.formed.version.step == 1
+    a.connects()
+    assert "broken by b:1" in b.hears()
+    b.votes()
+    a.asks(can_serve=True)
+    b.asks()
+    assert (a.formed.role.value, b.formed.role.value, a.formed.version.step) == ("healthy", "joiner", 2)
+
+
+def test_an_old_life_that_is_heard_of_late_raises_the_quorum_id_at_once() -> None:
+    job, (a,) = trained("a", steps=3)
+    job.restart()
+    fresh = job.join("f")
+    job.step(fresh)
+    assert fresh.formed.quorum_id == 1
+    a.connects()
+    a.asks(can_serve=True)
+    fresh.asks()
+    assert (a.formed.quorum_id, a.formed.role.value, fresh.formed.role.value) == (1000, "healthy", "joiner")

@@ -1,0 +1,602 @@
+"""The lighthouse over time: what goes in, what has to come out."""
+
+from __future__ import annotations
+
+import pytest
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Received, Send
+from torchft_ckpt.core.messages import Heartbeat, Hello, Outcome, QuorumFormed, Refused, StateVersion
+
+
+def trained(*names: str, least: int = 1, steps: int = 1, **settings: float) -> tuple[Job, list[Member]]:
+    """A job whose members have committed a few steps together."""
+    job = Job(least=least, **settings)  # type: ignore[arg-type]
+    members = [job.join(name) for name in names]
+    for _ in range(steps):
+        job.step(*members)
+    assert {member.step for member in members} == {steps}
+    for member in members:
+        member.hears()
+        member.outcomes.clear()
+    return job, members
+
+
+# ------------------------------------------------------------------------------------------------------ a job begins
+
+
+def test_all_start_with_the_first_ones_weights() -> None:
+    job = Job(least=3)
+    a, b, c = job.join("a"), job.join("b"), job.join("c")
+    a.asks()
+    b.asks()
+    assert (a.hears(), b.hears()) == ([], [])
+    c.asks()
+    assert a.hears() == ["quorum 1 step 0 healthy"]
+    assert b.hears() == ["quorum 1 step 0 inline"]
+    assert c.hears() == ["quorum 1 step 0 inline"]
+    assert [source.replica_id for source in c.formed.sources] == ["a:1"]
+    for member in (a, b, c):
+        member.votes()
+    assert (a.hears(), b.hears(), c.hears()) == (["commit"], ["commit"], ["commit"])
+    assert {member.replica.version for member in (a, b, c)} == {
+        StateVersion(step=1, quorum_id=1, epoch=job.lighthouse.epoch)
+    }
+
+
+def test_the_next_step_goes_on_in_the_same_quorum() -> None:
+    job, (a, b) = trained("a", "b", steps=2)
+    assert (a.formed.quorum_id, a.formed.version.step, b.formed.quorum_id) == (1, 1, 1)
+
+
+def test_fewer_than_min_replicas_are_told_who_is_waited_for_and_how_long() -> None:
+    job = Job(least=2)
+    a = job.join("a")
+    a.asks()
+    job.passes(2.0)
+    assert a.hears() == ["pending: 1 of at least 2 replica groups are here (a:1)"]
+
+
+# ------------------------------------------------------------------------------------------------------------ losses
+
+
+def test_kill_in_the_step_is_pushed_at_once_and_survivors_discard_one_step() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    first = a.formed.quorum_id
+    a.hears(), b.hears()
+    c.dies()
+    assert a.hears() == b.hears() == ["broken by c:1, lost"]
+    a.votes()
+    b.votes()
+    assert (a.outcomes, b.outcomes) == ([Outcome.DISCARD], [Outcome.DISCARD])
+    a.asks()
+    b.asks()
+    assert a.formed.quorum_id > first
+    a.votes()
+    b.votes()
+    assert (a.step, b.step) == (2, 2)
+
+
+def test_kill_after_all_survivors_voted_costs_nothing() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    b.votes()
+    c.dies()
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
+
+
+def test_a_survivor_that_has_the_sum_commits_with_those_that_have_it() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    c.dies()
+    assert a.outcomes == []
+    b.has_the_sum()
+    b.votes()
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
+
+
+def test_one_that_leaves_on_purpose_is_gone_at_once() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    b.leaves()
+    assert a.hears()[-1] == "broken by b:1, lost"
+    a.votes()
+    a.asks()
+    assert a.hears()[-1].endswith("step 1 healthy")
+
+
+def test_a_stopped_group_is_dropped_and_finds_itself_dead_when_it_wakes() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    b.is_stopped = True
+    b.hears()
+    job.passes(6.0)
+    assert "broken by b:1, lost" in a.hears()
+    a.votes()
+    a.asks()
+    a.votes()
+    assert a.step == 2
+    b.is_stopped = False
+    b.connects()
+    assert b.hears() == ["broken by b:1, lost"]
+    b.votes()
+    assert b.outcomes == [Outcome.DISCARD]
+    b.asks()
+    a.asks()
+    assert (b.formed.role.value, b.formed.version.step) == ("joiner", 2)
+    b.votes()
+    a.votes()
+    assert (a.replica.version, b.replica.version) == (a.replica.version, a.replica.version)
+
+
+def test_who_lost_its_connection_after_its_vote_still_hears_the_decision() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    b.votes()
+    b.is_cut_off()
+    a.has_the_sum()
+    a.votes()
+    b.connects()
+    b.says_again()
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
+    assert a.replica.version == b.replica.version
+
+
+def test_a_late_approval_of_one_taken_for_dead_commits_only_what_was_committed() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    b.is_cut_off()
+    a.votes()  # its collective was aborted
+    b.votes()
+    b.connects()
+    b.says_again()
+    assert (a.outcomes, b.outcomes) == ([Outcome.DISCARD], [Outcome.DISCARD])
+
+
+def test_one_that_was_cut_off_and_asks_anew_does_not_spoil_the_others_step() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    c.is_cut_off()
+    c.connects()
+    c.asks()
+    b.has_the_sum()
+    b.votes()
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
+
+
+def test_a_lighthouse_that_slept_drops_nobody_for_its_own_silence() -> None:
+    job, (a, b) = trained("a", "b")
+    job.now += 60.0
+    a.asks()
+    b.asks()
+    assert len(job.lighthouse.members) == 2
+    assert any("paused" in line for line in job.log)
+
+
+# ----------------------------------------------------------------------------------------------------------- joiners
+
+
+def rejoining(**settings: float) -> tuple[Job, Member, Member, Member]:
+    """Two healthy members in a step with one that heals."""
+    job, (a, b) = trained("a", "b")
+    j = job.join("j", **settings)
+    a.asks(can_serve=True)
+    j.asks()
+    b.asks(can_serve=True)
+    assert (a.formed.role.value, j.formed.role.value) == ("healthy", "joiner")
+    for member in (a, b, j):
+        member.hears()
+    return job, a, b, j
+
+
+def test_a_joiner_is_announced_so_that_somebody_captures_its_state() -> None:
+    job, (a, b) = trained("a", "b")
+    job.join("j")
+    assert a.heard_joiner()
+    assert a.replica.capture_wanted
+
+
+def test_a_joiner_that_nobody_can_serve_waits_for_the_next_step() -> None:
+    job, (a, b) = trained("a", "b")
+    a.replica.capture_wanted = b.replica.capture_wanted = False
+    j = job.join("j")
+    j.asks()
+    a.asks(can_serve=False)
+    b.asks(can_serve=False)
+    assert (j.formed, a.formed.joiner_waiting, a.replica.capture_wanted) == (None, True, True)
+    a.votes()
+    b.votes()
+    a.asks()
+    b.asks()
+    assert (j.formed.role.value, a.formed.joiner_waiting) == ("joiner", False)
+
+
+def test_a_joiner_that_is_ready_commits_with_the_others() -> None:
+    job, a, b, j = rejoining()
+    for member in (a, b, j):
+        member.votes()
+    assert a.replica.version == j.replica.version
+    for member in (a, b, j):
+        member.asks()
+    assert j.formed.role.value == "healthy"
+
+
+def test_a_slow_joiner_is_left_behind_at_the_join_budget() -> None:
+    job, a, b, j = rejoining()
+    a.votes()
+    b.votes()
+    job.passes(4.9)
+    assert a.outcomes == []
+    job.passes(0.2)
+    assert (a.outcomes, j.hears()) == ([Outcome.COMMIT], ["left_behind"])
+    j.votes(load=False)
+    assert j.outcomes == [Outcome.LEFT_BEHIND]
+
+
+def test_a_joiner_that_was_left_behind_stays_out_for_a_while_then_tries_again() -> None:
+    job, a, b, j = rejoining()
+    a.votes()
+    b.votes()
+    job.passes(5.1)
+    j.votes(load=False)
+    j.asks()
+    job.step(a, b)
+    assert j.formed.version.step == 1
+    job.passes(45.0)
+    job.step(a, b)  # nobody had captured its state for it
+    job.step(a, b)
+    assert (j.formed.role.value, j.formed.version.step) == ("joiner", 4)
+
+
+def test_a_joiner_that_stalls_the_collective_is_thrown_out_with_one_discarded_step() -> None:
+    job, a, b, j = rejoining()
+    a.reports_stall()
+    assert (a.hears(), j.hears()) == ([], [])
+    b.reports_stall()
+    assert a.hears() == ["broken by j:1"]
+    assert j.hears() == ["broken by j:1"]
+    a.votes()
+    b.votes()
+    job.step(a, b)
+    assert (a.outcomes, b.step) == ([Outcome.DISCARD, Outcome.COMMIT], 2)
+
+
+def test_a_stall_without_joiners_is_nobodys_fault() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    a.hears()
+    a.reports_stall()
+    b.reports_stall()
+    assert a.hears() == []
+
+
+def test_a_dying_joiner_costs_one_step_at_most() -> None:
+    job, a, b, j = rejoining()
+    j.dies()
+    assert a.hears() == ["broken by j:1, lost"]
+    a.votes()
+    b.votes()
+    job.step(a, b)
+    assert (a.outcomes, a.step) == ([Outcome.DISCARD, Outcome.COMMIT], 2)
+
+
+def test_a_joiner_that_dies_when_the_others_have_voted_costs_nothing() -> None:
+    job, a, b, j = rejoining()
+    a.votes()
+    b.votes()
+    j.dies()
+    assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
+
+
+def test_a_joiner_that_abandons_the_step_breaks_the_collectives_and_is_still_healing_in_the_next() -> None:
+    job, a, b, j = rejoining()
+    j.asks()
+    assert a.hears() == ["broken by j:1"]
+    a.votes()
+    b.votes()
+    assert not j.replica.healed
+    job.passes(60.0)
+    a.asks(can_serve=True)
+    b.asks(can_serve=True)
+    assert j.formed.role.value == "joiner"
+
+
+def test_a_healthy_member_that_abandons_the_step_ends_it_for_all() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    a.hears()
+    b.asks()
+    assert a.hears() == ["broken by b:1"]
+    a.votes()
+    a.asks()
+    assert (a.outcomes, a.formed.version.step, b.formed.version.step) == ([Outcome.DISCARD], 1, 1)
+
+
+def test_a_joiners_failed_load_touches_nobody_else() -> None:
+    job, a, b, j = rejoining()
+    a.votes()
+    b.votes()
+    j.votes(load=False, error="the transfer failed")
+    assert (a.outcomes, j.outcomes) == ([Outcome.COMMIT], [Outcome.LEFT_BEHIND])
+    assert not j.replica.healed
+
+
+def test_a_member_that_holds_the_newest_state_is_never_set_aside_for_its_failed_joins() -> None:
+    job, a, b, j = rejoining()
+    j.votes()  # it holds the state, and its approval counts for nothing
+    a.reports_stall()
+    b.reports_stall()
+    a.dies()
+    b.dies()
+    fresh = job.join("f")
+    fresh.asks()
+    j.asks()
+    assert j.formed.role.value == "healthy"
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_two_groups_that_need_each_other_come_together_though_the_transfer_outlasts_many_rounds(inline: bool) -> None:
+    job, (a, b) = trained("a", "b", least=2)
+    a.replica.settings = b.replica.settings.__class__(min_replica_size=2)
+    b.dies()
+    a.asks(can_serve=True)
+    j = job.join("b", life=2, min_replica_size=2, heal_inline=inline)
+    for _ in range(20):  # the healthy one cannot commit without it, and ends round after round
+        a.votes()
+        if j.replica.phase.value == "training":
+            j.votes(load=False, error="its state is not loaded yet")
+        a.asks(can_serve=True)
+        j.asks()
+        job.passes(1.0)
+    assert j.formed is not None, job.log[-3:]
+    j.loads()
+    for _ in range(3):
+        a.votes()
+        j.votes()
+        a.asks(can_serve=True)
+        j.asks()
+    assert (a.step, j.replica.version) == (j.step, a.replica.version)
+    assert a.step > 1
+
+
+# ------------------------------------------------------------------------------------------------- the newest step
+
+
+def lost_newest_step() -> tuple[Job, Member, Member]:
+    """`a` committed step 3 and is gone; `old` holds step 1."""
+    job, (a, old) = trained("a", "old", join_timeout_s=10.0)
+    old.asks()
+    a.asks()
+    old.is_cut_off()
+    a.votes()
+    job.step(a)
+    job.step(a)
+    assert a.step == 3
+    old.connects()
+    a.dies()
+    return job, a, old
+
+
+def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_and_the_remedies() -> None:
+    job, a, old = lost_newest_step()
+    fresh = job.join("f")
+    old.asks()
+    fresh.asks()
+    job.passes(120.0)
+    pending = old.hears()[-1]
+    assert old.formed.version.step == 1
+    assert "step 3 was committed, the newest state here is step 1" in pending
+    assert "a:1" in pending
+    assert "allow-step-loss" in pending
+
+
+def test_the_job_goes_on_with_a_state_that_was_restored_on_purpose() -> None:
+    job, a, old = lost_newest_step()
+    restored = job.join("r")
+    restored.replica.restore(2)
+    job.passes(11.0)
+    old.asks()
+    restored.asks()
+    assert (restored.formed.role.value, restored.formed.version.step) == ("healthy", 2)
+    assert old.formed.role.value == "inline"
+    assert any("steps 3 to 3 are lost" in line for line in job.log)
+
+
+def test_before_it_goes_back_it_waits_for_holders_that_were_cut_off_a_moment_ago() -> None:
+    job, a, old = lost_newest_step()
+    restored = job.join("r")
+    restored.replica.restore(2)
+    old.asks()
+    restored.asks()
+    assert restored.formed is None
+    job.passes(9.0)
+    assert restored.formed is None
+    assert any("waiting at most 10 s for it before the job goes back" in words for words in restored.hears())
+    a.is_stopped = False
+    a.connects()
+    a.asks(can_serve=True)
+    assert (a.formed.role.value, a.formed.version.step, restored.formed.role.value) == ("healthy", 3, "joiner")
+
+
+def test_it_does_not_wait_for_a_holder_whose_group_has_started_anew() -> None:
+    job, a, old = lost_newest_step()
+    again = job.join("a", life=2)
+    again.replica.restore(2)
+    old.asks()
+    again.asks()
+    assert again.formed.role.value == "healthy"
+
+
+def test_it_never_goes_back_while_a_holder_lives_and_trains() -> None:
+    job, (a,) = trained("a", steps=3, join_timeout_s=2.0)
+    a.asks()  # a long step
+    restored = [job.join(f"r{i}") for i in range(3)]
+    for member in restored:
+        member.replica.restore(2)
+        member.asks()
+    job.passes(60.0)
+    assert restored[0].formed is None
+    assert "a:1 holds a state that the job need not go back from" in restored[0].hears()[-1]
+    a.votes()
+    assert a.step == 4
+
+
+def test_the_operators_word_lets_the_job_go_on_from_the_best_state_left() -> None:
+    job, a, old = lost_newest_step()
+    fresh = job.join("f")
+    old.asks()
+    fresh.asks()
+    job.operator_allows_loss()
+    assert (old.formed.role.value, old.formed.version.step) == ("healthy", 1)
+
+
+def test_the_operators_word_is_for_one_quorum() -> None:
+    job, a, old = lost_newest_step()
+    old.asks()
+    job.operator_allows_loss()
+    assert not job.lighthouse.allow_step_loss
+
+
+def test_a_holder_that_comes_back_after_the_job_went_back_heals_and_does_not_take_over() -> None:
+    job, a, old = lost_newest_step()
+    old.asks()
+    job.operator_allows_loss()
+    old.votes()
+    a.is_stopped = False
+    a.connects()
+    old.asks(can_serve=True)
+    a.asks()
+    old.votes()
+    old.asks(can_serve=True)
+    assert (old.formed.role.value, a.formed.role.value) == ("healthy", "joiner")
+
+
+def test_nor_after_a_restart_of_the_lighthouse_in_between() -> None:
+    job, a, old = lost_newest_step()
+    old.asks()
+    job.operator_allows_loss()
+    old.votes()
+    job.restart()
+    a.is_stopped = False
+    a.connects()
+    old.connects()
+    a.asks()
+    old.asks(can_serve=True)
+    job.passes(6.0)
+    assert (old.formed.role.value, a.formed.role.value) == ("healthy", "joiner")
+
+
+def test_a_commit_that_nobody_waited_for_is_none() -> None:
+    job, (a,) = trained("a")
+    a.asks()
+    vote = a.replica.vote()
+    a.replica.decision_unknown()  # the lighthouse took too long
+    a.says(vote)
+    assert job.lighthouse.newest_step == 2
+    a.asks()
+    assert (job.lighthouse.newest_step, a.formed.role.value, a.formed.version.step) == (1, "healthy", 1)
+
+
+def test_a_torn_state_is_not_trained_from_and_the_line_says_what_to_do() -> None:
+    job, (a,) = trained("a", steps=0)
+    a.replica.load_torn()
+    a.asks()
+    job.operator_allows_loss()
+    job.passes(2.0)
+    assert a.formed is None
+    assert "no replica group here has a whole state (a:1" in a.hears()[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_an_older_process_of_a_group_is_refused_once_a_newer_one_runs() -> None:
+    job, (a, b) = trained("a", "b")
+    newer = job.join("a", life=2)
+    assert a.hears()[-1] == "refused: superseded"
+    a.connects()
+    assert a.hears()[-1] == "refused: superseded"
+    newer.asks()
+    b.asks(can_serve=True)
+    assert newer.formed.role.value == "joiner"
+
+
+def test_an_older_process_that_was_away_when_the_newer_one_came_is_refused_too() -> None:
+    job, (a, b) = trained("a", "b")
+    a.is_cut_off()
+    job.join("a", life=2)
+    a.connects()
+    assert a.hears()[-1] == "refused: superseded"
+    assert "a:2" in job.lighthouse.members
+
+
+def test_another_protocol_is_refused_with_what_to_do() -> None:
+    state = LighthouseState(Job().settings, "e")
+    sent = state.handle(Received("c", Hello(protocol=99, replica_id="a:1")), 0.0)
+    assert isinstance(sent[0], Send)
+    assert isinstance(sent[0].message, Refused)
+    assert sent[0].message.code == "version"
+    assert "install the same version" in sent[0].message.reason
+
+
+def test_another_group_world_size_is_refused_and_both_are_named() -> None:
+    job = Job()
+    job.join("a", ranks=2)
+    b = job.join("b", ranks=4)
+    assert b.hears() == ["refused: config"]
+    assert list(job.lighthouse.members) == ["a:1"]
+
+
+def test_who_does_not_say_hello_first_is_refused() -> None:
+    state = LighthouseState(Job().settings, "e")
+    sent = state.handle(Received("c", Heartbeat()), 0.0)
+    assert isinstance(sent[0], Send)
+    assert isinstance(sent[0].message, Refused)
+    assert state.handle(ConnectionClosed("c"), 0.0) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- one step
+
+
+def test_the_same_step_is_tried_again_in_the_same_quorum_after_an_unbroken_discard() -> None:
+    job, (a,) = trained("a")
+    a.asks()
+    first = a.formed
+    a.votes(error="loss is not a number")
+    a.replica.configured = (first.quorum_id, first.epoch)  # nothing was wrong with its collectives
+    vote_of_the_first_try = a.replica._vote
+    a.asks()
+    second = a.formed
+    assert second.version == first.version
+    a.votes()
+    assert a.outcomes == [Outcome.DISCARD, Outcome.COMMIT]
+    a.says(vote_of_the_first_try)
+    assert a.step == 2
+
+
+def test_min_replica_size_of_the_manager_keeps_a_step_from_counting() -> None:
+    job = Job(least=1)
+    a = job.join("a", min_replica_size=2)
+    a.asks()
+    a.votes()
+    assert (a.outcomes, a.step) == ([Outcome.DISCARD], 0)
+
+
+def test_answers_do_not_grow_with_the_number_of_members() -> None:
+    job, members = trained(*(f"m{i}" for i in range(40)), least=40)
+    formed: QuorumFormed = members[-1].formed
+    assert (formed.replica_world_size, formed.sources, formed.destinations) == (40, formed.sources[:1], [])

@@ -1,0 +1,133 @@
+"""Who trains together next: by scenarios, and against an oracle that knows the rule and nothing clever."""
+
+from __future__ import annotations
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from torchft_ckpt.core.quorum import Asked, QuorumVerdict, decide_quorum
+
+
+def decide(
+    asked: str, *, alive: str = "", last: str = "", least: int = 1, now: float = 1.0, shrink: str = ""
+) -> QuorumVerdict:
+    """Each letter is a member; all who asked did so at time 0."""
+    return decide_quorum(
+        alive=alive or asked,
+        asked={name: Asked(at=0.0, shrink_only=name in shrink) for name in asked},
+        last_quorum=last,
+        min_replicas=least,
+        join_timeout_s=60.0,
+        now=now,
+    )
+
+
+def test_nobody_asked() -> None:
+    verdict = decide("", alive="ab")
+    assert (verdict.formed, verdict.reason) == (False, "nobody has asked for a quorum")
+
+
+def test_all_living_have_asked() -> None:
+    assert decide("ba").members == ("a", "b")
+
+
+def test_first_quorum_waits_for_the_living_until_the_join_timeout() -> None:
+    early, late = decide("ab", alive="abc", now=59.9), decide("ab", alive="abc", now=60.0)
+    assert (early.members, early.deadline, late.members) == ((), 60.0, ("a", "b"))
+    assert "waiting at most 60 s for c" in early.reason
+    assert "join timeout of 60 s passed without c" in late.reason
+
+
+def test_survivors_need_not_wait_for_anybody() -> None:
+    verdict = decide("ab", alive="abd", last="abc")
+    assert (verdict.members, verdict.reason) == (("a", "b"), "all living members of the last quorum are back")
+
+
+def test_who_waits_comes_in_with_the_fast_quorum() -> None:
+    assert decide("abd", alive="abde", last="abc").members == ("a", "b", "d")
+
+
+def test_a_living_member_of_the_last_quorum_is_waited_for() -> None:
+    assert not decide("ab", alive="abc", last="abc").formed
+
+
+def test_fewer_than_the_least_say_who_is_here() -> None:
+    verdict = decide("a", alive="a", last="ab", least=2)
+    assert (verdict.formed, verdict.reason) == (False, "1 of at least 2 replica groups are here (a)")
+
+
+def test_half_of_the_living_are_not_enough_even_after_the_timeout() -> None:
+    assert not decide("ab", alive="abcd", now=1e6).formed
+    assert decide("abc", alive="abcd", now=1e6).members == ("a", "b", "c")
+
+
+def test_shrink_only_lets_nobody_join() -> None:
+    assert decide("abd", last="abc", shrink="a").members == ("a", "b")
+
+
+def test_shrink_only_without_a_last_quorum_does_not_lock_everybody_out() -> None:
+    assert decide("ab", shrink="ab").members == ("a", "b")
+
+
+def test_shrink_only_with_nobody_of_the_last_quorum_waits() -> None:
+    assert not decide("d", alive="abd", last="ab", shrink="d", now=1e6).formed
+
+
+def test_the_dead_are_not_in_it_though_they_asked() -> None:
+    assert decide("abc", alive="ab").members == ("a", "b")
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    names = "abcdefgh"
+    assert decide("abcdefgh" + "x", alive=names + "xyz", now=1.0).reason.endswith("for y, z")
+    assert "b, c, d, e, f and 2 more" in decide("a", alive=names).reason
+
+
+def dumb_oracle(
+    alive: set[str], asked: dict[str, Asked], last: set[str], least: int, timeout: float, now: float
+) -> set[str]:
+    """The rule read aloud."""
+    living_askers = {a for a in asked if a in alive}
+    if last and any(asked[a].shrink_only for a in living_askers):
+        living_askers = {a for a in living_askers if a in last}
+    if not living_askers or len(living_askers) < least:
+        return set()
+    survivors = last & alive
+    if survivors and survivors <= set(asked):
+        return living_askers
+    if len(living_askers) <= len(alive) / 2:
+        return set()
+    if alive <= set(asked):
+        return living_askers
+    first = min(asked[a].at for a in living_askers)
+    return living_askers if now - first >= timeout else set()
+
+
+NAMES = st.sets(st.sampled_from("abcdefg"))
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    alive=NAMES,
+    asked=st.dictionaries(
+        st.sampled_from("abcdefg"), st.builds(Asked, at=st.integers(0, 20).map(float), shrink_only=st.booleans())
+    ),
+    last=NAMES,
+    least=st.integers(1, 5),
+    now=st.integers(20, 40).map(float),
+)
+@example(alive={"a"}, asked={"a": Asked(at=0.0, shrink_only=True)}, last={"b"}, least=1, now=20.0)
+def test_agrees_with_the_dumb_oracle(
+    alive: set[str], asked: dict[str, Asked], last: set[str], least: int, now: float
+) -> None:
+    verdict = decide_quorum(
+        alive=alive, asked=asked, last_quorum=last, min_replicas=least, join_timeout_s=16.0, now=now
+    )
+    assert set(verdict.members) == dumb_oracle(alive, asked, last, least, 16.0, now)
+    assert verdict.reason
+    if verdict.deadline is not None:
+        later = decide_quorum(
+            alive=alive, asked=asked, last_quorum=last, min_replicas=least, join_timeout_s=16.0, now=verdict.deadline
+        )
+        assert now < verdict.deadline
+        assert later.formed

@@ -1,0 +1,222 @@
+"""From which state a quorum trains, who heals and from whom: a scenario for each rule, and what holds for all inputs."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchft_ckpt.core.messages import Role, StateVersion
+from torchft_ckpt.core.recovery import Assignment, Holder, StepLost, assign_recovery
+
+HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
+
+
+def at(step: int, quorum_id: int = 0) -> StateVersion:
+    return StateVersion(step=step, quorum_id=quorum_id, epoch="e" if quorum_id else "")
+
+
+def holder(name: str, step: int, quorum_id: int = 0, **wants: bool) -> Holder:
+    return Holder(replica_id=name, version=at(step, quorum_id), **wants)
+
+
+def assign(*members: Holder, newest: int = 0, allow: bool = False, least: int = 1) -> Assignment | StepLost:
+    return assign_recovery(
+        members, newest_step=newest, allow_step_loss=allow, min_replicas=least, quorum_id=9, epoch="e"
+    )
+
+
+def formed(*members: Holder, newest: int = 0, allow: bool = False, least: int = 1) -> Assignment:
+    result = assign(*members, newest=newest, allow=allow, least=least)
+    assert isinstance(result, Assignment)
+    return result
+
+
+def roles(assignment: Assignment) -> dict[str, Role]:
+    return {part.replica_id: part.role for part in assignment.parts}
+
+
+# ---------------------------------------------------------------------------------------------------- rule by rule
+
+
+def test_1_the_newest_proven_state_wins_and_all_others_heal() -> None:
+    result = formed(holder("a", 7, 3), holder("b", 6, 3), holder("c", 0), newest=7)
+    assert (result.version, roles(result)) == (at(7, 3), {"a": HEALTHY, "b": JOINER, "c": JOINER})
+
+
+def test_1_of_one_step_the_later_quorums_state_wins_and_the_other_heals() -> None:
+    result = formed(holder("a", 7, 3), holder("b", 7, 4), newest=7)
+    assert (result.version, roles(result)) == (at(7, 4), {"a": JOINER, "b": HEALTHY})
+
+
+def test_1_a_proven_state_wins_over_a_restored_one_of_a_higher_step() -> None:
+    result = formed(holder("a", 7, 3), holder("b", 50, restored=True), newest=7)
+    assert (result.version, roles(result)["b"]) == (at(7, 3), JOINER)
+
+
+def test_2_below_the_newest_committed_step_there_is_no_quorum() -> None:
+    assert assign(holder("a", 6, 3), newest=7) == StepLost(newest_step=7, best_step=6)
+
+
+def test_2_nor_with_fresh_weights() -> None:
+    assert assign(holder("a", 0), newest=7) == StepLost(newest_step=7, best_step=0)
+
+
+def test_2_a_state_restored_on_purpose_may_be_trained_from() -> None:
+    result = formed(holder("a", 6, 3), holder("b", 4, restored=True), newest=7)
+    assert (result.version, roles(result)) == (at(4, 9), {"a": INLINE, "b": HEALTHY})
+    assert result.is_first
+
+
+def test_2_of_restored_states_the_highest_step_is_taken() -> None:
+    result = formed(holder("a", 4, restored=True), holder("b", 5, restored=True), newest=7)
+    assert (result.version, roles(result)) == (at(5, 9), {"a": INLINE, "b": HEALTHY})
+
+
+def test_2_the_operators_word_lets_the_best_proven_state_go_on() -> None:
+    result = formed(holder("a", 6, 3), holder("b", 0), newest=7, allow=True)
+    assert (result.version, roles(result)) == (at(6, 3), {"a": HEALTHY, "b": JOINER})
+
+
+def test_2_the_operators_word_loses_no_more_than_it_must() -> None:
+    proven = formed(holder("a", 6, 3), holder("b", 4, restored=True), newest=7, allow=True)
+    restored = formed(holder("a", 6, 3), holder("b", 7, restored=True), newest=9, allow=True)
+    assert (proven.version, restored.version) == (at(6, 3), at(7, 9))
+
+
+def test_2_the_operators_word_lets_fresh_weights_go_on() -> None:
+    assert formed(holder("a", 0), newest=7, allow=True).version == at(0, 9)
+
+
+def test_3_the_first_state_is_the_first_members_and_all_others_load_before_their_forward_pass() -> None:
+    result = formed(holder("a", 0), holder("b", 0), holder("c", 0))
+    assert (result.version, roles(result)) == (at(0, 9), {"a": HEALTHY, "b": INLINE, "c": INLINE})
+    assert result.num_contributors == 3
+
+
+def test_3_the_highest_step_is_the_first_state() -> None:
+    assert roles(formed(holder("a", 0), holder("b", 3))) == {"a": INLINE, "b": HEALTHY}
+
+
+def test_3_without_init_sync_states_of_one_step_are_taken_for_equal() -> None:
+    result = formed(holder("a", 0, init_sync=False), holder("b", 0, init_sync=False))
+    assert roles(result) == {"a": HEALTHY, "b": HEALTHY}
+
+
+def test_4_sources_serve_evenly_many() -> None:
+    result = formed(*(holder(f"h{i}", 5, 2) for i in range(3)), *(holder(f"j{i}", 0) for i in range(6)), newest=5)
+    assert [len(part.destinations) for part in result.parts[:3]] == [2, 2, 2]
+
+
+def test_4_who_has_captured_its_state_serves_first() -> None:
+    result = formed(
+        holder("a", 5, 2, can_serve=False), holder("b", 5, 2, can_serve=True), holder("c", 0), holder("d", 0), newest=5
+    )
+    assert [part.destinations for part in result.parts] == [(), (2, 3), (), ()]
+
+
+def test_5_a_torn_state_is_no_ones_source_even_where_nothing_else_was_committed() -> None:
+    result = formed(holder("a", 0, torn=True), holder("b", 0))
+    assert roles(result) == {"a": INLINE, "b": HEALTHY}
+
+
+def test_5_with_torn_states_alone_there_is_no_quorum_not_even_by_the_operators_word() -> None:
+    lost = assign(holder("a", 0, torn=True), newest=3, allow=True)
+    assert lost == StepLost(newest_step=3, best_step=0, is_torn=True)
+
+
+def test_5_a_group_that_is_torn_has_no_proven_state_whatever_it_says() -> None:
+    result = formed(holder("a", 5, 2, torn=True), holder("b", 5, 2), newest=5)
+    assert roles(result) == {"a": JOINER, "b": HEALTHY}
+
+
+def test_6_a_joiner_is_deferred_while_nobody_can_serve_without_stopping() -> None:
+    result = formed(holder("a", 5, 2, can_serve=False), holder("b", 0), newest=5)
+    assert (result.deferred, roles(result)) == (("b",), {"a": HEALTHY})
+
+
+def test_6_it_is_not_deferred_where_those_who_remain_would_be_too_few() -> None:
+    result = formed(holder("a", 5, 2, can_serve=False), holder("b", 0), newest=5, least=2)
+    assert (result.deferred, roles(result)["b"]) == ((), JOINER)
+
+
+def test_a_member_that_must_not_heal_is_idle_and_contributes_nothing() -> None:
+    result = formed(holder("a", 5, 2), holder("b", 4, 2, allow_heal=False), newest=5)
+    assert [(part.role, part.contributor_rank, part.sources) for part in result.parts] == [
+        (HEALTHY, 0, ()),
+        (IDLE, None, ()),
+    ]
+
+
+def test_where_holders_are_too_few_a_waiting_member_heals_before_its_forward_pass() -> None:
+    waiting = holder("b", 0, waits_for_quorum=True)
+    assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=2))["b"] is INLINE
+    assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=1))["b"] is JOINER
+
+
+# ----------------------------------------------------------------------------------------------- for all inputs
+
+HOLDERS = st.builds(
+    Holder,
+    replica_id=st.just(""),
+    version=st.builds(at, st.integers(0, 3), st.integers(0, 2)),
+    restored=st.booleans(),
+    torn=st.sampled_from([False, False, False, True]),
+    init_sync=st.sampled_from([True, True, False]),
+    allow_heal=st.sampled_from([True, True, False]),
+    heal_inline=st.booleans(),
+    waits_for_quorum=st.booleans(),
+    can_serve=st.booleans(),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    drawn=st.lists(HOLDERS, min_size=1, max_size=7),
+    newest=st.integers(0, 4),
+    allow=st.booleans(),
+    least=st.integers(1, 4),
+)
+def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow: bool, least: int) -> None:
+    members = [
+        Holder(**{name: getattr(h, name) for name in Holder.__slots__ if name != "replica_id"}, replica_id=f"r{i}")
+        for i, h in enumerate(drawn)
+    ]
+    by_id = {member.replica_id: member for member in members}
+    result = assign(*members, newest=newest, allow=allow, least=least)
+    whole = [member for member in members if not member.torn]
+    restored = [member for member in whole if member.restored and not member.version.proven]
+    if isinstance(result, StepLost):
+        assert not whole or (not allow and not restored)
+        assert all(not m.version.proven or m.version.step < newest for m in whole)
+        return
+    parts = result.parts
+    healthy = [part for part in parts if part.role is HEALTHY]
+    # Everybody is in it or deferred, once; the deferred only while enough remain.
+    assert sorted([*(part.replica_id for part in parts), *result.deferred]) == sorted(by_id)
+    assert not result.deferred or len(healthy) >= least
+    # Who is healthy holds the quorum's state, and holds it whole.
+    assert healthy
+    for part in healthy:
+        member = by_id[part.replica_id]
+        assert not member.torn
+        assert member.version == result.version or (result.is_first and member.version.step == result.version.step)
+    # Who has to heal has a source that is healthy and knows of it; nobody else has one.
+    for rank, part in enumerate(parts):
+        assert bool(part.sources) == (part.role in (INLINE, JOINER))
+        assert all(parts[source].role is HEALTHY for source in part.sources)
+        assert all(rank in parts[source].destinations for source in part.sources)
+        assert all(rank in parts[destination].sources for destination in part.destinations)
+        assert part.role is not IDLE or not by_id[part.replica_id].allow_heal
+    able = [part for part in healthy if by_id[part.replica_id].can_serve] or healthy
+    loads = [len(part.destinations) for part in able]
+    assert max(loads) - min(loads) <= 1
+    assert sum(loads) == sum(bool(part.sources) for part in parts)
+    # Contributors are numbered without gaps, in the order of ranks.
+    assert [p.contributor_rank for p in parts if p.contributor_rank is not None] == list(range(result.num_contributors))
+    assert {p.role for p in parts if p.contributor_rank is not None} <= {HEALTHY, INLINE}
+    # Never below the newest committed step but on purpose; never past a proven state without need.
+    if result.version.step < newest:
+        assert allow or (result.is_first and restored)
+    proven = [member.version for member in whole if member.version.proven]
+    if proven and max(proven).step >= newest:
+        assert result.version == max(proven)

@@ -1,0 +1,152 @@
+"""Members as real processes that die or freeze in the middle of an allreduce; the survivors are told to abort."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not os.path.isdir("/proc/self/fdinfo"), reason="an abort needs Linux's /proc"),
+]
+
+# Operations time out after 120 s; anything near this shows that it was an abort that freed them.
+FREED_WITHIN_S = 10.0
+LARGE = 4_000_000  # float32: 16 MB, some tens of milliseconds an allreduce
+
+
+class Member:
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("gloo_member.py")
+        env = dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", OMP_NUM_THREADS="1")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
+        )
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+
+    def answer(self, timeout_s: float = 60.0) -> dict[str, object]:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                return {"silent": True}
+        return json.loads(self.process.stdout.readline())
+
+    def is_fit(self) -> bool:
+        """Whether it is alive and has nothing left to say from an earlier test."""
+        if self.process.poll() is not None:
+            return False
+        self.tell("ping")
+        return self.answer(10.0) == {"pong": True}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Member]]:
+    """Members that one test leaves to the next, because starting one takes seconds."""
+    pool: list[Member] = []
+    yield pool
+    for member in pool:
+        member.close()
+
+
+@pytest.fixture
+def members(pool: list[Member]) -> list[Member]:
+    fit = [member for member in pool if member.is_fit()]
+    for member in pool:
+        if member not in fit:
+            member.close()
+    new = [Member() for _ in range(4 - len(fit))]
+    pool[:] = [*fit, *new]
+    assert [member.answer() for member in new] == [{"ready": True}] * len(new)
+    return list(pool)
+
+
+def configure(members: list[Member], address: str) -> None:
+    for rank, member in enumerate(members):
+        member.tell(f"configure {address} {rank} {len(members)}")
+    assert [member.answer() for member in members] == [{"configured": True}] * len(members)
+
+
+def reduce_forever(members: list[Member]) -> None:
+    for member in members:
+        member.tell(f"reduce_forever {LARGE}")
+    assert [member.answer() for member in members] == [{"started": True}] * len(members)
+    time.sleep(0.2)  # into the middle of one of many
+
+
+def abort(members: list[Member]) -> tuple[list[dict[str, object]], float]:
+    """Tell them to abort; return what their operations ended with, and how long that took."""
+    told = time.monotonic()
+    for member in members:
+        member.tell("abort")
+    answers = [member.answer(FREED_WITHIN_S) for member in members]
+    ended = [float(str(answer.pop("time_s"))) for answer in answers]
+    print(f"operations ended {[f'{at - told:.4f}' for at in ended]} s after the abort was sent")
+    return answers, max(ended) - told
+
+
+def digests(members: list[Member]) -> set[object]:
+    for rank, member in enumerate(members):
+        member.tell(f"reduce 100003 {rank}")
+    return {member.answer()["digest"] for member in members}
+
+
+def test_survivors_of_a_kill_are_freed_and_go_on(members: list[Member], new_address: Callable[[], str]) -> None:
+    configure(members, new_address())
+    reduce_forever(members)
+    victim, survivors = members[1], [members[0], *members[2:]]
+    victim.process.send_signal(signal.SIGKILL)
+    answers, took_s = abort(survivors)
+    assert {answer["error"] for answer in answers} <= {"ProcessGroupAbortedError", "CollectiveFailedError"}
+    assert took_s < FREED_WITHIN_S
+    configure(survivors, new_address())
+    assert len(digests(survivors)) == 1
+
+
+def test_survivors_of_a_freeze_are_freed_and_it_can_come_back(
+    members: list[Member], new_address: Callable[[], str]
+) -> None:
+    configure(members, new_address())
+    reduce_forever(members)
+    frozen, survivors = members[2], [*members[:2], members[3]]
+    frozen.process.send_signal(signal.SIGSTOP)
+    answers, took_s = abort(survivors)
+    assert {answer["error"] for answer in answers} <= {"ProcessGroupAbortedError", "CollectiveFailedError"}
+    assert took_s < FREED_WITHIN_S
+    configure(survivors, new_address())
+    assert len(digests(survivors)) == 1
+    frozen.process.send_signal(signal.SIGCONT)
+    assert frozen.answer(FREED_WITHIN_S)["error"] == "CollectiveFailedError"
+    configure(members, new_address())
+    assert len(digests(members)) == 1
+
+
+def test_a_configure_that_waits_for_a_killed_member_is_freed(
+    members: list[Member], new_address: Callable[[], str]
+) -> None:
+    members[3].process.send_signal(signal.SIGKILL)
+    address = new_address()
+    for rank, member in enumerate(members[:3]):
+        member.tell(f"configure {address} {rank} 4")
+    time.sleep(0.2)
+    answers, took_s = abort(members[:3])
+    assert answers == [{"error": "ProcessGroupAbortedError", "errored": "ProcessGroupAbortedError"}] * 3
+    assert took_s < FREED_WITHIN_S
+    configure(members[:3], new_address())
+    assert len(digests(members[:3])) == 1

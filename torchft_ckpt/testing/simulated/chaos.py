@@ -1,0 +1,102 @@
+"""What goes wrong, and how often: drawn from the seed, so that some runs have one kind of fault and some have all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+
+class Fault(Enum):
+    """One thing that goes wrong."""
+
+    KILL_GROUP = "kill all ranks of a group"
+    KILL_RANK = "kill one rank"
+    STOP_GROUP = "stop all ranks of a group for a while"
+    STOP_RANK = "stop one rank for a while"
+    CUT = "break a group's connection to the lighthouse"
+    SILENCE = "a group's network swallows everything for a while"
+    CRASH_LIGHTHOUSE = "kill the lighthouse; it comes back without memory"
+    STOP_LIGHTHOUSE = "stop the lighthouse for a while"
+
+
+@dataclass(slots=True)
+class Moods:
+    """Rates of what a training loop does by itself; each in [0, 1] but `slowness`."""
+
+    abandon: float = 0.0
+    step_error: float = 0.0
+    no_heal: float = 0.0
+    impatience: float = 0.0
+    """Gives up waiting for the decision early."""
+    slowness: float = 1.0
+
+    def calm_down(self, slowness: float) -> None:
+        """Nothing goes wrong from now on."""
+        self.abandon = self.step_error = self.no_heal = self.impatience = 0.0
+        self.slowness = slowness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run's job and its troubles. Durations in seconds."""
+
+    num_groups: int = 3
+    group_world_size: int = 1
+    min_replicas: int = 1
+    min_replica_size: int = 1
+    heal_inline: bool = False
+    join_budget_s: float = 0.3
+    num_allreduces: int = 1
+    max_delay_s: float = 0.005
+    join_timeout_s: float = 2.0
+    heartbeat_timeout_s: float = 1.0
+    restore_rate: float = 0.0
+    """How often a restarted group loads a checkpoint."""
+    transfer_s: tuple[float, float] = (0.02, 0.15)
+    transfer_failure_rate: float = 0.0
+    torn_rate: float = 0.0
+    collective_stall_rate: float = 0.0
+    fault_rate: float = 0.0
+    """Faults per event."""
+    faults: dict[Fault, float] = field(default_factory=dict)
+    """Their weights."""
+    chaos_s: float = 6.0
+    moods: Moods = field(default_factory=Moods)
+    decision_timeout_s: float = 2.0
+
+
+def draw_scenario(rng: Random) -> Scenario:
+    """Draw a run."""
+    num_groups = rng.choice((1, 2, 3, 3, 3, 4, 5))
+    kinds = list(Fault)
+    chosen = kinds if rng.random() < 0.4 else rng.sample(kinds, rng.randint(1, 4))
+
+    def sometimes(rate: float, value: float) -> float:
+        return value if rng.random() < rate else 0.0
+
+    return Scenario(
+        num_groups=num_groups,
+        group_world_size=rng.choice((1, 1, 1, 2, 3)),
+        min_replicas=rng.randint(1, max(1, num_groups - 1)),
+        min_replica_size=rng.randint(1, max(1, num_groups - 1)),
+        heal_inline=rng.random() < 0.3,
+        join_budget_s=rng.choice((0.1, 0.3, 1.0)),
+        num_allreduces=rng.choice((1, 1, 2)),
+        max_delay_s=rng.choice((0.002, 0.01, 0.05)),
+        restore_rate=sometimes(0.3, 0.5),
+        transfer_s=rng.choice(((0.02, 0.15), (0.02, 0.15), (0.1, 2.0), (1.0, 6.0))),
+        transfer_failure_rate=sometimes(0.3, 0.3),
+        torn_rate=sometimes(0.3, 0.2),
+        collective_stall_rate=sometimes(0.2, 0.02),
+        fault_rate=rng.choice((0.002, 0.006, 0.02)),
+        faults={kind: rng.uniform(0.2, 1.0) for kind in chosen},
+        chaos_s=rng.uniform(2.0, 8.0),
+        moods=Moods(
+            abandon=sometimes(0.3, 0.05),
+            step_error=sometimes(0.3, 0.05),
+            no_heal=sometimes(0.15, 0.3),
+            impatience=sometimes(0.3, 0.5),
+        ),
+        decision_timeout_s=rng.choice((0.5, 2.0)),
+    )

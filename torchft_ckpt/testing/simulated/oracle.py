@@ -1,0 +1,218 @@
+"""What must hold after every event, judged from outside: from messages and from the ranks' states, not from `core`'s mind.
+
+- Equal versions are equal bits: whoever commits to, heals to or is given a version holds the same value for its group rank.
+- Nobody contributes or commits that does not hold the state of its quorum; nobody trains from a torn one.
+- A quorum id of one lighthouse life has one set of members. It never falls, neither in one life nor for one rank, and an id
+  of an earlier life is not given again by a life that has heard of it.
+- No two states that were committed differ at one step, but for histories that the job went back from on purpose, and for
+  what a lighthouse without memory could not know: a commit of an earlier life none of whose holders has reached it.
+- Below what a life has been told of no quorum is formed, unless a restored state or the operator's word is behind it.
+- The ranks of a group have committed the same steps whenever the group asks for the next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from torchft_ckpt.core.lighthouse import Event, Instruction, LighthouseState, Received, Send
+from torchft_ckpt.core.messages import (
+    AllowStepLoss,
+    CommitDecided,
+    Hello,
+    Outcome,
+    QuorumFormed,
+    QuorumRequest,
+    Role,
+    StateVersion,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from torchft_ckpt.testing.simulated.group import ReplicaGroup
+    from torchft_ckpt.testing.simulated.trainer import Trainer
+
+
+class InvariantError(AssertionError):
+    """Something happened that must never happen."""
+
+
+class _Life:
+    """What one life of the lighthouse has been told."""
+
+    def __init__(self) -> None:
+        self.reported: set[StateVersion] = set()
+        self.told_to_commit: set[StateVersion] = set()
+        self.highest_quorum_id = 0
+        self.heard_quorum_id = 0
+        self.may_lose_steps = False
+
+
+class Oracle:
+    """Watches one simulation."""
+
+    def __init__(self) -> None:
+        self.num_commits = 0
+        self.newest: dict[tuple[str, int], StateVersion] = {}
+        """By replica id and rank: the last version that it committed or healed to."""
+        self._values: dict[tuple[StateVersion, int], object] = {}
+        self._parents: dict[StateVersion, StateVersion] = {}
+        self._committed: defaultdict[int, list[StateVersion]] = defaultdict(list)
+        self._steps_of: defaultdict[tuple[str, int], list[StateVersion]] = defaultdict(list)
+        self._lives: dict[str, _Life] = {}
+        self._members: dict[tuple[int, str], frozenset[str]] = {}
+        self._epochs: dict[int, str] = {}
+        self._seen_quorum_id: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._requests: dict[str, QuorumRequest] = {}
+        self._formed: set[tuple[int, str, StateVersion]] = set()
+        self._rollbacks: list[StateVersion] = []
+
+    def fail(self, what: str) -> None:
+        """Raise."""
+        raise InvariantError(what)
+
+    @staticmethod
+    def next_value(value: object, results: tuple[object, ...]) -> object:
+        """Return the state after a step."""
+        return int.from_bytes(blake2b(repr((value, results)).encode(), digest_size=8).digest(), "big")
+
+    @property
+    def num_rollbacks(self) -> int:
+        return len(self._rollbacks)
+
+    # ---------------------------------------------------------------------------------------------------------- ranks
+
+    def formed(self, trainer: Trainer, formed: QuorumFormed) -> None:
+        """A rank is in a quorum."""
+        key = (trainer.replica_id, trainer.rank)
+        if formed.quorum_id < self._seen_quorum_id[key]:
+            self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
+        self._seen_quorum_id[key] = formed.quorum_id
+        if formed.role is Role.HEALTHY:
+            if trainer.replica.version != formed.version:
+                self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
+            self._holds(trainer, formed.version, trainer.value)
+
+    def healed(self, trainer: Trainer) -> None:
+        """A rank has loaded the state of a version."""
+        version = trainer.replica.version
+        if (version, trainer.rank) not in self._values:
+            self.fail(f"{trainer.address} healed to {version}, which nobody holds")
+        self._holds(trainer, version, trainer.value)
+
+    def contributes(self, trainer: Trainer) -> None:
+        """A rank puts gradients into the sum."""
+        formed = trainer.replica.quorum
+        if formed is None or self._values.get((formed.version, trainer.rank)) != trainer.value:
+            self.fail(f"{trainer.address} contributes without the state of {formed}")
+
+    def commits(self, trainer: Trainer, before: StateVersion, value: object) -> None:
+        """A rank steps its optimizer."""
+        formed, version = trainer.replica.quorum, trainer.replica.version
+        if formed is None or before != formed.version or self._values.get((before, trainer.rank)) != trainer.value:
+            self.fail(f"{trainer.address} commits {version} from {before}, the quorum's state is {formed}")
+        self._holds(trainer, version, value)
+        self.num_commits += 1
+        self._steps_of[trainer.replica_id, trainer.rank].append(version)
+        if version in self._parents:
+            return
+        self._parents[version] = before
+        for other in self._committed[version.step]:
+            deciders = [e for e, life in self._lives.items() if {version, other} <= life.told_to_commit]
+            if deciders and not self._is_void(version) and not self._is_void(other):
+                self.fail(f"lighthouse {deciders} committed both {version} and {other}")
+        self._committed[version.step].append(version)
+
+    def _holds(self, trainer: Trainer, version: StateVersion, value: object) -> None:
+        if isinstance(value, tuple):
+            self.fail(f"{trainer.address} holds a torn state under the name {version}")
+        known = self._values.setdefault((version, trainer.rank), value)
+        if known != value:
+            self.fail(f"two states are called {version}: {trainer.address} holds {value}, another {known}")
+        self.newest[trainer.replica_id, trainer.rank] = version
+
+    def group_asks(self, group: ReplicaGroup, request: QuorumRequest) -> None:
+        """A group asks for the next step."""
+        self._requests[group.replica_id] = request
+        steps = [self._steps_of[group.replica_id, trainer.rank] for trainer in group.trainers]
+        if any(other != steps[0] for other in steps):
+            self.fail(f"the ranks of {group.replica_id} committed different steps: {[s[-2:] for s in steps]}")
+
+    # ----------------------------------------------------------------------------------------------------- lighthouse
+
+    def new_life(self, epoch: str) -> None:
+        """The lighthouse starts."""
+        self._lives[epoch] = _Life()
+
+    def lighthouse_handled(self, state: LighthouseState, event: Event, instructions: Iterable[Instruction]) -> None:
+        """The lighthouse took an event."""
+        life = self._lives[state.epoch]
+        if isinstance(event, Received):
+            message = event.message
+            if isinstance(message, Hello) and any(
+                isinstance(i, Send) and isinstance(i.message, Welcome) for i in instructions
+            ):
+                self._learn(life, message.version)
+                life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
+            elif isinstance(message, QuorumRequest):
+                self._learn(life, message.version)
+            elif isinstance(message, AllowStepLoss):
+                life.may_lose_steps = True
+        if state.quorum_id < life.highest_quorum_id:
+            self.fail(f"quorum id fell from {life.highest_quorum_id} to {state.quorum_id}")
+        life.highest_quorum_id = state.quorum_id
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                if isinstance(instruction.message, QuorumFormed):
+                    self._check_formed(state, life, instruction.message)
+                elif isinstance(instruction.message, CommitDecided):
+                    self._check_decided(life, instruction.message)
+
+    def _learn(self, life: _Life, version: StateVersion) -> None:
+        if version.proven:
+            life.reported.add(version)
+
+    def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
+        key = (formed.quorum_id, formed.epoch)
+        if state.round is None:
+            self.fail(f"quorum {key} was announced, and there is no round")
+            return
+        members = frozenset(state.round.tally.roles)
+        if self._members.setdefault(key, members) != members:
+            self.fail(f"quorum {key} has two sets of members: {members} and {self._members[key]}")
+        epoch = self._epochs.setdefault(formed.quorum_id, formed.epoch)
+        if epoch != formed.epoch and life.heard_quorum_id >= formed.quorum_id:
+            self.fail(f"quorum id {formed.quorum_id} of life {epoch} is given again by {formed.epoch}")
+        if (*key, formed.version) in self._formed:
+            return
+        self._formed.add((*key, formed.version))
+        followed = {version for version in life.told_to_commit if version in self._parents}
+        known = max((v.step for v in life.reported | followed if not self._is_void(v)), default=0)
+        if formed.version.step < known:
+            sources = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY]
+            is_restored = formed.names_state and all(self._requests[source].restored for source in sources)
+            if not is_restored and not life.may_lose_steps:
+                self.fail(f"quorum {key} goes back to {formed.version}, step {known} was reported")
+            self._rollbacks.append(StateVersion(step=formed.version.step, quorum_id=formed.quorum_id))
+        life.may_lose_steps = state.settings.allow_step_loss
+
+    def _check_decided(self, life: _Life, decided: CommitDecided) -> None:
+        version = StateVersion(step=decided.step + 1, quorum_id=decided.quorum_id, epoch=decided.epoch)
+        if decided.outcome is not Outcome.COMMIT or version in life.told_to_commit:
+            return
+        life.told_to_commit.add(version)
+        for known in life.reported:
+            if known.step >= version.step and not self._is_void(known) and version not in self._history(known):
+                self.fail(f"{version} is committed, although {known} was reported")
+
+    def _history(self, version: StateVersion) -> set[StateVersion]:
+        history = {version}
+        while version in self._parents:
+            version = self._parents[version]
+            history.add(version)
+        return history
+
+    def _is_void(self, version: StateVersion) -> bool:
+        return any(version.quorum_id < back.quorum_id and version.step > back.step for back in self._rollbacks)

@@ -1,0 +1,332 @@
+"""One rank: drives `core.replica` through its steps in the way in which the manager does, without tensors.
+
+Its state is a number that depends on every step that went into it and on every contribution, so that two ranks that do
+not hold the same can be told apart for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchft_ckpt.core.messages import (
+    CommitDecided,
+    CommitUnknown,
+    GiveUpWaiting,
+    GroupBroken,
+    GroupToRank,
+    JoinerWaiting,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    RankToGroup,
+    Refused,
+    Role,
+    StallReport,
+    StateVersion,
+)
+from torchft_ckpt.core.patience import StallWatch
+from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.testing.simulated.clock import Clock, Process
+from torchft_ckpt.testing.simulated.collectives import Collectives, Handle
+from torchft_ckpt.testing.simulated.oracle import Oracle
+from torchft_ckpt.testing.simulated.transfers import Arrival, Snapshot, Transfers
+
+if TYPE_CHECKING:
+    from torchft_ckpt.testing.simulated.chaos import Moods
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """Durations in seconds."""
+
+    replica: ReplicaSettings
+    compute_s: tuple[float, float] = (0.03, 0.12)
+    quorum_timeout_s: float = 4.0
+    decision_timeout_s: float = 2.0
+    num_allreduces: int = 1
+
+
+class Trainer:
+    """One rank of one incarnation.
+
+    Args:
+        process: its process.
+        replica_id, rank: who it is.
+        value: its first state.
+        send: takes its messages to its group.
+        stop: ends the process, as an exception that nobody catches does.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        process: Process,
+        *,
+        replica_id: str,
+        rank: int,
+        value: object,
+        settings: TrainerSettings,
+        collectives: Collectives,
+        transfers: Transfers,
+        oracle: Oracle,
+        moods: Moods,
+        send: Callable[[RankToGroup], None],
+        stop: Callable[[str], None],
+    ) -> None:
+        self.process = process
+        self.replica_id, self.rank = replica_id, rank
+        self.address = f"{replica_id}/{rank}"
+        self.value = value
+        self.replica = ReplicaState(settings.replica)
+        self.num_discarded = 0
+        self.last_commits: deque[StateVersion] = deque(maxlen=4)
+        """The versions it came to by its latest commits in a row; a discarded step or a healing begins anew."""
+        self.pending: QuorumPending | None = None
+        self._clock, self._rng, self._settings = clock, rng, settings
+        self._collectives, self._transfers, self._oracle, self._moods = collectives, transfers, oracle, moods
+        self._send, self._stop = send, stop
+        self._turn = 0
+        """Rises with each step: what was meant for an earlier one is dropped."""
+        self._handle: Handle | None = None
+        self._plan: StepPlan | None = None
+        self._results: list[object] = []
+        self._arrival: tuple[Arrival, object] | None = None
+        self._is_loading = False
+        self._is_cancelled = False
+        self._after_load: Callable[[], None] | None = None
+        self._watch = StallWatch()
+
+    # ---------------------------------------------------------------------------------------------------- one step
+
+    def begin(self) -> None:
+        """Begin a step; one that is open is abandoned."""
+        self._turn += 1
+        turn = self._turn
+        self._is_loading, self._after_load, self._arrival = False, None, None
+        self._plan = None
+        can_serve = self.replica.capture_wanted
+        request = self.replica.begin(
+            allow_heal=self._rng.random() >= self._moods.no_heal,
+            shrink_only=False,
+            can_serve=can_serve,
+            store_address="store",
+        )
+        self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
+        self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+
+    def _ask_again(self, turn: int) -> None:
+        if turn == self._turn and self.replica.phase is Phase.ASKING:
+            self.begin()
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._clock.after(delay_s, self.process, action)
+
+    def _formed(self, formed: QuorumFormed) -> None:
+        plan = self.replica.formed(formed)
+        if plan is None:
+            return
+        self._oracle.formed(self, formed)
+        self._plan = plan
+        self.pending = None
+        self._results = []
+        turn = self._turn
+        self._watch.begin_step(formed.join_budget_s)
+        if plan.serve:
+            self._transfers.serve(self.address, Snapshot(self.replica.version, self.value, self.process))
+        if plan.load:
+            self._is_loading = True
+            self._is_cancelled = False
+            source = formed.sources[0].checkpoint_addresses[0]
+            self._transfers.fetch(source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v))
+        if plan.configure:
+            if self._handle is not None:
+                self._collectives.abort(self._handle)
+            self._handle = self._collectives.configure(
+                (formed.quorum_id, formed.epoch, self.rank),
+                formed.replica_rank,
+                formed.replica_world_size,
+                self.process,
+                lambda: self._configured(turn),
+                lambda: self._configure_failed(turn),
+            )
+        else:
+            self._configured(turn)
+
+    def _configured(self, turn: int) -> None:
+        if turn != self._turn or self._plan is None:
+            return
+        if self.replica.error is None:
+            self.replica.configure_finished()
+        if self._plan.load_before_forward and self._is_loading:
+            self._after_load = lambda: self._load(before_forward=True, then=lambda: self._forward(turn))
+            self._check_load()
+        else:
+            self._forward(turn)
+
+    def _configure_failed(self, turn: int) -> None:
+        if turn == self._turn:
+            self.replica.fail("could not connect")
+            self.replica.collectives_failed()
+            self._forward(turn)
+
+    def _forward(self, turn: int) -> None:
+        def done() -> None:
+            if turn != self._turn:
+                return
+            if self._rng.random() < self._moods.abandon:
+                self.begin()  # `continue` in the training loop
+                return
+            if self._rng.random() < self._moods.step_error:
+                self.replica.fail("something went wrong in the step")
+            self._allreduce(turn)
+
+        self._later(self._rng.uniform(*self._settings.compute_s) * self._moods.slowness, done)
+
+    def _allreduce(self, turn: int) -> None:
+        if turn != self._turn or self._plan is None:
+            return
+        formed, replica = self._plan.formed, self.replica
+        if replica.error is not None or self._handle is None or len(self._results) == self._settings.num_allreduces:
+            self._finish(turn)
+            return
+        contribution: object = 0
+        if replica.participating_rank is not None:
+            self._oracle.contributes(self)
+            contribution = (self.replica_id, self._rng.getrandbits(32))
+        self._watch.entered(self._clock.now)
+        deadline = self._watch.deadline()
+        if deadline is not None:
+            self._later(deadline - self._clock.now, lambda: self._report_stall(turn, formed))
+
+        def done(result: tuple[object, ...] | None) -> None:
+            self._watch.finished(self._clock.now)
+            if turn != self._turn:
+                return
+            if result is None:
+                replica.fail("a collective failed")
+                replica.collectives_failed()
+            else:
+                self._results.append(result)
+            self._allreduce(turn)
+
+        self._collectives.allreduce(self._handle, formed.version.step, contribution, done)
+
+    def _report_stall(self, turn: int, formed: QuorumFormed) -> None:
+        deadline = self._watch.deadline()
+        if turn == self._turn and deadline is not None and self._clock.now >= deadline:
+            self._send(StallReport(quorum_id=formed.quorum_id, step=formed.version.step))
+
+    def _finish(self, turn: int) -> None:
+        if self._is_loading:
+            self._after_load = lambda: self._load(before_forward=False, then=lambda: self._vote(turn))
+            self._check_load()
+        else:
+            self._vote(turn)
+
+    def _vote(self, turn: int) -> None:
+        if turn != self._turn or self.replica.phase is not Phase.TRAINING:
+            return
+        vote = self.replica.vote()
+        if vote.approve and len(self._results) != self._settings.num_allreduces:
+            self._oracle.fail(f"{self.address} approves without the sum: {vote}")
+        self._send(vote)
+        unknown = GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
+
+        def give_up() -> None:
+            if turn == self._turn and self.replica.phase is Phase.VOTED:
+                self._send(unknown)
+
+        is_impatient = self._rng.random() < self._moods.impatience
+        self._later(self._settings.decision_timeout_s * self._rng.uniform(0.0 if is_impatient else 1.0, 1.2), give_up)
+
+    def _next(self) -> None:
+        self._turn += 1
+        turn = self._turn
+        self._later(self._rng.uniform(0.001, 0.01), lambda: self.begin() if turn == self._turn else None)
+
+    # -------------------------------------------------------------------------------------------------------- healing
+
+    def _arrived(self, turn: int, arrival: Arrival, value: object) -> None:
+        if turn == self._turn:
+            self._arrival = (arrival, value)
+            self._check_load()
+
+    def _check_load(self) -> None:
+        if self._after_load is not None and (self._arrival is not None or self._is_cancelled):
+            action, self._after_load = self._after_load, None
+            action()
+
+    def _load(self, *, before_forward: bool, then: Callable[[], None]) -> None:
+        self._is_loading = False
+        arrival, value = self._arrival or (Arrival.FAILED, None)
+        if self._plan is None:
+            return
+        if arrival is Arrival.WHOLE and not self._is_cancelled:
+            self.value = value
+            self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
+            self._oracle.healed(self)
+        elif arrival is Arrival.TORN:
+            self.value = ("torn", self._rng.getrandbits(32))
+            self.replica.load_torn()
+            if self._rng.random() < 0.5:
+                self._stop("load_state_dict raised, and nobody caught it")
+                return
+            self.replica.fail("load_state_dict raised")
+        else:
+            self.replica.fail("the transfer failed")
+        then()
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def receive(self, message: GroupToRank) -> None:
+        """Take a message of the group."""
+        if isinstance(message, QuorumFormed):
+            self._formed(message)
+        elif isinstance(message, CommitDecided):
+            self._decided(message)
+        elif isinstance(message, CommitUnknown):
+            vote_is_open = self.replica.is_open(
+                CommitDecided(
+                    quorum_id=message.quorum_id, epoch=message.epoch, step=message.step, outcome=Outcome.DISCARD
+                )
+            )
+            if vote_is_open:
+                self.replica.decision_unknown()
+                self.num_discarded += 1
+                self._next()
+        elif isinstance(message, QuorumBroken):
+            if self.replica.broken(message) and self._handle is not None:
+                self._collectives.abort(self._handle)
+        elif isinstance(message, JoinerWaiting):
+            self.replica.capture_wanted = True
+        elif isinstance(message, QuorumPending):
+            self.pending = message
+        elif isinstance(message, GroupBroken | Refused):
+            self._stop(message.reason)
+
+    def _decided(self, decided: CommitDecided) -> None:
+        before = self.replica.version
+        outcome = self.replica.decided(decided)
+        if outcome is None:
+            if self.replica.overtaken(decided):
+                self._is_cancelled = True
+                self._check_load()
+            return
+        if outcome is Outcome.COMMIT:
+            value = self._oracle.next_value(self.value, tuple(self._results))
+            self._oracle.commits(self, before, value)
+            self.value = value
+            self.last_commits.append(self.replica.version)
+        else:
+            self.last_commits.clear()
+            if self._plan is not None and self._plan.formed.role is Role.HEALTHY:
+                self.num_discarded += 1
+        self._next()

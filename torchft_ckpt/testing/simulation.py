@@ -1,0 +1,341 @@
+"""A whole job in one thread and virtual time: `core`'s real states, a model of all that is around them, one seed.
+
+    report = Simulation(seed=7).run()        # raises InvariantError, with the seed and the last lines of its log
+    python -m torchft_ckpt.testing.simulation --seeds 100000
+
+A run has two parts: troubles at any event, then quiet. In the quiet all groups have to end at equal states and commit on.
+What is checked is in `simulated.oracle`; what can go wrong in `simulated.chaos`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from torchft_ckpt.core.lighthouse import LighthouseSettings, Received
+from torchft_ckpt.core.messages import AllowStepLoss
+from torchft_ckpt.core.replica import Phase, ReplicaSettings
+from torchft_ckpt.testing.simulated.chaos import Fault, Scenario, draw_scenario
+from torchft_ckpt.testing.simulated.clock import Clock, Process
+from torchft_ckpt.testing.simulated.collectives import Collectives
+from torchft_ckpt.testing.simulated.group import ReplicaGroup
+from torchft_ckpt.testing.simulated.lighthouse import Lighthouse
+from torchft_ckpt.testing.simulated.oracle import InvariantError, Oracle
+from torchft_ckpt.testing.simulated.trainer import Trainer, TrainerSettings
+from torchft_ckpt.testing.simulated.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+QUIET_LIMIT_S = 150.0
+"""Simulated time within which all must be well again. The longest wait in it is a joiner's back-off."""
+QUIET_COMMITS = 3
+OPERATOR_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How a run went."""
+
+    seed: int
+    num_events: int
+    num_commits: int
+    num_faults: int
+    num_rollbacks: int
+    num_operator_words: int
+    recovered_after_s: float
+    discarded: dict[str, int]
+    """By replica id: the steps that it was healthy in and that were discarded, at rank 0."""
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        seed: of all chance.
+        scenario: what to run; drawn from the seed by default.
+        script: faults at given event numbers, besides those drawn; each names its victim's group.
+    """
+
+    def __init__(
+        self, seed: int, scenario: Scenario | None = None, script: Sequence[tuple[int, Fault, int]] = ()
+    ) -> None:
+        self.seed = seed
+        self.rng = Random(seed)
+        self.scenario = scenario or draw_scenario(self.rng)
+        self.script = {number: (fault, group) for number, fault, group in script}
+        self.clock = Clock()
+        self.oracle = Oracle()
+        self.lines: deque[str] = deque(maxlen=400)
+        plan = self.scenario
+        self.collectives = Collectives(self.clock, self.rng, self.oracle.fail, timeout_s=3.0)
+        self.transfers = Transfers(self.clock, self.rng, stall_timeout_s=0.5)
+        self.transfers.duration_s = plan.transfer_s
+        self.transfers.failure_rate, self.transfers.torn_rate = plan.transfer_failure_rate, plan.torn_rate
+        settings = LighthouseSettings(
+            min_replicas=plan.min_replicas,
+            join_timeout_s=plan.join_timeout_s,
+            heartbeat_timeout_s=plan.heartbeat_timeout_s,
+        )
+        self.lighthouse = Lighthouse(self.clock, self.rng, settings, self.oracle, self.log, plan.max_delay_s)
+        self.groups: list[ReplicaGroup] = []
+        self.past: list[ReplicaGroup] = []
+        self._lives = [0] * plan.num_groups
+        self._silent_until = [0.0] * plan.num_groups
+        self._is_restarting = [False] * plan.num_groups
+        self._checkpoint: tuple[int, list[object]] | None = None
+        self._num_faults = 0
+        self._num_words = 0
+        self._is_quiet = False
+        for index in range(plan.num_groups):
+            self.groups.append(self._new_group(index))
+            self.clock.after(self.rng.uniform(0, 0.2), None, self.groups[index].start)
+
+    def log(self, line: str) -> None:
+        self.lines.append(f"{self.clock.now:9.4f} #{self.clock.num_events} {line}")
+
+    def run(self) -> Report:
+        """Run. Raises `InvariantError` naming the seed."""
+        try:
+            self._run_chaos()
+            recovered_after_s = self._run_quiet()
+        except Exception as error:
+            text = "\n".join(self.lines)
+            what = f"{type(error).__name__}: {error}"
+            raise InvariantError(f"seed {self.seed}: {what}\n{self.scenario}\n{text}\nseed {self.seed}: {what}") from error
+        discarded = {g.replica_id: g.trainers[0].num_discarded for g in [*self.past, *self.groups]}
+        return Report(
+            seed=self.seed,
+            num_events=self.clock.num_events,
+            num_commits=self.oracle.num_commits,
+            num_faults=self._num_faults,
+            num_rollbacks=self.oracle.num_rollbacks,
+            num_operator_words=self._num_words,
+            recovered_after_s=recovered_after_s,
+            discarded=discarded,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- the job
+
+    def _new_group(self, index: int) -> ReplicaGroup:
+        plan = self.scenario
+        self._lives[index] += 1
+        replica_id = f"g{index}:{self._lives[index]}"
+        processes = [Process(f"{replica_id}/{rank}") for rank in range(plan.group_world_size)]
+        group = ReplicaGroup(
+            self.clock,
+            self.rng,
+            replica_id=replica_id,
+            processes=processes,
+            lighthouse=self.lighthouse,
+            is_reachable=lambda: self.clock.now >= self._silent_until[index],
+            heartbeat_s=plan.heartbeat_timeout_s / 3,
+            oracle=self.oracle,
+        )
+        settings = TrainerSettings(
+            replica=ReplicaSettings(
+                min_replica_size=plan.min_replica_size, heal_inline=plan.heal_inline, join_budget_s=plan.join_budget_s
+            ),
+            num_allreduces=plan.num_allreduces,
+            decision_timeout_s=plan.decision_timeout_s,
+        )
+        restored = self._checkpoint if self.rng.random() < plan.restore_rate else None
+        for rank, process in enumerate(processes):
+            trainer = Trainer(
+                self.clock,
+                self.rng,
+                process,
+                replica_id=replica_id,
+                rank=rank,
+                value=restored[1][rank] if restored is not None else self.rng.getrandbits(60),
+                settings=settings,
+                collectives=self.collectives,
+                transfers=self.transfers,
+                oracle=self.oracle,
+                moods=plan.moods,
+                send=lambda message, rank=rank: group.take(rank, message),  # type: ignore[misc]
+                stop=lambda reason, rank=rank: group.end_rank(rank, reason),  # type: ignore[misc]
+            )
+            if restored is not None:
+                trainer.replica.restore(restored[0])
+            group.trainers.append(trainer)
+            process.on_death.append(lambda: self._notice_death(index, group))
+        return group
+
+    def _notice_death(self, index: int, group: ReplicaGroup) -> None:
+        """The launcher ends what is left of the group, and starts it again as a whole."""
+        if self._is_restarting[index] or self.groups[index] is not group:
+            return
+        self._is_restarting[index] = True
+
+        def restart() -> None:
+            group.kill()
+            self._is_restarting[index] = False
+            self.past.append(group)
+            self.groups[index] = self._new_group(index)
+            self.log(f"{self.groups[index].replica_id} starts")
+            self.groups[index].start()
+
+        self.clock.after(self.rng.uniform(0.1, 1.0), None, restart)
+
+    def _save_checkpoint(self) -> None:
+        for group in self.groups:
+            versions = {trainer.replica.version for trainer in group.trainers}
+            if len(versions) == 1 and group.trainers[0].replica.version.proven:
+                step = group.trainers[0].replica.version.step
+                self._checkpoint = (step, [trainer.value for trainer in group.trainers])
+                return
+
+    # --------------------------------------------------------------------------------------------------------- faults
+
+    def _run_chaos(self) -> None:
+        plan = self.scenario
+        while self.clock.now < plan.chaos_s and self.clock.step():
+            scripted = self.script.pop(self.clock.num_events, None)
+            if scripted is not None:
+                self._do(scripted[0], scripted[1])
+            if plan.faults and self.rng.random() < plan.fault_rate:
+                fault = self.rng.choices(list(plan.faults), list(plan.faults.values()))[0]
+                self._do(fault, self.rng.randrange(plan.num_groups))
+            if plan.collective_stall_rate:
+                is_stalling = self.rng.random() < plan.collective_stall_rate
+                self.collectives.stall_s = self.rng.uniform(0.1, 1.5) if is_stalling else 0.0
+            if plan.restore_rate and self.rng.random() < 0.002:
+                self._save_checkpoint()
+
+    def _do(self, fault: Fault, index: int) -> None:
+        rng, clock, group = self.rng, self.clock, self.groups[index]
+        self._num_faults += 1
+        self.log(f"--- {fault.value}: {group.replica_id}")
+        if fault is Fault.KILL_GROUP:
+            group.kill()
+        elif fault is Fault.KILL_RANK:
+            clock.kill(rng.choice(group.processes))
+        elif fault in (Fault.STOP_GROUP, Fault.STOP_RANK):
+            victims = group.processes if fault is Fault.STOP_GROUP else [rng.choice(group.processes)]
+            for process in victims:
+                clock.stop(process)
+            clock.after(rng.uniform(0.1, 4.0), None, lambda: self._wake(victims))
+        elif fault is Fault.CUT:
+            if group.connection is not None:
+                group.connection.cut()
+        elif fault is Fault.SILENCE:
+            self._silence(index, group, rng.uniform(0.1, 4.0))
+        elif fault is Fault.CRASH_LIGHTHOUSE:
+            self.lighthouse.crash()
+            clock.after(rng.choice((0.02, rng.uniform(0.05, 3.0))), None, self._restart_lighthouse)
+        elif fault is Fault.STOP_LIGHTHOUSE:
+            process = self.lighthouse.process
+            clock.stop(process)
+            clock.after(rng.uniform(0.1, 4.0), None, lambda: self._wake([process]))
+
+    def _wake(self, processes: Sequence[Process]) -> None:
+        for process in processes:
+            if process.is_stopped:
+                self.log(f"{process.name} wakes")
+                self.clock.wake(process)
+
+    def _restart_lighthouse(self) -> None:
+        self.log("the lighthouse is back")
+        self.lighthouse.restart()
+
+    def _silence(self, index: int, group: ReplicaGroup, duration_s: float) -> None:
+        connection = group.connection
+        self._silent_until[index] = max(self._silent_until[index], self.clock.now + duration_s)
+        if connection is not None and not connection.is_silent:
+            connection.fall_silent()
+            self.clock.after(duration_s, None, connection.speak_again)
+
+    # ---------------------------------------------------------------------------------------------------------- quiet
+
+    def _run_quiet(self) -> float:
+        self.log("--- quiet")
+        plan = self.scenario
+        self._is_quiet = True
+        plan.moods.calm_down(slowness=3.0)
+        self.transfers.duration_s = (0.02, 0.1)
+        self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
+        began = self.clock.now
+        stuck_since: float | None = None
+        check_at = began
+        while self.clock.step():
+            if self.clock.now < check_at:
+                continue
+            check_at = self.clock.now + 0.25
+            if self._all_is_well():
+                return self.clock.now - began
+            if self.clock.now > began + QUIET_LIMIT_S:
+                break
+            reasons = [t.pending.reason for g in self.groups for t in g.trainers if t.pending is not None]
+            needs_word = [r for r in reasons if "accept the loss" in r]
+            is_torn = [r for r in reasons if "whole state" in r]
+            if not needs_word and not is_torn:
+                stuck_since = None
+            elif stuck_since is None:
+                stuck_since = self.clock.now
+            elif self.clock.now > stuck_since + OPERATOR_PATIENCE_S and self.lighthouse.process.is_alive:
+                stuck_since = None
+                self._num_words += 1
+                if needs_word:
+                    self.log("the operator allows the loss")
+                    self.lighthouse.handle(Received("operator", AllowStepLoss()))
+                else:
+                    self.log("the operator restarts a group")
+                    self.groups[0].kill()
+        states = [(t.address, t.replica.version, t.replica.phase.value, t.pending) for g in self.groups for t in g.trainers]
+        raise InvariantError(f"not well {self.clock.now - began:.1f} s after the last fault: {states}")
+
+    def _all_is_well(self) -> bool:
+        """All live, hold equal versions after the same commits, and have trained together several times."""
+        trainers = [trainer for group in self.groups for trainer in group.trainers]
+        if not all(trainer.process.is_alive for trainer in trainers):
+            return False
+        latest = [trainer.last_commits for trainer in trainers]
+        if any(len(commits) < QUIET_COMMITS for commits in latest):
+            return False
+        newest = max(commits[-1].step for commits in latest)
+        shared = {tuple(commits)[-QUIET_COMMITS:] for commits in latest if commits[-1].step == newest}
+        behind = [commits for commits in latest if commits[-1].step != newest]
+        if len(shared) != 1 or any(commits[-1] not in next(iter(shared)) for commits in behind):
+            return False
+        return all(trainer.replica.quorum.num_contributors == len(self.groups) for trainer in trainers if trainer.replica.quorum)
+
+
+def run_seeds(seeds: Sequence[int]) -> list[Report]:
+    """Run one simulation a seed. Raises `InvariantError` at the first that fails."""
+    return [Simulation(seed).run() for seed in seeds]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the number of failed seeds, at most 1."""
+    parser = argparse.ArgumentParser(description="Simulate jobs with faults, from seeds.")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
+    options = parser.parse_args(arguments)
+    failures = events = commits = 0
+    for seed in range(options.first, options.first + options.seeds):
+        try:
+            report = Simulation(seed).run()
+        except InvariantError as error:
+            failures += 1
+            text = str(error)
+            logger.error("%s", text.splitlines()[0] if options.keep_going else text)
+            if not options.keep_going:
+                break
+        else:
+            events += report.num_events
+            commits += report.num_commits
+        if (seed + 1) % 500 == 0:
+            logger.info("%d seeds, %d failed, %d events, %d commits", seed + 1 - options.first, failures, events, commits)
+    logger.info("done: %d failed, %d events, %d commits", failures, events, commits)
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sys.exit(main())
