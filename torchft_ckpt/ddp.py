@@ -41,7 +41,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 def _average_bucket(manager: "Manager", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start to average one bucket, flat, of the gradients' dtype; the future completes with it."""
-    return manager.allreduce(bucket.buffer()).get_future()  # type: ignore[return-value]
+    return manager.allreduce(bucket.buffer()).get_future()
 
 
 class PureDistributedDataParallel(nn.Module):

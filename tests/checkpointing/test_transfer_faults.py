@@ -233,7 +233,7 @@ def test_a_manifest_beyond_the_limit_is_refused(source):
 
 def test_a_reader_that_reads_nothing_never_holds_the_trainer(source, proxy):
     """The client stops reading in the middle, and the trainer goes on before it reads again."""
-    destination = make_transport()
+    destination = make_transport(stall_timeout=LONG)
     stopped, go_on = threading.Event(), threading.Event()
     weight = torch.arange(8 * 1024 * 1024, dtype=torch.float32)
     expected = weight.clone()

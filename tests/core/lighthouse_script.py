@@ -159,7 +159,10 @@ class Member:
         serve = self.replica.capture_wanted if can_serve is None else can_serve
         self.says(
             self.replica.begin(
-                allow_heal=allow_heal, shrink_only=shrink_only, can_serve=serve, store_address=f"{self.replica_id}/store"
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                can_serve=serve,
+                store_address=f"{self.replica_id}/store",
             )
         )
 

@@ -14,7 +14,9 @@ HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDL
 VOTING = (HEALTHY, INLINE)
 
 
-def vote(approve: bool, *, broken: bool = False, counts: bool = True, num_voters: int = 0, reason: str = "") -> CommitVote:
+def vote(
+    approve: bool, *, broken: bool = False, counts: bool = True, num_voters: int = 0, reason: str = ""
+) -> CommitVote:
     return CommitVote(
         quorum_id=1,
         epoch="e",
@@ -245,7 +247,9 @@ def test_what_is_decided_anew_never_contradicts_what_somebody_here_has_done(num_
                 for heard in itertools.combinations(hearers, num_heard):
                     for back in itertools.product((True, False), repeat=len(roles)):
                         num_cases += 1
-                        check_new_life(old, dict(zip(roles, said, strict=True)), heard, dict(zip(roles, back, strict=True)))
+                        check_new_life(
+                            old, dict(zip(roles, said, strict=True)), heard, dict(zip(roles, back, strict=True))
+                        )
     assert num_cases > 5000
 
 

@@ -113,7 +113,7 @@ def test_one_was_against_and_nobody_heard() -> None:
 
 
 def test_a_member_died_with_the_lighthouse_and_those_who_have_the_sum_commit_after_the_grace() -> None:
-    job, (a, b, c) = in_doubt("a", "b", "c")
+    job, (a, b, _c) = in_doubt("a", "b", "c")
     back(a, b)
     job.passes(4.5)
     assert a.outcomes == []
@@ -141,7 +141,7 @@ def test_a_commit_that_was_heard_by_one_is_not_undone_by_one_that_was_taken_for_
 
 
 def test_no_quorum_before_all_of_the_last_one_are_back_or_the_patience_is_over() -> None:
-    job, (a, b) = trained("a", "b")
+    job, (a, _b) = trained("a", "b")
     job.restart()
     a.connects()
     a.asks()

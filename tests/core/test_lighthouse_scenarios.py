@@ -45,7 +45,7 @@ def test_all_start_with_the_first_ones_weights() -> None:
 
 
 def test_the_next_step_goes_on_in_the_same_quorum() -> None:
-    job, (a, b) = trained("a", "b", steps=2)
+    _job, (a, b) = trained("a", "b", steps=2)
     assert (a.formed.quorum_id, a.formed.version.step, b.formed.quorum_id) == (1, 1, 1)
 
 
@@ -61,7 +61,7 @@ def test_fewer_than_min_replicas_are_told_who_is_waited_for_and_how_long() -> No
 
 
 def test_kill_in_the_step_is_pushed_at_once_and_survivors_discard_one_step() -> None:
-    job, (a, b, c) = trained("a", "b", "c")
+    _job, (a, b, c) = trained("a", "b", "c")
     for member in (a, b, c):
         member.asks()
     first = a.formed.quorum_id
@@ -80,7 +80,7 @@ def test_kill_in_the_step_is_pushed_at_once_and_survivors_discard_one_step() -> 
 
 
 def test_kill_after_all_survivors_voted_costs_nothing() -> None:
-    job, (a, b, c) = trained("a", "b", "c")
+    _job, (a, b, c) = trained("a", "b", "c")
     for member in (a, b, c):
         member.asks()
     a.votes()
@@ -90,7 +90,7 @@ def test_kill_after_all_survivors_voted_costs_nothing() -> None:
 
 
 def test_a_survivor_that_has_the_sum_commits_with_those_that_have_it() -> None:
-    job, (a, b, c) = trained("a", "b", "c")
+    _job, (a, b, c) = trained("a", "b", "c")
     for member in (a, b, c):
         member.asks()
     a.votes()
@@ -102,7 +102,7 @@ def test_a_survivor_that_has_the_sum_commits_with_those_that_have_it() -> None:
 
 
 def test_one_that_leaves_on_purpose_is_gone_at_once() -> None:
-    job, (a, b) = trained("a", "b")
+    _job, (a, b) = trained("a", "b")
     a.asks()
     b.asks()
     b.leaves()
@@ -138,7 +138,7 @@ def test_a_stopped_group_is_dropped_and_finds_itself_dead_when_it_wakes() -> Non
 
 
 def test_who_lost_its_connection_after_its_vote_still_hears_the_decision() -> None:
-    job, (a, b) = trained("a", "b")
+    _job, (a, b) = trained("a", "b")
     a.asks()
     b.asks()
     b.votes()
@@ -152,7 +152,7 @@ def test_who_lost_its_connection_after_its_vote_still_hears_the_decision() -> No
 
 
 def test_a_late_approval_of_one_taken_for_dead_commits_only_what_was_committed() -> None:
-    job, (a, b) = trained("a", "b")
+    _job, (a, b) = trained("a", "b")
     a.asks()
     b.asks()
     b.is_cut_off()
@@ -164,7 +164,7 @@ def test_a_late_approval_of_one_taken_for_dead_commits_only_what_was_committed()
 
 
 def test_one_that_was_cut_off_and_asks_anew_does_not_spoil_the_others_step() -> None:
-    job, (a, b, c) = trained("a", "b", "c")
+    _job, (a, b, c) = trained("a", "b", "c")
     for member in (a, b, c):
         member.asks()
     a.votes()
@@ -202,7 +202,7 @@ def rejoining(**settings: float) -> tuple[Job, Member, Member, Member]:
 
 
 def test_a_joiner_is_announced_so_that_somebody_captures_its_state() -> None:
-    job, (a, b) = trained("a", "b")
+    job, (a, _b) = trained("a", "b")
     job.join("j")
     assert a.heard_joiner()
     assert a.replica.capture_wanted
@@ -224,7 +224,7 @@ def test_a_joiner_that_nobody_can_serve_waits_for_the_next_step() -> None:
 
 
 def test_a_joiner_that_is_ready_commits_with_the_others() -> None:
-    job, a, b, j = rejoining()
+    _job, a, b, j = rejoining()
     for member in (a, b, j):
         member.votes()
     assert a.replica.version == j.replica.version
@@ -274,7 +274,7 @@ def test_a_joiner_that_stalls_the_collective_is_thrown_out_with_one_discarded_st
 
 
 def test_a_stall_without_joiners_is_nobodys_fault() -> None:
-    job, (a, b) = trained("a", "b")
+    _job, (a, b) = trained("a", "b")
     a.asks()
     b.asks()
     a.hears()
@@ -294,7 +294,7 @@ def test_a_dying_joiner_costs_one_step_at_most() -> None:
 
 
 def test_a_joiner_that_dies_when_the_others_have_voted_costs_nothing() -> None:
-    job, a, b, j = rejoining()
+    _job, a, b, j = rejoining()
     a.votes()
     b.votes()
     j.dies()
@@ -315,7 +315,7 @@ def test_a_joiner_that_abandons_the_step_breaks_the_collectives_and_is_still_hea
 
 
 def test_a_healthy_member_that_abandons_the_step_ends_it_for_all() -> None:
-    job, (a, b) = trained("a", "b")
+    _job, (a, b) = trained("a", "b")
     a.asks()
     b.asks()
     a.hears()
@@ -327,7 +327,7 @@ def test_a_healthy_member_that_abandons_the_step_ends_it_for_all() -> None:
 
 
 def test_a_joiners_failed_load_touches_nobody_else() -> None:
-    job, a, b, j = rejoining()
+    _job, a, b, j = rejoining()
     a.votes()
     b.votes()
     j.votes(load=False, error="the transfer failed")
@@ -392,7 +392,7 @@ def lost_newest_step() -> tuple[Job, Member, Member]:
 
 
 def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_and_the_remedies() -> None:
-    job, a, old = lost_newest_step()
+    job, _a, old = lost_newest_step()
     fresh = job.join("f")
     old.asks()
     fresh.asks()
@@ -405,7 +405,7 @@ def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_
 
 
 def test_the_job_goes_on_with_a_state_that_was_restored_on_purpose() -> None:
-    job, a, old = lost_newest_step()
+    job, _a, old = lost_newest_step()
     restored = job.join("r")
     restored.replica.restore(2)
     job.passes(11.0)
@@ -433,7 +433,7 @@ def test_before_it_goes_back_it_waits_for_holders_that_were_cut_off_a_moment_ago
 
 
 def test_it_does_not_wait_for_a_holder_whose_group_has_started_anew() -> None:
-    job, a, old = lost_newest_step()
+    job, _a, old = lost_newest_step()
     again = job.join("a", life=2)
     again.replica.restore(2)
     old.asks()
@@ -456,7 +456,7 @@ def test_it_never_goes_back_while_a_holder_lives_and_trains() -> None:
 
 
 def test_the_operators_word_lets_the_job_go_on_from_the_best_state_left() -> None:
-    job, a, old = lost_newest_step()
+    job, _a, old = lost_newest_step()
     fresh = job.join("f")
     old.asks()
     fresh.asks()
@@ -465,7 +465,7 @@ def test_the_operators_word_lets_the_job_go_on_from_the_best_state_left() -> Non
 
 
 def test_the_operators_word_is_for_one_quorum() -> None:
-    job, a, old = lost_newest_step()
+    job, _a, old = lost_newest_step()
     old.asks()
     job.operator_allows_loss()
     assert not job.lighthouse.allow_step_loss
@@ -536,7 +536,7 @@ def test_an_older_process_of_a_group_is_refused_once_a_newer_one_runs() -> None:
 
 
 def test_an_older_process_that_was_away_when_the_newer_one_came_is_refused_too() -> None:
-    job, (a, b) = trained("a", "b")
+    job, (a, _b) = trained("a", "b")
     a.is_cut_off()
     job.join("a", life=2)
     a.connects()
@@ -573,7 +573,7 @@ def test_who_does_not_say_hello_first_is_refused() -> None:
 
 
 def test_the_same_step_is_tried_again_in_the_same_quorum_after_an_unbroken_discard() -> None:
-    job, (a,) = trained("a")
+    _job, (a,) = trained("a")
     a.asks()
     first = a.formed
     a.votes(error="loss is not a number")
@@ -597,6 +597,6 @@ def test_min_replica_size_of_the_manager_keeps_a_step_from_counting() -> None:
 
 
 def test_answers_do_not_grow_with_the_number_of_members() -> None:
-    job, members = trained(*(f"m{i}" for i in range(40)), least=40)
+    _job, members = trained(*(f"m{i}" for i in range(40)), least=40)
     formed: QuorumFormed = members[-1].formed
     assert (formed.replica_world_size, formed.sources, formed.destinations) == (40, formed.sources[:1], [])

@@ -88,9 +88,10 @@ def test_only_groups_whose_last_step_held_their_gradients_contribute() -> None:
     timeline = make_timeline()
     for life in timeline.lives:
         life.finished = life.ended_s = None
-    timeline.lives[-1].steps = [step(7.5, 6, contributed=False)]
+    before = timeline.contributing()
+    timeline.lives[-1].record(step(9, 8, contributed=False))  # it was thrown out, and heals again
 
-    assert timeline.contributing() == {0: 7}
+    assert (before, timeline.contributing()) == ({0: 7, 1: 7}, {0: 7})
 
 
 def test_a_life_goes_through_its_phases_as_its_events_come() -> None:

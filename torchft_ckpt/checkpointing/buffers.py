@@ -6,6 +6,7 @@ they are needed, and go back to a shelf instead of to the system. When the last 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import torch
@@ -57,8 +58,8 @@ class BufferPool:
         with self._lock:
             if user not in self._users or len(self._free) >= limit:
                 return False
-        buffer = torch.zeros(self.block_bytes, dtype=torch.uint8)
-        buffer[::4096] = 1  # zeros() may hand out pages that do not exist yet
+        buffer = torch.empty(self.block_bytes, dtype=torch.uint8)
+        ctypes.memset(buffer.data_ptr(), 0, self.block_bytes)  # on this thread alone, without the interpreter's lock
         with self._lock:
             if user not in self._users:
                 return False

@@ -321,16 +321,12 @@ class Snapshot:
                 self._copies[block] = self._copy_aside(block)
 
     def _copy_aside(self, block: int) -> torch.Tensor:
+        """Copy the CPU bytes of a block into a buffer. Padding and staged bytes are left undefined: reads don't use them."""
         start, stop = block_range(block, self.total_bytes, self._pool.block_bytes)
         buffer = self._pool.take()
-        at = start
         for index, low, high, position in self._pieces(start, stop):
-            if index >= self._num_on_cpu:
-                continue
-            buffer[at - start : position - start].zero_()
-            at = position + high - low
-            self._live(index).copy_to(low, high, buffer[position - start : at - start])
-        buffer[at - start :].zero_()
+            if index < self._num_on_cpu:
+                self._live(index).copy_to(low, high, buffer[position - start : position - start + high - low])
         return buffer
 
     def _live(self, index: int) -> Memory:

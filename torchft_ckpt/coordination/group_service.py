@@ -88,8 +88,9 @@ class GroupService:
         self._thread = LoopThread("torchft_ckpt-coordination")
         try:
             if world_size > 1:
-                bound = self._thread.run(self._listen(port))
                 host = advertised_host(hostname, towards=self._client.address)
+                # One family, so one port: with both, each would get a port of its own.
+                bound = self._thread.run(self._listen("::" if ":" in host else "0.0.0.0", port))
                 self._address = join_host_port(host, bound)
             self._thread.run(self._client.start())
         except OSError as error:
@@ -110,6 +111,10 @@ class GroupService:
         """Take a message of rank 0. Any thread; returns at once."""
         self._thread.call_soon(self._handle, RankSaid(0, message))
 
+    def waiting_for(self) -> str:
+        """Say who has not asked for the next quorum yet. Any thread."""
+        return self._state.waiting_for() or f"the lighthouse at {self._client.address} has not answered"
+
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""
         self._thread.call_soon(self._thread.loop.call_later, delay_s, function)
@@ -122,12 +127,12 @@ class GroupService:
 
     # --------------------------------------------------------------------------------------------------- on the loop
 
-    async def _listen(self, port: int) -> int:
+    async def _listen(self, host: str, port: int) -> int:
         app = web.Application()
         app.add_routes([web.get("/v1/ranks", self._serve_rank)])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, None, port).start()
+        await web.TCPSite(self._runner, host, port).start()
         return int(self._runner.addresses[0][1])
 
     async def _stop(self, reason: str) -> None:

@@ -80,6 +80,10 @@ class RankSession:
         """Send a message. Any thread; returns at once."""
         self._thread.call_soon(self._send, message)
 
+    def waiting_for(self) -> str:
+        """Say who has not asked for the next quorum yet. Any thread."""
+        return f"group rank 0 at {self._address} has not answered"
+
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""
         self._thread.call_soon(self._thread.loop.call_later, delay_s, function)

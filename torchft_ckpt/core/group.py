@@ -137,6 +137,12 @@ class GroupState:
             return list(self._say_again())
         return list(self._lighthouse_said(event.message))
 
+    def waiting_for(self) -> str:
+        """Name the ranks that the group's next request waits for; empty when it waits for none of them."""
+        asked = set(self._requests)
+        absent = [str(rank) for rank in range(self.world_size) if rank not in asked]
+        return f"group ranks {', '.join(absent)} have not asked yet" if asked and absent else ""
+
     # ---------------------------------------------------------------------------------------------------------- ranks
 
     def _rank_said(self, rank: int, message: RankToGroup) -> Iterator[GroupInstruction]:

@@ -126,6 +126,8 @@ class Round:
     """Since when nothing but joiners is waited for."""
     stalled: set[str] = field(default_factory=set)
     """Voters that wait in a collective for longer than the budget."""
+    failed: set[str] = field(default_factory=set)
+    """Joiners whose attempt has been counted as failed already."""
 
     @property
     def joiners_close_at(self) -> float | None:
@@ -168,6 +170,8 @@ class LighthouseState:
         self.lost_members: OrderedDict[str, str] = OrderedDict()
         """Replica ids that are gone, with the reason; the latest few, for the operator."""
         self._by_connection: dict[str, str] = {}
+        self._dropped: set[str] = set()
+        """Connections of members that were lost, until they are closed."""
         self._waiting: dict[str, None] = {}
         self._quorum_members: dict[str, None] = {}
         """Members of the last quorum that have not been lost since."""
@@ -199,8 +203,11 @@ class LighthouseState:
         if isinstance(event, Received):
             return list(self._received(event.connection, event.message, now))
         if isinstance(event, ConnectionClosed):
+            self._dropped.discard(event.connection)
             replica_id = self._by_connection.get(event.connection)
-            return list(self._lose(replica_id, event.reason, now)) if replica_id is not None else []
+            if replica_id is None:
+                return []
+            return list(self._lose(replica_id, event.reason, now, is_closed=True))
         return list(self._tick(now))
 
     def next_deadline(self) -> float | None:
@@ -248,6 +255,8 @@ class LighthouseState:
             yield from self._hello(connection, message, now)
             return
         replica_id = self._by_connection.get(connection)
+        if replica_id is None and connection in self._dropped:
+            return  # said before it learned that we gave this connection up
         if replica_id is None:
             yield Send(connection, Refused(code="hello", reason="the first message has to be Hello"))
             yield Close(connection)
@@ -676,7 +685,10 @@ class LighthouseState:
             current.tally.cast(member.replica_id, vote)
             if vote.broken and not current.tally.decided:
                 # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
-                reason = f"{member.replica_id}: {vote.reason or 'its collectives failed'}"
+                if member.replica_id not in current.failed:
+                    current.failed.add(member.replica_id)
+                    self._fail_join([member.replica_id], now - current.formed_at, now)
+                reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
                 yield from self._break_collectives(current, member.replica_id, lost=False, reason=reason)
             yield from self._after_vote(current, now)
         elif key in self._decided or vote.epoch == self.epoch or self._recollection.is_over:
@@ -768,7 +780,9 @@ class LighthouseState:
             for replica_id in followers:
                 self._told_to_commit(replica_id, key)
             self.newest_step = max(self.newest_step, current.step + 1)
-            behind = [m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT]
+            behind = [
+                m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed
+            ]
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
             self._fail_join(behind, cost_s, now)
         else:
@@ -850,10 +864,14 @@ class LighthouseState:
 
     # --------------------------------------------------------------------------------------------------------- losses
 
-    def _lose(self, replica_id: str, reason: str, now: float, *, is_on_purpose: bool = False) -> Iterator[Instruction]:
+    def _lose(
+        self, replica_id: str, reason: str, now: float, *, is_on_purpose: bool = False, is_closed: bool = False
+    ) -> Iterator[Instruction]:
         """A member is gone: tell those who share a collective with it, at once."""
         member = self.members.pop(replica_id)
         del self._by_connection[member.connection]
+        if not is_closed:
+            self._dropped.add(member.connection)
         if not is_on_purpose and self._is_valid(member.version):
             self._away[group_name(replica_id)] = (member.version, now)
             while len(self._away) > MAX_REMEMBERED:

@@ -464,7 +464,7 @@ class Manager:
             return self._plan
 
     def _waiting_for(self) -> str:
-        return self._pending.reason if self._pending is not None else "the lighthouse has not answered"
+        return self._pending.reason if self._pending is not None else self._link.waiting_for()
 
     def _serve(self, formed: QuorumFormed, captured: dict[str, Any] | None) -> None:
         if captured is None:

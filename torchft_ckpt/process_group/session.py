@@ -9,6 +9,7 @@ Rules that this file keeps, whatever the backend:
 - The inner group is dropped on one thread only, the reaper, after the last call into it has returned. A backend's
   destructor joins its worker threads: run by a callback on such a thread, it would end the process; run by the trainer,
   it would block it.
+- Works are over soon after their session has ended, even those that the backend forgets.
 - A session ends once, with one error. An operation that fails ends it, which closes this rank's connections, so that a
   lost peer's failure travels around the ring at once instead of by timeouts.
 
@@ -41,6 +42,10 @@ from torchft_ckpt.errors import (
 
 logger = logging.getLogger(__name__)
 
+# Gloo forgets a send that was half written when its connection broke, and a receive that was half read: the thread that
+# waits for it sleeps until the operation's timeout. So works are completed by us, this long after their session ended,
+# when a backend thread that is not asleep has long left the tensors alone.
+_GRACE_S = 0.05
 _REAP_INTERVALS_S = (0.01, 0.05, 0.25)
 _live: set[Session] = set()
 _live_lock = threading.Lock()
@@ -79,6 +84,7 @@ class Session:
         # The only reference to the inner group; emptied by the reaper.
         self._slot: list[TorchProcessGroup] = []
         self._num_calls = 0
+        self._works: set[SessionWork] = set()
         self._interrupts: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
         self._released = threading.Event()
@@ -205,6 +211,20 @@ class Session:
         """Wait until an ended session has let go of everything; return whether it has."""
         return self._released.wait(timeout_s)
 
+    def opened(self, work: SessionWork) -> None:
+        """Remember an operation until it is over."""
+        with self._changed:
+            self._works.add(work)
+
+    def closed(self, work: SessionWork) -> bool:
+        """Forget an operation; return whether it was remembered."""
+        with self._changed:
+            if work not in self._works:
+                return False
+            self._works.remove(work)
+            self._changed.notify_all()
+            return True
+
     def _run_connect(self) -> None:
         failure: Exception | None = None
         # It refers to the process group, which refers to us: after this, nothing keeps a dropped group.
@@ -223,6 +243,12 @@ class Session:
                 self.end(_as_configure_error(self.label, failure))
 
     def _reap(self) -> None:
+        with self._changed:
+            # Connections are dead, so whatever is still open after this was forgotten by the backend.
+            self._changed.wait_for(lambda: self._num_calls == 0 and not self._works, _GRACE_S)
+            forgotten = list(self._works)
+        for work in forgotten:
+            work.finish(None, self._error)
         attempt = 0
         while self._thread.is_alive():
             for interrupt in list(self._interrupts):
@@ -231,6 +257,9 @@ class Session:
             attempt += 1
         with self._changed:
             self._changed.wait_for(lambda: self._num_calls == 0)
+            late = list(self._works)
+        for work in late:
+            work.finish(None, self._error)
         started = time.monotonic()
         self._slot.clear()
         for close in self._closers:
@@ -248,6 +277,8 @@ class SessionWork(Work):
         super().__init__()
         self._session = session
         self._work = work
+        self._over = threading.Event()
+        self._error: ProcessGroupError | None = None
         self._future: torch.futures.Future[Any] | None = None
         try:
             future = work.get_future()
@@ -255,30 +286,52 @@ class SessionWork(Work):
             return
         # Not `then`: it turns every exception into a RuntimeError.
         self._future = torch.futures.Future(devices=session.devices)
+        session.opened(self)
         future.add_done_callback(self._pass_on)
 
     def _pass_on(self, future: torch.futures.Future[Any]) -> None:
-        assert self._future is not None
         try:
-            self._future.set_result(future.value())
+            value = future.value()
         except RuntimeError as error:
-            self._future.set_exception(self._session.fail(error))
+            self.finish(None, self._session.fail(error))
+        else:
+            self.finish(value, None)
+
+    def finish(self, value: Any, error: ProcessGroupError | None) -> None:
+        """Complete the future; a second call does nothing."""
+        if not self._session.closed(self):
+            return
+        assert self._future is not None
+        if error is None:
+            try:
+                self._future.set_result(value)
+            except RuntimeError as refused:  # tensors on a device that the future was not made for
+                error = self._session.fail(refused)
+        self._error = error
+        self._over.set()
+        if error is not None:
+            self._future.set_exception(copy.copy(error))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation is done.
+        """Block until the operation is over.
 
         Args:
             timeout: give up waiting (not the operation) after this; zero waits as long as the operation itself may take.
 
         Raises:
             ProcessGroupError: the operation failed or the group was aborted; its tensors must not be used.
+            TimeoutError: it is not over yet.
         """
-        try:
-            return self._work.wait(timeout)
-        except RuntimeError as error:
-            if not self._work.is_completed():
-                raise
-            raise self._session.fail(error) from error.with_traceback(None)
+        if self._future is None:
+            try:
+                return self._work.wait(timeout)
+            except RuntimeError as error:
+                raise self._session.fail(error) from error.with_traceback(None)
+        if not self._over.wait(timeout.total_seconds() if timeout > timedelta(0) else None):
+            raise TimeoutError(f"{self._session.label}: an operation is not over after {timeout.total_seconds():.3f} s")
+        if self._error is not None:
+            raise copy.copy(self._error)
+        return self._work.wait()  # returns at once, and orders the current stream after the operation
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future with the list of result tensors.
@@ -290,11 +343,11 @@ class SessionWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the operation is over, with or without success."""
-        return self._work.is_completed()
+        return self._over.is_set() if self._future is not None else self._work.is_completed()
 
     def is_success(self) -> bool:
         """Whether the operation is over and succeeded."""
-        return self._work.is_success()
+        return self.is_completed() and self._error is None and self._work.is_success()
 
     def synchronize(self) -> None:
         """Make the current stream wait for the operation."""

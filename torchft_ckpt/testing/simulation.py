@@ -19,7 +19,7 @@ from random import Random
 
 from torchft_ckpt.core.lighthouse import LighthouseSettings, Received
 from torchft_ckpt.core.messages import AllowStepLoss
-from torchft_ckpt.core.replica import Phase, ReplicaSettings
+from torchft_ckpt.core.replica import ReplicaSettings
 from torchft_ckpt.testing.simulated.chaos import Fault, Scenario, draw_scenario
 from torchft_ckpt.testing.simulated.clock import Clock, Process
 from torchft_ckpt.testing.simulated.collectives import Collectives
@@ -106,7 +106,9 @@ class Simulation:
         except Exception as error:
             text = "\n".join(self.lines)
             what = f"{type(error).__name__}: {error}"
-            raise InvariantError(f"seed {self.seed}: {what}\n{self.scenario}\n{text}\nseed {self.seed}: {what}") from error
+            raise InvariantError(
+                f"seed {self.seed}: {what}\n{self.scenario}\n{text}\nseed {self.seed}: {what}"
+            ) from error
         discarded = {g.replica_id: g.trainers[0].num_discarded for g in [*self.past, *self.groups]}
         return Report(
             seed=self.seed,
@@ -286,7 +288,9 @@ class Simulation:
                 else:
                     self.log("the operator restarts a group")
                     self.groups[0].kill()
-        states = [(t.address, t.replica.version, t.replica.phase.value, t.pending) for g in self.groups for t in g.trainers]
+        states = [
+            (t.address, t.replica.version, t.replica.phase.value, t.pending) for g in self.groups for t in g.trainers
+        ]
         raise InvariantError(f"not well {self.clock.now - began:.1f} s after the last fault: {states}")
 
     def _all_is_well(self) -> bool:
@@ -302,7 +306,11 @@ class Simulation:
         behind = [commits for commits in latest if commits[-1].step != newest]
         if len(shared) != 1 or any(commits[-1] not in next(iter(shared)) for commits in behind):
             return False
-        return all(trainer.replica.quorum.num_contributors == len(self.groups) for trainer in trainers if trainer.replica.quorum)
+        return all(
+            trainer.replica.quorum.num_contributors == len(self.groups)
+            for trainer in trainers
+            if trainer.replica.quorum
+        )
 
 
 def run_seeds(seeds: Sequence[int]) -> list[Report]:
@@ -331,7 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             events += report.num_events
             commits += report.num_commits
         if (seed + 1) % 500 == 0:
-            logger.info("%d seeds, %d failed, %d events, %d commits", seed + 1 - options.first, failures, events, commits)
+            logger.info(
+                "%d seeds, %d failed, %d events, %d commits", seed + 1 - options.first, failures, events, commits
+            )
     logger.info("done: %d failed, %d events, %d commits", failures, events, commits)
     return min(failures, 1)
 

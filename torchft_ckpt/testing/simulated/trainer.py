@@ -194,6 +194,8 @@ class Trainer:
         if turn != self._turn or self._plan is None:
             return
         formed, replica = self._plan.formed, self.replica
+        if replica.error is not None and len(self._results) < self._settings.num_allreduces:
+            replica.collectives_failed()  # it enters no collective any more, in which the others will wait
         if replica.error is not None or self._handle is None or len(self._results) == self._settings.num_allreduces:
             self._finish(turn)
             return

@@ -1,0 +1,147 @@
+"""Imports point down only, `core` is pure, and what needs no torch does not import it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchft_ckpt
+
+PACKAGE = Path(torchft_ckpt.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
+
+FLOORS = {
+    "errors": 0,
+    "config": 0,
+    "network": 0,
+    "core": 1,
+    "coordination": 2,
+    "checkpointing": 2,
+    "process_group": 2,
+    "manager": 3,
+    "optimizer": 4,
+    "ddp": 4,
+    "data": 4,
+    "local_sgd": 4,
+    "diloco": 4,
+    "testing": 5,
+    "__init__": 5,
+    "__main__": 5,
+}
+BESIDE = {
+    # Of one floor, who may use whom, apart from a package its own modules.
+    "config": {"errors"},
+    "network": {"errors", "config"},
+    "optimizer": set(),
+    "__init__": {"testing"},
+    "__main__": {"__init__", "testing"},
+    "testing": set(),
+}
+STANDARD_BUT_NOT_PURE = {
+    "asyncio",
+    "concurrent",
+    "contextvars",
+    "datetime",
+    "http",
+    "io",
+    "logging",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "queue",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "threading",
+    "time",
+    "urllib",
+    "uuid",
+}
+
+
+def imports(module: str, *, only_at_import: bool = False) -> set[str]:
+    """Full names of what a module imports; those under TYPE_CHECKING are not imports."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if only_at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            if node.module == "torchft_ckpt":
+                found.update(f"torchft_ckpt.{alias.name}" for alias in node.names)
+            elif node.module:
+                found.add(node.module)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(tree)
+    return found
+
+
+def top(name: str) -> str:
+    """`torchft_ckpt.core.messages` to `core`; the package itself is `__init__`."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("core/")])
+def test_core_knows_decisions_only(module: str) -> None:
+    allowed = {"msgspec", "torchft_ckpt"}
+    for name in imports(module):
+        root = name.split(".")[0]
+        assert root in allowed or (root in sys.stdlib_module_names and root not in STANDARD_BUT_NOT_PURE), name
+        if root == "torchft_ckpt":
+            assert top(name) in {"core", "errors"}, name
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
+def test_imports_point_down_only(module: str) -> None:
+    mine = module.split("/")[0]
+    assert mine in FLOORS, f"{mine} has no floor yet: add it to DESIGN and here"
+    for name in imports(module):
+        if name.split(".")[0] != "torchft_ckpt" or top(name) == mine:
+            continue
+        other = top(name)
+        if other not in FLOORS:
+            continue  # a name of the package itself, such as __version__
+        is_down = FLOORS[other] < FLOORS[mine]
+        assert is_down or other in BESIDE.get(mine, set()), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torchft_ckpt",
+        "import torchft_ckpt.core.lighthouse, torchft_ckpt.core.replica, torchft_ckpt.core.group",
+        "import torchft_ckpt.coordination.lighthouse_server",
+        "import torchft_ckpt.testing.simulation",
+        "from torchft_ckpt import LighthouseServer",
+        "import runpy, sys; sys.argv = ['torchft_ckpt', '--help']; runpy.run_module('torchft_ckpt', run_name='__main__')",
+    ],
+)
+def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
+    program = (
+        f"import sys\ntry:\n    exec({statement!r})\nexcept SystemExit:\n    pass\n"
+        "sys.exit(9 if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent
+    )
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-1500:]

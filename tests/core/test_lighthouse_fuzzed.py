@@ -1,0 +1,131 @@
+"""Whatever well-formed messages come in whatever order: the lighthouse never raises, and sends only what can be read."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchft_ckpt.core.lighthouse import (
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    LighthouseState,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.messages import (
+    AllowStepLoss,
+    CommitVote,
+    Heartbeat,
+    Hello,
+    Leave,
+    Outcome,
+    QuorumFormed,
+    QuorumRequest,
+    StallReport,
+    StateVersion,
+    decode_from_lighthouse,
+    encode,
+)
+
+EPOCHS = st.sampled_from(["now", "old"])
+SMALL = st.integers(0, 3)
+VERSIONS = st.builds(StateVersion, step=SMALL, quorum_id=SMALL, epoch=EPOCHS)
+REASONS = st.sampled_from(["", "r" * 4096])
+NAMES = st.sampled_from(["a:1", "a:2", "b:1", "c:1", "d" * 510 + ":1"])
+MESSAGES = st.one_of(
+    st.builds(
+        Hello,
+        protocol=st.sampled_from([1, 1, 1, 2]),
+        replica_id=NAMES,
+        version=VERSIONS,
+        newest_step=SMALL,
+        last_quorum_id=SMALL,
+        last_quorum_size=SMALL,
+        last_step=SMALL,
+        last_epoch=EPOCHS,
+        rolled_back_to=VERSIONS,
+        last_outcome=st.none() | st.sampled_from(Outcome),
+    ),
+    st.just(Heartbeat()),
+    st.builds(
+        QuorumRequest,
+        request_id=SMALL,
+        version=VERSIONS,
+        restored=st.booleans(),
+        torn=st.sampled_from([False, False, True]),
+        init_sync=st.booleans(),
+        shrink_only=st.sampled_from([False, False, True]),
+        allow_heal=st.booleans(),
+        heal_inline=st.booleans(),
+        waits_for_quorum=st.booleans(),
+        can_serve=st.booleans(),
+        needs_new_quorum=st.booleans(),
+        join_budget_s=st.sampled_from([0.0, 0.5, 1e9]),
+    ),
+    st.builds(
+        CommitVote,
+        quorum_id=SMALL,
+        epoch=EPOCHS,
+        step=SMALL,
+        approve=st.booleans(),
+        broken=st.booleans(),
+        counts=st.booleans(),
+        num_voters=SMALL,
+        reason=REASONS,
+    ),
+    st.builds(StallReport, quorum_id=SMALL, step=SMALL),
+    st.builds(Leave, REASONS),
+    st.just(AllowStepLoss()),
+)
+CONNECTIONS = st.sampled_from(["c1", "c2", "c3", "c4"])
+STEPS = st.lists(
+    st.tuples(
+        st.one_of(
+            st.builds(Received, CONNECTIONS, MESSAGES),
+            st.builds(ConnectionClosed, CONNECTIONS),
+            st.just(Tick()),
+        ),
+        st.sampled_from([0.0, 0.01, 1.0, 20.0]),
+        st.booleans(),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=STEPS, least=st.integers(1, 2))
+def test_it_never_raises_and_says_nothing_that_cannot_be_read(
+    steps: list[tuple[Event, float, bool]], least: int
+) -> None:
+    """The last part of a step: answer a quorum that was formed with a vote that fits it."""
+    state = LighthouseState(LighthouseSettings(min_replicas=least, join_timeout_s=5.0), epoch="now")
+    now, highest = 0.0, 0
+    for event, pause, answers in steps:
+        now += pause
+        out = state.handle(event, now)
+        for instruction in list(out):
+            if not isinstance(instruction, Send):
+                continue
+            message = instruction.message
+            assert decode_from_lighthouse(encode(message), "lighthouse") == message
+            if isinstance(message, QuorumFormed):
+                assert message.quorum_id >= highest
+                highest = message.quorum_id
+                if answers:
+                    vote = CommitVote(
+                        quorum_id=message.quorum_id,
+                        epoch=message.epoch,
+                        step=message.version.step,
+                        approve=True,
+                        num_voters=message.num_voters,
+                    )
+                    state.handle(Received(instruction.connection, vote), now)
+        deadline = state.next_deadline()
+        assert deadline is None or isinstance(deadline, float)
+        assert set(state._waiting) <= set(state.members)
+        assert set(state._quorum_members) <= set(state.members)
+        assert state._back <= set(state._quorum_members)
+        assert all(state.members[r].request is not None for r in state._waiting)
+        assert {m.connection for m in state.members.values()} == set(state._by_connection)

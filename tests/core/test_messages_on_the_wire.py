@@ -1,0 +1,174 @@
+"""Messages survive the wire, and whatever else comes from it is a `ProtocolError` that names the peer."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from torchft_ckpt.core import messages
+from torchft_ckpt.core.messages import (
+    MAX_MESSAGE_BYTES,
+    CommitVote,
+    FromLighthouse,
+    GroupToRank,
+    Hello,
+    QuorumFormed,
+    QuorumRequest,
+    RankHello,
+    RankToGroup,
+    Source,
+    StateVersion,
+    ToLighthouse,
+    clip,
+    decode_from_lighthouse,
+    decode_group_to_rank,
+    decode_rank_to_group,
+    decode_to_lighthouse,
+    encode,
+    group_name,
+    name_some,
+)
+from torchft_ckpt.errors import ProtocolError
+
+COUNTS = st.integers(0, (1 << 62) - 1)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+SECONDS = st.floats(0, 1e9)
+VERSIONS = st.builds(StateVersion, step=COUNTS, quorum_id=COUNTS, epoch=TEXTS)
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+
+
+def strategy(message: type) -> st.SearchStrategy[object]:
+    special: dict[str, st.SearchStrategy[object]] = {
+        "replica_id": NAMES,
+        "version": VERSIONS,
+        "rolled_back_to": VERSIONS,
+        "group_rank": st.integers(0, 65535),
+        "group_world_size": st.integers(1, 65536),
+        "heartbeat_timeout_s": SECONDS,
+        "waited_s": SECONDS,
+        "checkpoint_addresses": st.none() | st.lists(TEXTS, max_size=3),
+        "destinations": st.lists(COUNTS, max_size=3),
+        "contributor_rank": st.none() | COUNTS,
+        "role": st.sampled_from(messages.Role),
+        "outcome": st.sampled_from(messages.Outcome),
+        "last_outcome": st.none() | st.sampled_from(messages.Outcome),
+        "sources": st.lists(
+            st.builds(
+                Source, replica_id=NAMES, replica_rank=COUNTS, checkpoint_addresses=st.lists(TEXTS, max_size=3)
+            ),
+            max_size=2,
+        ),
+    }
+    fields: dict[str, st.SearchStrategy[object]] = {}
+    for field in msgspec.structs.fields(message):
+        if field.name in special:
+            fields[field.name] = special[field.name]
+        elif field.name == "join_budget_s":
+            fields[field.name] = SECONDS if message is QuorumRequest else st.none() | SECONDS
+        elif field.type is bool:
+            fields[field.name] = st.booleans()
+        elif "Count" in str(field.type) or str(field.type).find("int") >= 0:
+            fields[field.name] = COUNTS
+        else:
+            fields[field.name] = TEXTS
+    return st.builds(message, **fields)
+
+
+@pytest.mark.parametrize(
+    ("union", "decode"),
+    [
+        (ToLighthouse, decode_to_lighthouse),
+        (FromLighthouse, decode_from_lighthouse),
+        (RankToGroup, decode_rank_to_group),
+        (GroupToRank, decode_group_to_rank),
+    ],
+    ids=["to lighthouse", "from lighthouse", "rank to group", "group to rank"],
+)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_every_message_comes_out_as_it_went_in(union: object, decode: object, data: st.DataObject) -> None:
+    message = data.draw(st.one_of([strategy(kind) for kind in get_args(union)]))
+    assert decode(encode(message), "peer") == message  # type: ignore[operator]
+
+
+GOOD = encode(Hello(protocol=1, replica_id="a"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=200))
+@example(b"")
+@example(b"\xff\xfe")
+@example("\ud800")
+@example("[" * 100_000)
+@example('{"type":"Hello"')
+@example('{"type":"NoSuchMessage"}')
+@example('{"type":"Hello","protocol":1}')
+@example('{"type":"Hello","protocol":-1,"replica_id":"a"}')
+@example('{"type":"Hello","protocol":99999999999999999999999,"replica_id":"a"}')
+@example('{"type":"Hello","protocol":1.5,"replica_id":"a"}')
+@example('{"type":"Hello","protocol":1,"replica_id":""}')
+@example('{"type":"Hello","protocol":1,"replica_id":"' + "a" * 513 + '"}')
+@example('{"type":"Hello","protocol":1,"replica_id":"a","group_world_size":0}')
+@example('{"type":"Hello","protocol":1,"replica_id":"a","last_outcome":"maybe"}')
+@example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":-1}')
+@example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":1e300}')
+@example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":NaN}')
+@example('{"type":"Leave","reason":"' + "a" * 5000 + '"}')
+@example('{"type":"Leave","reason":"\\ud800"}')
+@example("{" + " " * (MAX_MESSAGE_BYTES + 1) + "}")
+def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes) -> None:
+    for decode in (decode_to_lighthouse, decode_from_lighthouse, decode_rank_to_group, decode_group_to_rank):
+        try:
+            decode(data, "peer 7")
+        except ProtocolError as error:
+            assert "peer 7" in str(error)
+            assert error.party == "peer 7"
+
+
+@pytest.mark.parametrize("position", range(0, len(GOOD), 3))
+def test_a_flipped_character_never_raises_anything_else(position: int) -> None:
+    for character in '"{}:,x0\\':
+        text = GOOD[:position] + character + GOOD[position + 1 :]
+        try:
+            decode_to_lighthouse(text, "peer")
+        except ProtocolError:
+            pass
+
+
+def test_a_message_that_is_not_for_this_side_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode_to_lighthouse(encode(RankHello(protocol=1, group_rank=0)), "peer")
+
+
+def test_unknown_fields_of_a_later_version_are_ignored() -> None:
+    text = GOOD[:-1] + ',"later":[1,2,3]}'
+    assert decode_to_lighthouse(text, "peer") == Hello(protocol=1, replica_id="a")
+
+
+def test_versions_of_one_step_are_ordered_by_quorum_and_steps_come_first() -> None:
+    versions = [
+        StateVersion(step=2, quorum_id=1),
+        StateVersion(step=1, quorum_id=9),
+        StateVersion(step=1, quorum_id=2),
+    ]
+    assert sorted(versions) == [versions[2], versions[1], versions[0]]
+
+
+def test_a_quoted_text_stays_short_enough_to_be_sent_on() -> None:
+    assert clip("a" * 600) == "a" * 600
+    assert len(clip("a" * 601)) == 600
+    assert len(name_some(["n" * 512] * 100)) < 600
+    assert name_some(["a", "b"]) == "a, b"
+
+
+def test_a_group_keeps_its_name_over_its_incarnations() -> None:
+    assert [group_name(i) for i in ("g:uuid", "host:1:uuid", "plain", ":x")] == ["g", "host:1", "plain", ":x"]
+
+
+def test_votes_say_by_default_that_they_count() -> None:
+    assert CommitVote(quorum_id=1, epoch="e", step=0, approve=True).counts
+    assert QuorumFormed.__struct_config__.frozen

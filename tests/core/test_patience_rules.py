@@ -1,0 +1,62 @@
+"""How long to wait before trying again, and when a collective counts as stalled."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchft_ckpt.core.patience import JoinBackoff, StallWatch, reconnect_delay_s
+
+
+@pytest.mark.parametrize(("attempt", "longest"), [(0, 0.05), (1, 0.1), (3, 0.4), (6, 2.0), (1000, 2.0)])
+def test_reconnecting_doubles_up_to_two_seconds_and_is_spread(attempt: int, longest: float) -> None:
+    assert reconnect_delay_s(attempt, 0.0) == pytest.approx(longest / 2)
+    assert reconnect_delay_s(attempt, 0.999999) == pytest.approx(longest, rel=1e-3)
+
+
+def test_a_joiner_that_fails_costs_the_others_about_a_tenth_of_their_time() -> None:
+    backoff, now, cost = JoinBackoff(), 0.0, 0.0
+    for _ in range(50):
+        now += 2.0
+        cost += 2.0
+        backoff.failed(2.0, now)
+        assert backoff.is_out(now)
+        now = backoff.out_until
+        assert not backoff.is_out(now)
+    assert cost / now == pytest.approx(1 / 9, rel=0.01)
+
+
+def test_failures_that_cost_nothing_are_tried_again_soon_and_less_and_less_often() -> None:
+    backoff = JoinBackoff()
+    pauses = []
+    for _ in range(8):
+        backoff.failed(0.0, 0.0)
+        pauses.append(backoff.out_until)
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4])
+
+
+def test_nobody_stays_out_for_more_than_five_minutes() -> None:
+    backoff = JoinBackoff()
+    backoff.failed(1e6, 10.0)
+    assert backoff.out_until == 310.0
+
+
+def test_a_stall_is_what_lasts_longer_than_the_budget_on_top_of_what_is_usual() -> None:
+    watch = StallWatch()
+    watch.begin_step(None)
+    watch.entered(10.0)
+    watch.finished(10.5)
+    watch.begin_step(2.0)
+    assert watch.deadline() is None
+    watch.entered(20.0)
+    assert watch.deadline() == 22.5
+    watch.finished(21.0)
+    assert (watch.deadline(), watch.usual_s) == (None, 0.5)
+
+
+def test_what_is_usual_fades_slowly() -> None:
+    watch = StallWatch()
+    for duration in (1.0, 0.1, 0.1):
+        watch.begin_step(None)
+        watch.entered(0.0)
+        watch.finished(duration)
+    assert watch.usual_s == pytest.approx(0.81)

@@ -1,0 +1,312 @@
+"""The life of one rank's step: the table of phases, and what a replica without the quorum's state must never do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, StateVersion
+from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan
+
+V4 = StateVersion(step=4, quorum_id=1, epoch="e")
+V7 = StateVersion(step=7, quorum_id=3, epoch="e")
+
+
+def replica(version: StateVersion = V4, **wants: object) -> ReplicaState:
+    state = ReplicaState(ReplicaSettings(**{"min_replica_size": 1, **wants}))  # type: ignore[arg-type]
+    state.version = version
+    return state
+
+
+def formed(
+    request_id: int = 1,
+    *,
+    version: StateVersion = V4,
+    role: Role = Role.HEALTHY,
+    quorum_id: int = 5,
+    names_state: bool = False,
+    contributors: int = 2,
+) -> QuorumFormed:
+    return QuorumFormed(
+        request_id=request_id,
+        quorum_id=quorum_id,
+        epoch="e",
+        version=version,
+        role=role,
+        replica_rank=0,
+        replica_world_size=2,
+        contributor_rank=0 if role in (Role.HEALTHY, Role.INLINE) else None,
+        num_contributors=contributors,
+        num_voters=2,
+        store_address="s",
+        names_state=names_state,
+        newest_step=version.step,
+    )
+
+
+def begun(state: ReplicaState, **wants: object) -> StepPlan:
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    plan = state.formed(formed(request.request_id, **wants))  # type: ignore[arg-type]
+    assert plan is not None
+    if plan.configure:
+        state.configure_finished()
+    return plan
+
+
+def decision(outcome: Outcome, *, step: int = 4, quorum_id: int = 5, epoch: str = "e") -> CommitDecided:
+    return CommitDecided(quorum_id=quorum_id, epoch=epoch, step=step, outcome=outcome)
+
+
+BROKEN = QuorumBroken(quorum_id=5, replica_id="x", lost=True, reason="x is gone")
+
+
+def test_a_healthy_step_from_begin_to_commit() -> None:
+    state = replica()
+    phases = [state.phase]
+    begun(state)
+    phases.append(state.phase)
+    vote = state.vote()
+    phases.append(state.phase)
+    outcome = state.decided(decision(Outcome.COMMIT))
+    phases.append(state.phase)
+    assert phases == [Phase.IDLE, Phase.TRAINING, Phase.VOTED, Phase.IDLE]
+    assert (vote.approve, vote.counts, outcome) == (True, True, Outcome.COMMIT)
+    assert state.version == StateVersion(step=5, quorum_id=5, epoch="e")
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DISCARD, Outcome.LEFT_BEHIND])
+def test_no_other_outcome_moves_the_version(outcome: Outcome) -> None:
+    state = replica()
+    begun(state)
+    state.vote()
+    assert (state.decided(decision(outcome)), state.version, state.phase) == (outcome, V4, Phase.IDLE)
+
+
+def test_the_quorum_of_an_older_request_is_ignored() -> None:
+    state = replica()
+    first = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    assert (state.formed(formed(first.request_id)), state.phase) == (None, Phase.ASKING)
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        decision(Outcome.COMMIT, step=3),
+        decision(Outcome.COMMIT, quorum_id=4),
+        decision(Outcome.COMMIT, epoch="other"),
+    ],
+)
+def test_a_decision_on_another_step_changes_nothing(stale: CommitDecided) -> None:
+    state = replica()
+    begun(state)
+    state.vote()
+    assert (state.decided(stale), state.version, state.phase) == (None, V4, Phase.VOTED)
+
+
+def test_a_decision_before_the_vote_or_after_giving_up_changes_nothing() -> None:
+    state = replica()
+    begun(state)
+    assert state.decided(decision(Outcome.COMMIT)) is None
+    state.vote()
+    state.decision_unknown()
+    assert (state.decided(decision(Outcome.COMMIT)), state.version) == (None, V4)
+    assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
+
+
+def test_who_did_not_approve_does_not_commit_whatever_it_is_told() -> None:
+    state = replica()
+    begun(state)
+    state.fail("loss is not a number")
+    vote = state.vote()
+    assert (vote.approve, vote.reason) == (False, "loss is not a number")
+    assert (state.decided(decision(Outcome.COMMIT)), state.version) == (Outcome.LEFT_BEHIND, V4)
+
+
+def test_whose_state_changed_after_its_vote_does_not_commit() -> None:
+    state = replica()
+    begun(state)
+    state.vote()
+    state.restore(2)
+    assert (state.decided(decision(Outcome.COMMIT)), state.version) == (Outcome.LEFT_BEHIND, StateVersion(step=2))
+
+
+@pytest.mark.parametrize("role", [Role.JOINER, Role.INLINE, Role.IDLE])
+def test_without_the_quorums_state_it_neither_contributes_nor_approves(role: Role) -> None:
+    state = replica()
+    plan = begun(state, version=V7, role=role)
+    assert (plan.load, state.healed, state.participating_rank) == (role is not Role.IDLE, False, None)
+    vote = state.vote()
+    assert (vote.approve, vote.reason) == (False, "its state is not loaded yet")
+
+
+def test_a_joiner_that_has_loaded_approves_and_its_vote_does_not_count() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.JOINER)
+    state.load_finished(V7)
+    vote = state.vote()
+    assert (vote.approve, vote.counts, state.participating_rank) == (True, False, None)
+
+
+def test_an_inline_member_contributes_once_it_has_loaded() -> None:
+    state = replica()
+    assert begun(state, version=V7, role=Role.INLINE).load_before_forward
+    state.load_finished(V7)
+    assert (state.participating_rank, state.vote().counts) == (0, True)
+
+
+def test_an_inline_member_that_loaded_too_late_to_contribute_is_against() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.INLINE)
+    state.load_finished(V7, before_forward=False)
+    assert not state.vote().approve
+
+
+def test_an_abandoned_step_leaves_it_healing_in_the_next() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.JOINER)
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    assert (request.version, request.needs_new_quorum) == (V4, True)
+
+
+def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.JOINER)
+    state.load_torn()
+    assert not state.vote().approve
+    state.decided(decision(Outcome.LEFT_BEHIND, step=7))
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    assert (request.version, request.torn, request.restored) == (StateVersion(), True, False)
+    state.formed(formed(request.request_id, version=StateVersion(step=0, quorum_id=6, epoch="e"), names_state=True))
+    assert (state.version.proven, state.vote().approve) == (False, False)
+
+
+def test_a_first_state_gets_its_name() -> None:
+    state = replica(StateVersion(step=2))
+    named = StateVersion(step=2, quorum_id=5, epoch="e")
+    begun(state, version=named, names_state=True)
+    assert (state.version, state.healed) == (named, True)
+
+
+def test_a_state_of_another_history_does_not_get_a_name_by_mistake() -> None:
+    state = replica()
+    begun(state, version=StateVersion(step=4, quorum_id=3, epoch="e"))
+    assert (state.version, state.vote().approve) == (V4, False)
+
+
+def test_a_quorum_that_breaks_fails_the_step_and_wants_a_new_process_group() -> None:
+    state = replica()
+    begun(state)
+    assert state.broken(BROKEN)
+    vote = state.vote()
+    assert (vote.approve, vote.broken) == (False, True)
+    state.decided(decision(Outcome.DISCARD))
+    assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
+
+
+def test_a_quorum_that_breaks_after_the_vote_aborts_nothing_and_wants_a_new_process_group() -> None:
+    state = replica()
+    begun(state)
+    state.vote()
+    assert not state.broken(BROKEN)
+    assert state.decided(decision(Outcome.COMMIT)) is Outcome.COMMIT
+    assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
+
+
+def test_the_process_group_is_kept_while_nothing_breaks() -> None:
+    state = replica()
+    assert begun(state).configure
+    state.vote()
+    state.decided(decision(Outcome.COMMIT))
+    v5 = StateVersion(step=5, quorum_id=5, epoch="e")
+    assert not begun(state, version=v5).configure
+
+
+def test_a_decision_that_overtakes_a_loading_joiner_cancels_its_load() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.JOINER)
+    assert state.overtaken(decision(Outcome.LEFT_BEHIND, step=7))
+    assert not state.vote().approve
+
+
+def test_too_few_contributors_are_no_step() -> None:
+    state = replica(min_replica_size=3)
+    begun(state)
+    assert "2 replica groups contribute, min_replica_size is 3" in state.vote().reason
+
+
+def test_a_spare_contributes_nothing_and_its_vote_counts() -> None:
+    state = replica(min_replica_size=1, fixed_with_spares=True)
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    spare = formed(request.request_id)
+    state.formed(QuorumFormed(**{f: getattr(spare, f) for f in spare.__struct_fields__} | {"contributor_rank": 1}))
+    assert (state.participating_rank, state.num_participants, state.vote().counts) == (None, 1, True)
+
+
+def test_what_it_says_to_a_lighthouse_that_hears_of_it_for_the_first_time() -> None:
+    state = replica()
+    begun(state)
+    hello = state.hello("a:1", 1)
+    assert (hello.last_quorum_id, hello.last_epoch, hello.last_step, hello.last_outcome) == (5, "e", 4, None)
+    state.vote()
+    state.decided(decision(Outcome.COMMIT))
+    assert state.hello("a:1", 1).last_outcome is Outcome.COMMIT
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.just("begin"),
+        st.tuples(st.just("formed"), st.sampled_from(Role), st.sampled_from([V4, V7]), st.booleans()),
+        st.just("torn"),
+        st.tuples(st.just("loaded"), st.sampled_from([V4, V7])),
+        st.just("fail"),
+        st.just("broken"),
+        st.just("vote"),
+        st.tuples(st.just("decided"), st.sampled_from(Outcome), st.sampled_from([4, 7])),
+        st.just("unknown"),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(EVENTS)
+def test_whatever_happens_the_version_moves_only_with_the_state(events: list[object]) -> None:
+    """`truth` is which state is really held: a name, or None where it is fresh or torn."""
+    state = replica(StateVersion())
+    truth: StateVersion | None = None
+    is_torn = False
+    for event in events:
+        match event:
+            case "begin":
+                state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+            case ("formed", Role() as role, StateVersion() as version, bool() as names):
+                if state.phase is Phase.ASKING and (role is not Role.HEALTHY or truth == version):
+                    state.formed(formed(state._request_id, role=role, version=version, names_state=names))
+            case "torn":
+                state.load_torn()
+                truth, is_torn = None, True
+            case ("loaded", StateVersion() as version):
+                state.load_finished(version)
+                truth, is_torn = version, False
+            case "fail":
+                state.fail("an error")
+            case "broken":
+                state.broken(BROKEN)
+            case "vote" if state.phase is Phase.TRAINING:
+                vote = state.vote()
+                assert not vote.approve or (state.quorum is not None and truth == state.quorum.version)
+            case ("decided", Outcome() as outcome, int() as step):
+                before = state.quorum.version if state.quorum is not None else None
+                if state.decided(decision(outcome, step=step)) is Outcome.COMMIT:
+                    assert truth == before
+                    truth = state.version
+            case "unknown":
+                state.decision_unknown()
+        assert state.version.proven == (truth is not None)
+        assert truth is None or state.version == truth
+        assert state.torn == is_torn
+        if state.participating_rank is not None and state.phase is Phase.TRAINING:
+            assert state.quorum is not None
+            assert truth == state.quorum.version

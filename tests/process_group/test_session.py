@@ -1,0 +1,145 @@
+"""The life of an inner group, with a backend that misbehaves on purpose."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import Work
+
+from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupConfigureError
+from torchft_ckpt.process_group.session import Phase, Session
+
+
+class StubWork(Work):
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+    def is_success(self) -> bool:
+        return self.future.done()
+
+
+class StubGroup:
+    """Notes which thread drops it."""
+
+    def __init__(self, dropped_on: list[str]) -> None:
+        self._dropped_on = dropped_on
+
+    def __del__(self) -> None:
+        self._dropped_on.append(threading.current_thread().name[:7])
+
+
+def live_session(dropped_on: list[str] | None = None) -> Session:
+    dropped: list[str] = [] if dropped_on is None else dropped_on
+    group: list[Any] = [StubGroup(dropped)]
+    session = Session("stub", lambda session: group.pop())
+    session.connect(10.0)
+    return session
+
+
+def test_an_operation_that_the_backend_forgets_is_over_soon_after_the_end() -> None:
+    session = live_session()
+    work = session.run(lambda group: StubWork())
+    session.end(ProcessGroupAbortedError("told to"))
+    started = time.monotonic()
+    with pytest.raises(ProcessGroupAbortedError, match="told to"):
+        work.wait()
+    with pytest.raises(ProcessGroupAbortedError, match="told to"):
+        work.get_future().wait()
+    assert time.monotonic() - started < 5.0
+    assert (work.is_completed(), work.is_success()) == (True, False)
+
+
+def test_a_backend_that_completes_a_forgotten_operation_late_changes_nothing() -> None:
+    session = live_session()
+    inner = StubWork()
+    work = session.run(lambda group: inner)
+    session.end(ProcessGroupAbortedError("told to"))
+    assert session.join(10)
+    inner.future.set_result([])
+    with pytest.raises(ProcessGroupAbortedError, match="told to"):
+        work.get_future().wait()
+
+
+def test_an_operation_that_fails_ends_the_session() -> None:
+    session = live_session()
+    inner = StubWork()
+    work = session.run(lambda group: inner)
+    inner.future.set_exception(RuntimeError("peer is gone"))
+    with pytest.raises(CollectiveFailedError, match="peer is gone"):
+        work.wait()
+    assert (session.phase, type(session.error)) == (Phase.ENDED, CollectiveFailedError)
+
+
+def test_the_first_error_is_the_one_that_counts() -> None:
+    session = live_session()
+    assert [session.end(ProcessGroupAbortedError("first")), session.end(ProcessGroupAbortedError("second"))] == [
+        True,
+        False,
+    ]
+    assert str(session.error) == "first"
+
+
+def test_the_inner_group_is_dropped_on_the_reaper_after_the_last_call_returned() -> None:
+    dropped_on: list[str] = []
+    session = live_session(dropped_on)
+    entered, leave = threading.Event(), threading.Event()
+
+    def call(group: object) -> Work:
+        entered.set()
+        leave.wait()
+        return StubWork()
+
+    caller = threading.Thread(target=lambda: session.run(call))
+    caller.start()
+    entered.wait()
+    session.end(ProcessGroupAbortedError("told to"))
+    assert not session.join(0.2)
+    assert dropped_on == []
+    leave.set()
+    assert session.join(10)
+    caller.join()
+    assert dropped_on == ["pg-reap"]
+
+
+def test_a_connect_that_does_not_return_is_left_behind() -> None:
+    let_go = threading.Event()
+    interrupted = threading.Event()
+
+    def connect(session: Session) -> Any:
+        session.on_end(interrupted.set)
+        let_go.wait()
+        return StubGroup([])
+
+    session = Session("stub", connect)
+    with pytest.raises(ProcessGroupConfigureError, match="not connected within"):
+        session.connect(0.05)
+    assert interrupted.is_set()
+    assert not session.join(0.05)
+    let_go.set()
+    assert session.join(10)
+
+
+def test_what_was_registered_is_closed_in_the_end() -> None:
+    closed = threading.Event()
+
+    def connect(session: Session) -> Any:
+        session.on_end(lambda: None, closed.set)
+        raise RuntimeError("no such network")
+
+    session = Session("stub", connect)
+    with pytest.raises(ProcessGroupConfigureError, match="no such network"):
+        session.connect(10.0)
+    assert session.join(10)
+    assert closed.is_set()
