@@ -14,7 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from bench import kill_gap, lighthouse_scale, overhead, rejoin, sides
-from bench.table import Section, render, to_json
+from bench.processes import ChildEndedError
+from bench.stats import Verdict
+from bench.table import Row, Section, render, to_json
 
 BENCHMARKS = {
     "kill_gap": kill_gap.run,
@@ -29,7 +31,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Parse the command line, run, print; exit status 0 whatever the verdicts, as a figure is no error."""
+    """Parse the command line, run, print. Exit status 1 where something could not be measured; a missed bar is no error."""
     parser = argparse.ArgumentParser(
         prog="bench_recovery", description="Measure recovery, overhead and the lighthouse, beside torchft 0.2.0."
     )
@@ -50,19 +52,27 @@ def main() -> None:
     if not sides.is_installed(sides.REFERENCE):
         print("torchft is not installed here: its columns are marked 'not run'.", file=sys.stderr)
     sections: list[Section] = []
+    has_failed = False
     with tempfile.TemporaryDirectory(prefix="bench_recovery-") as temporary:
         logs = arguments.logs or Path(temporary)
         for name in arguments.only or BENCHMARKS:
             print(f"[{time.monotonic() - started:6.1f} s] {name} ...", file=sys.stderr, flush=True)
             directory = logs / name
             directory.mkdir(parents=True)
-            section = BENCHMARKS[name](quick=arguments.quick, seed=arguments.seed, log_dir=directory, say=say)
+            try:
+                section = BENCHMARKS[name](quick=arguments.quick, seed=arguments.seed, log_dir=directory, say=say)
+            except (ChildEndedError, TimeoutError) as error:
+                has_failed = True
+                print(f"{name} could not be measured: {error}", file=sys.stderr, flush=True)
+                row = Row(figure="  could not be measured", ours="", verdict=Verdict.NOT_RUN)
+                section = Section(name=name, title=name, rows=[row], notes=[str(error).splitlines()[0]])
             sections.append(section)
     print(f"seed {arguments.seed}, {os.cpu_count()} cores, {platform.platform()}, Python {platform.python_version()}")
     print(render(sections))
     print(f"took {time.monotonic() - started:.0f} s")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(to_json(sections), indent=1) + "\n")
+    sys.exit(1 if has_failed else 0)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
     names = [sides.PLAIN, sides.OURS]
     if sides.is_installed(sides.REFERENCE):
         names.append(sides.REFERENCE)
-    num_turns = 8 if quick else 24
+    num_turns = 6 if quick else 20
     walls: dict[str, list[float]] = {name: [] for name in names}
     cpus: dict[str, list[float]] = {name: [] for name in names}
     with Children(log_dir) as children:

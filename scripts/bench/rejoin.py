@@ -18,7 +18,7 @@ from typing import Any
 from bench import sides
 from bench.job import Job, Plan, steps_of
 from bench.processes import Child, ChildEndedError, Children, wait_until
-from bench.stats import first_contribution, judge_at_most, longest_gap, median, usual_step
+from bench.stats import Verdict, first_contribution, judge_at_most, longest_gap, median, usual_step
 from bench.table import NOT_RUN, Row, Section, seconds
 
 BAR_S = 1.0
@@ -83,7 +83,10 @@ def _wait_for_commits(job: Job, number: int, timeout_s: float = 45) -> None:
     wait_until(enough, timeout_s, f"{number} commits")
 
 
-def _run_job(side: str, task: str, number: int, seed: int, directory: Path, say: Callable[[str], None]) -> list[Rejoin]:
+def _run_job(
+    side: str, task: str, number: int, seed: int, directory: Path, say: Callable[[str], None], broken: list[str]
+) -> list[Rejoin]:
+    """Let groups come into one job; what keeps one from that is added to `broken`."""
     directory.mkdir(parents=True)
     plan = Plan(side=side, num_groups=_NUM_GROUPS, task=task, seed=seed, num_spares=number)
     rejoins: list[Rejoin] = []
@@ -103,6 +106,7 @@ def _run_job(side: str, task: str, number: int, seed: int, directory: Path, say:
                 job.wait_for_all_in()
         except (ChildEndedError, TimeoutError) as error:
             say(f"{side}: the job broke: {error}")
+            broken.append(f"{side}, {task}: {str(error).splitlines()[0]}")
     return rejoins
 
 
@@ -111,7 +115,9 @@ def _column(rejoins: list[Rejoin], name: str) -> str:
     return seconds(median(values)) if values else NOT_RUN
 
 
-def _rows(title: str, ours: list[Rejoin], theirs: list[Rejoin]) -> list[Row]:
+def _rows(title: str, ours: list[Rejoin], theirs: list[Rejoin], has_broken: bool) -> list[Row]:
+    total_s = median([rejoin.total_s for rejoin in ours])
+
     def spread(rejoins: list[Rejoin]) -> str:
         if not rejoins:
             return NOT_RUN
@@ -123,7 +129,7 @@ def _rows(title: str, ours: list[Rejoin], theirs: list[Rejoin]) -> list[Row]:
             ours=spread(ours),
             reference=spread(theirs),
             bar=f"median <= {BAR_S:.0f} s",
-            verdict=judge_at_most(median([rejoin.total_s for rejoin in ours]), BAR_S),
+            verdict=Verdict.MISSED if has_broken else judge_at_most(total_s, BAR_S),
         )
     ]
     parts = {
@@ -148,17 +154,23 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
     """Let groups of both libraries come (back) into a running job, in turns, and judge ours."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
+    broken: list[str] = []
     turns = {"100mb": 1 if quick else 3, "100mb_frozen": 1 if quick else 2}
     titles = {"100mb": "100 MB, all trained", "100mb_frozen": "100 MB, 4 MB trained"}
     for task, title in titles.items():
         ours: list[Rejoin] = []
         theirs: list[Rejoin] = []
+        our_broken: list[str] = []
         for turn in range(turns[task]):
-            name = f"{task}-{turn}"
-            ours += _run_job(sides.OURS, task, 2, seed + turn, log_dir / f"{sides.OURS}-{name}", say)
-            if sides.is_installed(sides.REFERENCE):
-                theirs += _run_job(sides.REFERENCE, task, 1, seed + turn, log_dir / f"{sides.REFERENCE}-{name}", say)
-        rows += _rows(title, ours, theirs)
+            for side, number, rejoins, failures in (
+                (sides.OURS, 2, ours, our_broken),
+                (sides.REFERENCE, 1, theirs, broken),
+            ):
+                if sides.is_installed(side):
+                    directory = log_dir / f"{side}-{task}-{turn}"
+                    rejoins += _run_job(side, task, number, seed + turn, directory, say, failures)
+        broken += our_broken
+        rows += _rows(title, ours, theirs, bool(our_broken))
         raw[task] = {
             sides.OURS: [asdict(rejoin) for rejoin in ours],
             sides.REFERENCE: [asdict(rejoin) for rejoin in theirs],
@@ -168,6 +180,8 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
         "ours: SIGKILL and restart; torchft: a third group joins two, since its survivors die of a SIGKILL",
         "the lighthouse's join timeout is 60 s for both: with torchft's default of 100 ms its job may never settle",
     ]
+    notes += [f"a job broke: {line}" for line in broken]
+    raw["broken"] = broken
     return Section(
         name="rejoin", title="How long a restarted group takes to contribute", rows=rows, notes=notes, raw=raw
     )

@@ -1,8 +1,10 @@
 """Gloo with an abort, for CPU tensors (and CUDA tensors through host memory).
 
 Gloo itself cannot be aborted; see `sockets.py` for how it is done here on Linux: within milliseconds, from any thread, for
-operations and for a configure in progress. On other systems an aborted operation ends by its timeout, and configure and
-abort still return at once. One failed operation ends the group on this rank, so its neighbours notice at once.
+operations and for a configure in progress. (Gloo itself forgets a send or receive that was halfway when its connection
+broke, and one of its threads then sleeps until the operation's timeout; `session.py` completes the work 0.05 s after the
+abort all the same.) On other systems aborted works end as soon, but Gloo goes on writing to their tensors until their
+timeout: do not use an abort there while tensors are in use. One failed operation ends the group on this rank, so its neighbours notice at once.
 
 An allreduce gives bit-identical results on all ranks: each chunk is reduced on one rank of the ring and copied on.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -252,7 +253,9 @@ def _resolve(host: str, port: int) -> tuple[frozenset[tuple[str, int]], str]:
 def _probe(host: str, port: int, timeout_s: float) -> None:
     """Raise if nobody listens at the address."""
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        with socket.create_connection((host, port), timeout=timeout_s) as sock:
+            # Closed by a reset: a server that is held up finds nothing to look up when it comes to this connection.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     except OSError as error:
         reason = "did not answer in time" if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
         raise ProcessGroupConfigureError(
