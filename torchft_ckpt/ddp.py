@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel.ddp  # DDP's constructor imports it; better now than while others wait for us
 from torch import nn
 from torch.nn import parallel
 
@@ -34,6 +35,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         kwargs["find_unused_parameters"] = True
+        kwargs["init_sync"] = False  # it would copy all parameters through the dummy group
         kwargs["process_group"] = ProcessGroupDummy(0, 1)
         super().__init__(module, **kwargs)
         self.register_comm_hook(manager, _average_bucket)

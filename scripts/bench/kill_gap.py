@@ -162,6 +162,11 @@ def _step(kills: list[Kill]) -> str:
     return seconds(median([kill.step_s for kill in kills if kill.step_s is not None]))
 
 
+def _by_hand_rows(by_hand: list[Kill], figure: Callable[[list[Kill]], str]) -> list[Row]:
+    name = "    torchft reducing by hand, without its DDP"
+    return [Row(figure=name, ours="", reference=_text(by_hand, figure))] if by_hand else []
+
+
 def _rows(num_groups: int, ours: list[Kill], theirs: list[Kill], by_hand: list[Kill], has_broken: bool) -> list[Row]:
     has_failed = has_broken or any(kill.outcome.survivors_died for kill in ours)
     gap_s = median([kill.outcome.gap_s for kill in ours if kill.outcome.gap_s is not None])
@@ -175,7 +180,7 @@ def _rows(num_groups: int, ours: list[Kill], theirs: list[Kill], by_hand: list[K
             bar=f"median <= {GAP_BAR_S} s",
             verdict=Verdict.MISSED if has_failed else judge_at_most(gap_s, GAP_BAR_S),
         ),
-        Row(figure="    torchft reducing by hand, without its DDP", ours="", reference=_text(by_hand, _gaps)),
+        *_by_hand_rows(by_hand, _gaps),
         Row(
             figure=f"{name}steps discarded by a survivor",
             ours=_text(ours, _discarded),
@@ -183,11 +188,11 @@ def _rows(num_groups: int, ours: list[Kill], theirs: list[Kill], by_hand: list[K
             bar=f"max <= {DISCARDED_BAR}",
             verdict=Verdict.MISSED if has_failed else judge_at_most(worst, DISCARDED_BAR),
         ),
-        Row(figure="    torchft reducing by hand, without its DDP", ours="", reference=_text(by_hand, _discarded)),
+        *_by_hand_rows(by_hand, _discarded),
         Row(
             figure=f"{name}survivors' longest gap while it comes back",
             ours=_text(ours, _join_gaps),
-            reference=_text(by_hand, _join_gaps) + " (by hand)",
+            reference=_text(by_hand, _join_gaps) + (" (by hand)" if by_hand else ""),
         ),
         Row(figure=f"{name}a step with nothing failing", ours=_text(ours, _step), reference=_step(theirs)),
     ]

@@ -113,11 +113,13 @@ def drip_after(num_bytes: int, pause_s: float) -> Fault:
     """Pass on so many bytes, then one at a time."""
 
     def fault(connection: Connection, passed: int, data: bytes) -> bytes:
-        for index in range(max(num_bytes - passed, 0), len(data)):
+        whole = max(min(num_bytes - passed, len(data)), 0)
+        connection._client.sendall(data[:whole])
+        for index in range(whole, len(data)):
             connection._client.sendall(data[index : index + 1])
             if connection.ended.wait(pause_s):
-                return b""
-        return data[: max(num_bytes - passed, 0)]
+                break
+        return b""
 
     return fault
 

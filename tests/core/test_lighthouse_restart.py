@@ -228,3 +228,14 @@ def test_an_old_life_that_is_heard_of_late_raises_the_quorum_id_at_once() -> Non
     a.asks(can_serve=True)
     fresh.asks()
     assert (a.formed.quorum_id, a.formed.role.value, fresh.formed.role.value) == (1000, "healthy", "joiner")
+
+
+def test_an_id_that_an_earlier_life_gave_is_left_at_once_when_it_is_heard_of() -> None:
+    job, (a,) = trained("a")
+    job.restart()
+    fresh = job.join("f")
+    job.step(fresh)
+    assert fresh.formed.quorum_id == a.formed.quorum_id == 1
+    a.connects()
+    job.step(fresh)
+    assert fresh.formed.quorum_id == 1000

@@ -600,3 +600,51 @@ def test_answers_do_not_grow_with_the_number_of_members() -> None:
     _job, members = trained(*(f"m{i}" for i in range(40)), least=40)
     formed: QuorumFormed = members[-1].formed
     assert (formed.replica_world_size, formed.sources, formed.destinations) == (40, formed.sources[:1], [])
+
+
+# --------------------------------------------------------------------------------------- what the simulation has found
+
+
+def test_one_that_was_left_out_of_a_commit_that_nobody_followed_does_not_claim_it_later() -> None:
+    job, (a,) = trained("a")
+    j = job.join("j")
+    a.asks(can_serve=True)
+    j.asks()
+    a.votes()  # and waits for the decision, which waits for the joiner
+    a.replica.decision_unknown()
+    a.asks(can_serve=True)
+    job.passes(5.1)
+    assert (j.hears()[-1] != "left_behind", j.replica.newest_step) == (True, 1)
+    j.votes(load=False)
+    j.is_cut_off()
+    j.connects()
+    assert job.lighthouse.newest_step == 1
+
+
+def test_what_a_member_claims_of_this_lighthouses_own_life_is_known_better_here() -> None:
+    job, (a,) = trained("a")
+    a.is_cut_off()
+    a.connects(newest_step=9)
+    assert job.lighthouse.newest_step == 1
+
+
+def test_messages_on_a_connection_that_was_given_up_are_not_answered_with_a_refusal() -> None:
+    job, (a,) = trained("a")
+    old = a.connection
+    a.is_stopped = True
+    job.passes(6.0)
+    assert "a:1" not in job.lighthouse.members
+    assert job.lighthouse.handle(Received(old, Heartbeat()), job.now) == []
+    job.lighthouse.handle(ConnectionClosed(old), job.now)
+    assert job.lighthouse._dropped == set()
+
+
+def test_a_joiner_that_breaks_the_collectives_is_named_to_those_who_wait_in_them_and_stays_out() -> None:
+    job, a, b, j = rejoining()
+    j.votes(load=False, error="a collective failed", broken=True)
+    assert (a.hears(), b.hears()) == (["broken by j:1"], ["broken by j:1"])
+    a.votes()
+    b.votes()
+    j.asks()
+    job.step(a, b)
+    assert (a.outcomes, j.formed.version.step) == ([Outcome.DISCARD, Outcome.COMMIT], 1)

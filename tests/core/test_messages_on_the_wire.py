@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import get_args
 
 import msgspec
@@ -57,9 +58,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "outcome": st.sampled_from(messages.Outcome),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "sources": st.lists(
-            st.builds(
-                Source, replica_id=NAMES, replica_rank=COUNTS, checkpoint_addresses=st.lists(TEXTS, max_size=3)
-            ),
+            st.builds(Source, replica_id=NAMES, replica_rank=COUNTS, checkpoint_addresses=st.lists(TEXTS, max_size=3)),
             max_size=2,
         ),
     }
@@ -133,10 +132,8 @@ def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes
 def test_a_flipped_character_never_raises_anything_else(position: int) -> None:
     for character in '"{}:,x0\\':
         text = GOOD[:position] + character + GOOD[position + 1 :]
-        try:
+        with contextlib.suppress(ProtocolError):
             decode_to_lighthouse(text, "peer")
-        except ProtocolError:
-            pass
 
 
 def test_a_message_that_is_not_for_this_side_is_refused() -> None:

@@ -40,10 +40,15 @@ class StubGroup:
         self._dropped_on.append(threading.current_thread().name[:7])
 
 
-def live_session(dropped_on: list[str] | None = None) -> Session:
+def live_session(dropped_on: list[str] | None = None, *, ends_connections: bool = True) -> Session:
     dropped: list[str] = [] if dropped_on is None else dropped_on
     group: list[Any] = [StubGroup(dropped)]
-    session = Session("stub", lambda session: group.pop())
+
+    def connect(session: Session) -> Any:
+        session.on_end(lambda: None, ends_connections=ends_connections)
+        return group.pop()
+
+    session = Session("stub", connect)
     session.connect(10.0)
     return session
 
@@ -59,6 +64,25 @@ def test_an_operation_that_the_backend_forgets_is_over_soon_after_the_end() -> N
         work.get_future().wait()
     assert time.monotonic() - started < 5.0
     assert (work.is_completed(), work.is_success()) == (True, False)
+
+
+def test_an_operation_is_not_over_while_the_backend_may_still_write_to_its_tensors() -> None:
+    session = live_session(ends_connections=False)
+    entered, leave = threading.Event(), threading.Event()
+
+    class SlowGroup(StubGroup):
+        def __del__(self) -> None:
+            entered.set()
+            leave.wait()
+
+    session._slot[:] = [SlowGroup([])]  # type: ignore[list-item]
+    work = session.run(lambda group: StubWork())
+    session.end(ProcessGroupAbortedError("told to"))
+    assert entered.wait(10)
+    assert not work.is_completed()
+    leave.set()
+    with pytest.raises(ProcessGroupAbortedError, match="told to"):
+        work.wait()
 
 
 def test_a_backend_that_completes_a_forgotten_operation_late_changes_nothing() -> None:

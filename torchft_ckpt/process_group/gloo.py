@@ -1,10 +1,11 @@
 """Gloo with an abort, for CPU tensors (and CUDA tensors through host memory).
 
 Gloo itself cannot be aborted; see `sockets.py` for how it is done here on Linux: within milliseconds, from any thread, for
-operations and for a configure in progress. (Gloo itself forgets a send or receive that was halfway when its connection
-broke, and one of its threads then sleeps until the operation's timeout; `session.py` completes the work 0.05 s after the
-abort all the same.) On other systems aborted works end as soon, but Gloo goes on writing to their tensors until their
-timeout: do not use an abort there while tensors are in use. One failed operation ends the group on this rank, so its neighbours notice at once.
+operations and for a configure in progress. Gloo forgets a send or receive that was halfway when its connection broke, and
+one of its threads then sleeps until the operation's timeout; `session.py` completes the work 0.05 s after the abort all
+the same. On other systems configure and abort return at once too, but operations end by their timeouts.
+
+One failed operation ends the group on this rank, so that its neighbours notice at once.
 
 An allreduce gives bit-identical results on all ranks: each chunk is reduced on one rank of the ring and copied on.
 """
@@ -93,7 +94,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
     ) -> TorchProcessGroup:
         device, sockets = create_gloo_device("" if self._interface else hostname, self._interface)
         if sockets is not None:
-            session.on_end(sockets.shutdown_connections, sockets.close)
+            session.on_end(sockets.shutdown_connections, sockets.close, ends_connections=True)
         options: Any = TorchProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._devices = [device]
         options._timeout = timedelta(seconds=max(0.01, deadline - time.monotonic()))

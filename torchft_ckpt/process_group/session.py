@@ -9,7 +9,8 @@ Rules that this file keeps, whatever the backend:
 - The inner group is dropped on one thread only, the reaper, after the last call into it has returned. A backend's
   destructor joins its worker threads: run by a callback on such a thread, it would end the process; run by the trainer,
   it would block it.
-- Works are over soon after their session has ended, even those that the backend forgets.
+- Works are over soon after their session has ended, even those that the backend forgets, where it is certain that nothing
+  writes to their tensors any more.
 - A session ends once, with one error. An operation that fails ends it, which closes this rank's connections, so that a
   lost peer's failure travels around the ring at once instead of by timeouts.
 
@@ -87,6 +88,7 @@ class Session:
         self._works: set[SessionWork] = set()
         self._interrupts: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
+        self._connections_die = False
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._run_connect, name=f"pg-connect {label}", daemon=True)
         self._reaper = threading.Thread(target=self._reap, name=f"pg-reap {label}", daemon=True)
@@ -122,10 +124,18 @@ class Session:
         if self._error is not None:
             raise copy.copy(self._error) from self._error.__cause__
 
-    def on_end(self, interrupt: Callable[[], object], close: Callable[[], object] | None = None) -> None:
+    def on_end(
+        self,
+        interrupt: Callable[[], object],
+        close: Callable[[], object] | None = None,
+        *,
+        ends_connections: bool = False,
+    ) -> None:
         """Register what makes blocked calls of the backend return, and what frees resources after all have returned.
 
-        Called by `connect`. The interrupt may run several times, on any thread, and must not block.
+        Called by `connect`. The interrupt may run several times, on any thread, and must not block. `ends_connections`
+        says that after it the backend cannot write to a tensor any more, so that works may be completed before the
+        backend's threads have ended.
 
         Raises:
             ProcessGroupAbortedError: the session has ended meanwhile; `close` was registered all the same.
@@ -134,6 +144,7 @@ class Session:
             if close is not None:
                 self._closers.append(close)
             self._interrupts.append(interrupt)
+            self._connections_die = self._connections_die or ends_connections
         self.raise_if_ended()
 
     def raise_if_ended(self) -> None:
@@ -244,30 +255,31 @@ class Session:
 
     def _reap(self) -> None:
         with self._changed:
-            # Connections are dead, so whatever is still open after this was forgotten by the backend.
-            self._changed.wait_for(lambda: self._num_calls == 0 and not self._works, _GRACE_S)
-            forgotten = list(self._works)
-        for work in forgotten:
-            work.finish(None, self._error)
+            self._changed.wait_for(lambda: self._num_calls == 0)
+            self._changed.wait_for(lambda: not self._works, _GRACE_S)
+        if self._connections_die:
+            self._finish_works()
         attempt = 0
         while self._thread.is_alive():
             for interrupt in list(self._interrupts):
                 interrupt()
             self._thread.join(_REAP_INTERVALS_S[min(attempt, len(_REAP_INTERVALS_S) - 1)])
             attempt += 1
-        with self._changed:
-            pass
-            late = list(self._works)
-        for work in late:
-            work.finish(None, self._error)
         started = time.monotonic()
         self._slot.clear()
+        self._finish_works()
         for close in self._closers:
             close()
         with _live_lock:
             _live.discard(self)
         self._released.set()
         logger.debug("%s: inner group dropped in %.3f s", self.label, time.monotonic() - started)
+
+    def _finish_works(self) -> None:
+        with self._changed:
+            works = list(self._works)
+        for work in works:
+            work.finish(None, self._error)
 
 
 class SessionWork(Work):

@@ -1,0 +1,170 @@
+"""Whole jobs from seeds: what must never happen does not, and once faults stop all groups come together and commit on.
+
+A seed that fails is printed with its log; `Simulation(seed).run()` replays it.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from torchft_ckpt.core import recovery
+from torchft_ckpt.core.commit import Tally
+from torchft_ckpt.core.group import GroupState
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.messages import Outcome, Role
+from torchft_ckpt.core.replica import ReplicaState
+from torchft_ckpt.testing.simulated.chaos import Fault, Moods, Scenario
+from torchft_ckpt.testing.simulation import InvariantError, Report, Simulation, main, run_seeds
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_nothing_that_must_never_happen_happens_and_all_recover(first: int) -> None:
+    reports = run_seeds(range(first, first + 50))
+    assert sum(report.num_commits for report in reports) > 1000
+    assert sum(report.num_faults for report in reports) > 100
+
+
+def test_one_seed_gives_one_run() -> None:
+    assert Simulation(12).run() == Simulation(12).run()
+
+
+def test_the_command_line_runs_seeds_and_says_by_its_status_whether_all_went_well() -> None:
+    assert main(["--seeds", "5", "--first", "7"]) == 0
+
+
+def run_with_one_fault(fault: Fault, seed: int, **settings: object) -> tuple[Report, str]:
+    """A job that trains in peace but for one fault at some event. Returns the report and the victim's group."""
+    rng = Random(seed)
+    num_groups, world_size = rng.randint(2, 5), rng.choice((1, 1, 2))
+    plan = {
+        "num_groups": num_groups,
+        "group_world_size": world_size,
+        "num_allreduces": rng.choice((1, 2)),
+        "join_budget_s": rng.choice((0.3, 1.0)),
+        "max_delay_s": rng.choice((0.002, 0.01)),
+        "transfer_s": rng.choice(((0.02, 0.15), (0.1, 1.5), (1.0, 3.0))),
+        **settings,
+    }
+    per_second = 60 * num_groups * world_size
+    at, victim = rng.randint(per_second, 4 * per_second), rng.randrange(num_groups)
+    scenario = Scenario(**plan)  # type: ignore[arg-type]
+    return Simulation(seed, scenario, [(at, fault, victim)]).run(), f"g{victim}:"
+
+
+@pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name.lower())
+def test_one_fault_costs_a_survivor_at_most_one_step_however_slow_the_rejoining_is(fault: Fault) -> None:
+    for seed in range(25):
+        report, victim = run_with_one_fault(fault, seed)
+        survivors = {name: cost for name, cost in report.discarded.items() if not name.startswith(victim)}
+        assert max(survivors.values()) <= 1, f"seed {seed}: {report}"
+        assert (report.num_rollbacks, report.num_operator_words) == (0, 0), f"seed {seed}: {report}"
+
+
+def test_two_groups_that_need_each_other_recover_from_a_kill_though_the_transfer_is_slow() -> None:
+    for seed in range(15):
+        plan = {"num_groups": 2, "min_replicas": 2, "min_replica_size": 2, "transfer_s": (1.0, 3.0)}
+        run_with_one_fault(Fault.KILL_GROUP, seed, **plan)
+
+
+def test_a_joiner_whose_transfers_all_fail_does_not_keep_the_others_from_training() -> None:
+    plan = Scenario(num_groups=3, transfer_failure_rate=1.0, chaos_s=8.0)
+    report = Simulation(3, plan, [(400, Fault.KILL_GROUP, 1)]).run()
+    assert max(report.discarded.values()) <= 1
+    assert report.num_commits > 100
+
+
+def test_lighthouse_crashes_alone_lose_no_step_of_a_quiet_job() -> None:
+    for seed in range(20):
+        plan = Scenario(num_groups=3, faults={Fault.CRASH_LIGHTHOUSE: 1.0}, fault_rate=0.002, chaos_s=6.0)
+        report = Simulation(seed, plan).run()
+        assert (report.num_rollbacks, report.num_operator_words) == (0, 0), f"seed {seed}: {report}"
+
+
+# ------------------------------------------------------------------------------------- it finds what is broken on purpose
+
+
+def broken_lineage(patch: pytest.MonkeyPatch) -> None:
+    """Equal steps are taken for equal states."""
+
+    def by_step(member: recovery.Holder, version: object, short: bool) -> Role:
+        is_same = member.version.proven and member.version.step == version.step  # type: ignore[attr-defined]
+        return Role.HEALTHY if is_same else Role.JOINER
+
+    patch.setattr(recovery, "_role", by_step)
+
+
+def broken_left_behind(patch: pytest.MonkeyPatch) -> None:
+    """Who was left behind commits."""
+    right = Tally.outcome
+    patch.setattr(
+        Tally,
+        "outcome",
+        lambda tally, name: Outcome.COMMIT if right(tally, name) is not Outcome.DISCARD else Outcome.DISCARD,
+    )
+    patch.setattr(ReplicaState, "healed", property(lambda state: True))
+
+
+def broken_quorum_id(patch: pytest.MonkeyPatch) -> None:
+    """A new life of the lighthouse counts from 1."""
+    right = LighthouseState._learn
+
+    def forget(state: LighthouseState, hello: object, now: float) -> None:
+        before = state.quorum_id
+        right(state, hello, now)  # type: ignore[arg-type]
+        state.quorum_id = before
+
+    patch.setattr(LighthouseState, "_learn", forget)
+
+
+def broken_contribution(patch: pytest.MonkeyPatch) -> None:
+    """Who heals puts its gradients into the sum."""
+    patch.setattr(ReplicaState, "participating_rank", property(lambda state: state.quorum.replica_rank))
+
+
+def broken_newest_step(patch: pytest.MonkeyPatch) -> None:
+    """Nobody remembers the newest step."""
+    patch.setattr(LighthouseState, "_note_version", lambda state, version: setattr(state, "newest_step", 0))
+
+
+def broken_giving_up(patch: pytest.MonkeyPatch) -> None:
+    """A rank that gives up waiting does so alone."""
+    right = GroupState._forget_decision
+    patch.setattr(
+        GroupState,
+        "_forget_decision",
+        lambda group, reason, but=None: [i for i in right(group, reason, but) if group._decided.clear() or i.rank == 0],
+    )
+
+
+def broken_loss(patch: pytest.MonkeyPatch) -> None:
+    """A member that is gone is waited for."""
+    patch.setattr(LighthouseState, "_lose", lambda *_, **__: iter(()))
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        broken_lineage,
+        broken_left_behind,
+        broken_quorum_id,
+        broken_contribution,
+        broken_newest_step,
+        broken_giving_up,
+        broken_loss,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
+    break_it: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError):
+        run_seeds(range(60))
+
+
+def test_moods_calm_down() -> None:
+    moods = Moods(abandon=1.0, step_error=1.0, no_heal=1.0, impatience=1.0)
+    moods.calm_down(slowness=2.0)
+    assert moods == Moods(slowness=2.0)
