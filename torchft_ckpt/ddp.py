@@ -9,8 +9,8 @@ nothing but the communication hook crosses replicas, so a group that dies leaves
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # DDP's constructor imports it, which takes a second: better now than while others wait
 import torch.distributed as dist
-import torch.distributed.tensor.parallel.ddp  # DDP's constructor imports it; better now than while others wait for us
 from torch import nn
 from torch.nn import parallel
 

@@ -121,11 +121,12 @@ GOOD = encode(Hello(protocol=1, replica_id="a"))
 @example("{" + " " * (MAX_MESSAGE_BYTES + 1) + "}")
 def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes) -> None:
     for decode in (decode_to_lighthouse, decode_from_lighthouse, decode_rank_to_group, decode_group_to_rank):
+        error = None
         try:
             decode(data, "peer 7")
-        except ProtocolError as error:
-            assert "peer 7" in str(error)
-            assert error.party == "peer 7"
+        except ProtocolError as raised:
+            error = raised
+        assert error is None or (error.party == "peer 7" and "peer 7" in str(error))
 
 
 @pytest.mark.parametrize("position", range(0, len(GOOD), 3))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
 from torchft_ckpt.core import recovery
@@ -37,14 +38,14 @@ def test_the_command_line_runs_seeds_and_says_by_its_status_whether_all_went_wel
 def run_with_one_fault(fault: Fault, seed: int, **settings: object) -> tuple[Report, str]:
     """A job that trains in peace but for one fault at some event. Returns the report and the victim's group."""
     rng = Random(seed)
-    num_groups, world_size = rng.randint(2, 5), rng.choice((1, 1, 2))
+    num_groups, world_size = int(settings.get("num_groups", rng.randint(3, 5))), rng.choice((1, 1, 2))  # type: ignore[call-overload]
     plan = {
         "num_groups": num_groups,
         "group_world_size": world_size,
         "num_allreduces": rng.choice((1, 2)),
         "join_budget_s": rng.choice((0.3, 1.0)),
         "max_delay_s": rng.choice((0.002, 0.01)),
-        "transfer_s": rng.choice(((0.02, 0.15), (0.1, 1.5), (1.0, 3.0))),
+        "rejoin_s": rng.choice(((0.02, 0.15), (0.1, 1.5), (1.0, 3.0))),
         **settings,
     }
     per_second = 60 * num_groups * world_size
@@ -64,7 +65,7 @@ def test_one_fault_costs_a_survivor_at_most_one_step_however_slow_the_rejoining_
 
 def test_two_groups_that_need_each_other_recover_from_a_kill_though_the_transfer_is_slow() -> None:
     for seed in range(15):
-        plan = {"num_groups": 2, "min_replicas": 2, "min_replica_size": 2, "transfer_s": (1.0, 3.0)}
+        plan = {"num_groups": 2, "min_replicas": 2, "min_replica_size": 2, "rejoin_s": (1.0, 3.0)}
         run_with_one_fault(Fault.KILL_GROUP, seed, **plan)
 
 
@@ -138,9 +139,17 @@ def broken_giving_up(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def broken_loss(patch: pytest.MonkeyPatch) -> None:
-    """A member that is gone is waited for."""
-    patch.setattr(LighthouseState, "_lose", lambda *_, **__: iter(()))
+def broken_torn_state(patch: pytest.MonkeyPatch) -> None:
+    """A load that failed half-way counts as a load."""
+    patch.setattr(ReplicaState, "load_torn", lambda state: state.load_finished(state.quorum.version))
+
+
+def broken_vote(patch: pytest.MonkeyPatch) -> None:
+    """A step counts though a voter is against."""
+    right = Tally.cast
+    patch.setattr(
+        Tally, "cast", lambda tally, name, vote: right(tally, name, msgspec.structs.replace(vote, approve=True))
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +161,8 @@ def broken_loss(patch: pytest.MonkeyPatch) -> None:
         broken_contribution,
         broken_newest_step,
         broken_giving_up,
-        broken_loss,
+        broken_torn_state,
+        broken_vote,
     ],
     ids=lambda function: function.__name__,
 )

@@ -1,9 +1,8 @@
 """The training loop's one partner: it finds who trains together, reduces the gradients, and says whether a step counts.
 
 Three threads meet here. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
-the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages; it
-only notes them, and aborts collectives that cannot finish. What the replica may do is decided by `core.replica` alone,
-under one lock; nothing is waited for while that lock is held.
+the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages to the
+`Conversation`. What the replica may do is decided by `core.replica` alone.
 
 What becomes of an error:
 - of another group, of the network, of a collective: the step is discarded, `should_commit` returns False, training goes on;
@@ -13,7 +12,6 @@ What becomes of an error:
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,43 +27,22 @@ from torch.distributed import ReduceOp, Work
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.coordination import GroupService, RankSession
-from torchft_ckpt.core.messages import (
-    CommitDecided,
-    CommitVote,
-    GroupBroken,
-    GroupToRank,
-    Hello,
-    JoinerWaiting,
-    Outcome,
-    QuorumBroken,
-    QuorumFormed,
-    QuorumPending,
-    Refused,
-    Role,
-    StallReport,
-)
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
+from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState
 from torchft_ckpt.errors import (
     CheckpointError,
-    CommitUnknownError,
     ConfigError,
     CoordinationError,
     GroupBrokenError,
     MaxRetriesExceededError,
     ProcessGroupError,
-    QuorumTimeoutError,
-    RefusedError,
     StateDictLoadError,
     StateMismatchError,
 )
-from torchft_ckpt.manager.collectives import (
-    Collectives,
-    ExceptionWithTraceback,
-    done_work,
-    first_of,
-)
+from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
+from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.healing import Healing, StateRegistry
-from torchft_ckpt.manager.launch import Launch, Timeouts, resolve_launch
+from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.worker import Worker
 
 if TYPE_CHECKING:
@@ -74,9 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-PENDING_LOG_S = 10.0
-"""How often to say what is waited for."""
 
 
 class WorldSizeMode(Enum):
@@ -197,12 +171,7 @@ class Manager:
             token=token,
             connect_timeout=self._timeouts.connect,
         )
-        self._replica_id = self._launch.replica_id
         self._pg = pg
-
-        # The lock guards the replica's state and what the coordination thread notes; `_changed` tells of a change.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._replica = ReplicaState(
             ReplicaSettings(
                 min_replica_size=min_replica_size,
@@ -212,13 +181,9 @@ class Manager:
                 join_budget_s=budget.total_seconds(),
             )
         )
-        self._plan: StepPlan | None = None
-        self._decision: CommitDecided | None = None
-        self._pending: QuorumPending | None = None
-        self._fatal: CoordinationError | None = None
-        self._error: ExceptionWithTraceback | None = None
-        self._is_stall_reported = False
-
+        self._talk = Conversation(
+            self._replica, self._launch.replica_id, abort=pg.abort, cancel=lambda: self._healing.cancel()
+        )
         self._quorum_future: Future[None] | None = None
         self._step_started_at = 0.0
         self._is_load_pending = False
@@ -232,7 +197,6 @@ class Manager:
         self._registry = StateRegistry(self._state_dict_lock)
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
-        self._owns_transport = checkpoint_transport is None
         self._transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
             timeout=self._timeouts.collective,
             num_chunks=0,
@@ -240,17 +204,21 @@ class Manager:
             token=self._launch.token or None,
             lock=self._state_dict_lock,
         )
+        self._worker = Worker("torchft_ckpt-quorum")
+        self._healing = Healing(self._transport, self._timeouts.transfer)
         self._link: GroupService | RankSession
         try:
             self._link = self._connect(heartbeat_interval)
         except CoordinationError:
-            if self._owns_transport:
+            self._stop_threads(wait=True)
+            if checkpoint_transport is None:
                 self._transport.shutdown()
             raise
-        self._worker = Worker("torchft_ckpt-quorum")
-        self._healing = Healing(self._transport, self._timeouts.transfer)
         self._collectives = Collectives(
-            pg, on_error=self._collective_failed, schedule=self._link.schedule, on_stall=self._report_stall
+            pg,
+            on_error=self._talk.note_collective_error,
+            schedule=self._link.schedule,
+            on_stall=self._report_stall,
         )
 
     def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
@@ -259,9 +227,9 @@ class Manager:
             service = GroupService(
                 world_size=launch.group_world_size,
                 lighthouse_addr=launch.lighthouse_addr,
-                hello=self._hello,
-                on_message=self._on_message,
-                on_refused=self._on_refused,
+                hello=lambda: self._talk.hello(launch.group_world_size),
+                on_message=self._talk.hear,
+                on_refused=self._talk.end,
                 hostname=launch.hostname,
                 port=launch.manager_port,
                 token=launch.token,
@@ -274,7 +242,7 @@ class Manager:
             return service
         try:
             launch.store.wait([launch.key("manager_addr")], self._timeouts.connect)
-            self._replica_id = launch.store.get(launch.key("replica_id")).decode()
+            self._talk.replica_id = launch.store.get(launch.key("replica_id")).decode()
             address = launch.store.get(launch.key("manager_addr")).decode()
         except RuntimeError as error:
             message = (
@@ -285,7 +253,7 @@ class Manager:
         return RankSession(
             address=address,
             group_rank=launch.group_rank,
-            on_message=self._on_message,
+            on_message=self._talk.hear,
             token=launch.token,
             heartbeat_interval=heartbeat_interval,
             connect_timeout=self._timeouts.connect,
@@ -346,8 +314,7 @@ class Manager:
             raise ConfigError(message, party="state_dict") from error
         if step < 0 or batches < 0:
             raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
-        with self._lock:
-            self._replica.restore(step)
+        self._talk.restored(step)
         self._batches_committed = batches
 
     def state_dict(self) -> dict[str, int]:
@@ -381,32 +348,22 @@ class Manager:
             self._healing.cancel()
             self._is_load_pending = False
         self._step_started_at = time.monotonic()
-        with self._lock:
-            self._raise_if_fatal()
-            waits = self._replica.waits_for_quorum
-            wants_capture = self._replica.capture_wanted or not self._replica.version.proven
-        captured: dict[str, Any] | None = None
-        if self._use_async_quorum and wants_capture:
-            captured = self._registry.capture()
-        with self._lock:
-            request = self._replica.begin(
-                allow_heal=allow_heal,
-                shrink_only=shrink_only,
-                can_serve=captured is not None or not self._use_async_quorum,
-                store_address=self._launch.store_address,
-            )
-            self._plan = None
-            self._decision = None
-            self._pending = None
-            self._error = None
-            self._is_stall_reported = False
+        has_to_wait, has_to_capture = self._talk.wants()
+        captured = self._registry.capture() if self._use_async_quorum and has_to_capture else None
+        request = self._talk.begin(
+            allow_heal=allow_heal,
+            shrink_only=shrink_only,
+            can_serve=captured is not None or not self._use_async_quorum,
+            store_address=self._launch.store_address,
+        )
         request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()])
         self._link.send(request)
         limit = timeout or self._timeouts.quorum
         self._quorum_future = self._worker.submit(lambda: self._run_quorum(captured, limit))
-        if waits:
+        if has_to_wait:
             self.wait_quorum()
-            if self._is_load_pending and self._plan is not None and self._plan.load_before_forward:
+            plan = self._talk.plan()
+            if self._is_load_pending and plan is not None and plan.load_before_forward:
                 self._load(before_forward=True)
 
     def wait_quorum(self) -> None:
@@ -425,7 +382,7 @@ class Manager:
 
     def _run_quorum(self, captured: dict[str, Any] | None, limit: timedelta) -> None:
         """On the quorum thread."""
-        plan = self._await_plan(limit)
+        plan = self._talk.await_plan(limit, self._quorum_retries, self._link.waiting_for)
         formed = plan.formed
         self._collectives.begin_step(formed.join_budget_s)
         if plan.serve:
@@ -435,36 +392,6 @@ class Manager:
             self._healing.start(formed)
         if plan.configure:
             self._configure(formed)
-
-    def _await_plan(self, limit: timedelta) -> StepPlan:
-        started = time.monotonic()
-        limit_s = limit.total_seconds()
-        give_up_at = None if self._quorum_retries is None else started + limit_s * (self._quorum_retries + 1)
-        say_at = started + PENDING_LOG_S / 5
-        with self._changed:
-            while self._plan is None:
-                self._raise_if_fatal()
-                now = time.monotonic()
-                if give_up_at is not None and now >= give_up_at:
-                    raise QuorumTimeoutError(
-                        f"no quorum within {now - started:.1f} s ({self._waiting_for()}); quorum_timeout is {limit_s:g} s,"
-                        f" quorum_retries {self._quorum_retries}",
-                        party=self._launch.lighthouse_addr,
-                    )
-                if now >= say_at:
-                    logger.warning(
-                        "%s has waited %.1f s for a quorum at step %d: %s",
-                        self._replica_id,
-                        now - started,
-                        self._replica.version.step,
-                        self._waiting_for(),
-                    )
-                    say_at = now + PENDING_LOG_S
-                self._changed.wait(min(say_at, give_up_at or say_at) - now)
-            return self._plan
-
-    def _waiting_for(self) -> str:
-        return self._pending.reason if self._pending is not None else self._link.waiting_for()
 
     def _serve(self, formed: QuorumFormed, captured: dict[str, Any] | None) -> None:
         if captured is None:
@@ -480,7 +407,7 @@ class Manager:
             )
         except CheckpointError:
             # The joiner will say that it got nothing. This replica's own step is not touched by that.
-            logger.exception("%s cannot serve step %d", self._replica_id, formed.version.step)
+            logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
 
     def _own_state(self, formed: QuorumFormed) -> dict[str, int]:
         return {"step": formed.version.step, "batches_committed": self._batches_committed}
@@ -491,7 +418,7 @@ class Manager:
         try:
             self._pg.configure(
                 f"{formed.store_address}/{prefix}",
-                self._replica_id,
+                self.replica_id(),
                 formed.replica_rank,
                 formed.replica_world_size,
                 formed.quorum_id,
@@ -499,13 +426,10 @@ class Manager:
                 launch.group_world_size,
             )
         except (ProcessGroupError, RuntimeError) as error:
-            logger.warning("%s cannot connect quorum %d: %s", self._replica_id, formed.quorum_id, error)
-            self._collective_failed(error)
-            return
-        with self._lock:
-            is_current = self._plan is not None and self._plan.formed is formed
-            if is_current and self._replica.error is None:
-                self._replica.configure_finished()
+            logger.warning("%s cannot connect quorum %d: %s", self.replica_id(), formed.quorum_id, error)
+            self._talk.note_collective_error(error)
+        else:
+            self._talk.configured(formed)
 
     # ---------------------------------------------------------------------------------------------------- collectives
 
@@ -531,11 +455,11 @@ class Manager:
         """
         if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
             raise ValueError(f"an average needs a floating point tensor, got {tensor.dtype}")
-        if self._error is not None:
-            return done_work(tensor, self._has_failed)
+        if self._talk.error() is not None:
+            return done_work(tensor, self._talk.has_failed)
         self.wait_quorum()
-        if self._has_failed():
-            return done_work(tensor, self._has_failed)
+        if self._talk.has_failed():
+            return done_work(tensor, self._talk.has_failed)
         if not self.is_participating():
             tensor.zero_()
         is_average = reduce_op == ReduceOp.AVG
@@ -544,17 +468,16 @@ class Manager:
             op=ReduceOp.SUM if is_average else reduce_op,
             divisor=self.num_participants() if is_average else None,
             timeout=self._timeouts.collective,
-            failed=self._has_failed,
+            failed=self._talk.has_failed,
         )
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
-        with self._lock:
-            self._note_error(e)
+        self._talk.note_error(e)
 
     def errored(self) -> ExceptionWithTraceback | None:
         """Return the first error of this step."""
-        return self._error
+        return self._talk.error()
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
@@ -568,31 +491,10 @@ class Manager:
             on_error=self.report_error,
         )
 
-    def _has_failed(self) -> bool:
-        return self._error is not None or self._replica.error is not None
-
-    def _note_error(self, error: Exception) -> None:
-        """With the lock held."""
-        self._replica.fail(f"{type(error).__name__}: {error}".splitlines()[0])
-        if self._error is None:
-            self._error = ExceptionWithTraceback(error)
-
-    def _collective_failed(self, error: Exception) -> None:
-        with self._lock:
-            is_first = self._error is None
-            self._note_error(error)
-            self._replica.collectives_failed()
-        if is_first:
-            logger.info("%s: a collective failed, the step will be discarded: %s", self._replica_id, error)
-
     def _report_stall(self) -> None:
-        with self._lock:
-            formed = self._replica.quorum
-            if formed is None or self._is_stall_reported or self._replica.phase is not Phase.TRAINING:
-                return
-            self._is_stall_reported = True
-        logger.warning("%s: a collective waits longer than join_budget for a joiner", self._replica_id)
-        self._link.send(StallReport(quorum_id=formed.quorum_id, step=formed.version.step))
+        report = self._talk.note_stall()
+        if report is not None:
+            self._link.send(report)
 
     # --------------------------------------------------------------------------------------------------------- commit
 
@@ -618,19 +520,18 @@ class Manager:
             torch.accelerator.synchronize()
         error = self._pg.errored()
         if error is not None:
-            self._collective_failed(error)
+            self._talk.note_collective_error(error)
         if self._is_load_pending:
             self._load(before_forward=False)
-        with self._lock:
-            vote = self._replica.vote()
+        vote = self._talk.vote()
         self._link.send(vote)
-        outcome, reason = self._await_decision(vote, timeout or self._timeouts.collective)
+        outcome, reason = self._talk.await_decision(vote, timeout or self._timeouts.collective, self._link.send)
         self._finish_step(vote, outcome, reason)
         return outcome is Outcome.COMMIT
 
     def _load(self, before_forward: bool) -> None:
         """Wait for the state and load it; a transfer that fails costs this replica the step and no more."""
-        plan = self._plan
+        plan = self._talk.plan()
         if plan is None:
             return
         self._is_load_pending = False
@@ -640,38 +541,18 @@ class Manager:
         except StateMismatchError:
             raise
         except CheckpointError as error:
-            logger.warning("%s: healing to step %d failed: %s", self._replica_id, plan.formed.version.step, error)
+            logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
             self.report_error(error)
             return
         try:
             self._registry.load(user)
         except StateDictLoadError:
-            with self._lock:
-                self._replica.load_torn()
+            self._talk.load_torn()
             raise
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
         self._num_healed += 1
-        with self._lock:
-            self._replica.load_finished(plan.formed.version, before_forward=before_forward)
-        logger.info("%s healed to step %d", self._replica_id, plan.formed.version.step)
-
-    def _await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:
-        give_up_at = time.monotonic() + limit.total_seconds()
-        with self._changed:
-            while self._decision is None:
-                self._raise_if_fatal()
-                now = time.monotonic()
-                if now >= give_up_at:
-                    self._replica.decision_unknown()
-                    unknown = CommitUnknownError(
-                        f"step {vote.step} of quorum {vote.quorum_id} was voted on, and not decided within"
-                        f" {limit.total_seconds():g} s; it is taken for discarded, and this replica heals if it was not"
-                    )
-                    logger.warning("%s: %s", self._replica_id, unknown)
-                    return Outcome.DISCARD, "decision unknown"
-                self._changed.wait(give_up_at - now)
-            outcome = self._replica.decided(self._decision)
-            return outcome or Outcome.DISCARD, self._decision.reason
+        self._talk.loaded(plan.formed, before_forward=before_forward)
+        logger.info("%s healed to step %d", self.replica_id(), plan.formed.version.step)
 
     def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         formed = self._replica.quorum
@@ -731,7 +612,7 @@ class Manager:
 
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""
-        return self._replica_id
+        return self._talk.replica_id
 
     def statistics(self) -> ManagerStatistics:
         """Return what happened so far."""
@@ -747,10 +628,10 @@ class Manager:
         )
 
     def __repr__(self) -> str:
-        return f"Manager(replica_id={self._replica_id!r}, rank={self._launch.group_rank}, step={self.current_step()})"
+        return f"Manager(replica_id={self.replica_id()!r}, rank={self._launch.group_rank}, step={self.current_step()})"
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the quorum at once, close what this manager opened. May be called twice.
+        """Leave the quorum at once; end threads, transport and process group. May be called twice.
 
         Args:
             wait: return when threads and sockets are gone.
@@ -758,65 +639,13 @@ class Manager:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        with self._changed:
-            self._fatal = self._fatal or GroupBrokenError(f"{self._replica_id} was shut down", self._replica_id)
-            self._changed.notify_all()
+        self._talk.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
         self._link.shutdown("it was shut down")
         self._pg.abort()
-        self._worker.shutdown(timeout_s=5.0 if wait else 0.0)
-        self._healing.shutdown()
+        self._stop_threads(wait)
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
 
-    # ----------------------------------------------------------------------------------------- on the coordination thread
-
-    def _hello(self) -> Hello:
-        with self._lock:
-            return self._replica.hello(self._replica_id, self._launch.group_world_size)
-
-    def _on_refused(self, error: CoordinationError) -> None:
-        with self._changed:
-            self._fatal = self._fatal or error
-            self._changed.notify_all()
-
-    def _on_message(self, message: GroupToRank) -> None:
-        abort = cancel = False
-        with self._changed:
-            if isinstance(message, QuorumFormed):
-                self._plan = self._replica.formed(message) or self._plan
-            elif isinstance(message, CommitDecided):
-                if self._replica.is_open(message):
-                    self._decision = message
-                else:
-                    cancel = self._replica.overtaken(message)
-            elif isinstance(message, QuorumBroken):
-                abort = self._replica.broken(message)
-                if abort and self._error is None:
-                    error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
-                    self._error = ExceptionWithTraceback(error)
-            elif isinstance(message, QuorumPending):
-                self._pending = message
-            elif isinstance(message, JoinerWaiting):
-                self._replica.capture_wanted = True
-            elif isinstance(message, Refused):
-                self._fatal = self._fatal or RefusedError(message.reason, self._launch.lighthouse_addr)
-            elif isinstance(message, GroupBroken):
-                self._fatal = self._fatal or GroupBrokenError(
-                    f"replica group {self._replica_id} cannot go on, restart all of its ranks: {message.reason}",
-                    party=self._replica_id,
-                )
-                abort = True
-            self._changed.notify_all()
-        if abort:
-            logger.info("%s: aborting collectives: %s", self._replica_id, getattr(message, "reason", ""))
-            self._pg.abort()
-        if cancel:
-            self._healing.cancel()
-
-    def _raise_if_fatal(self) -> None:
-        """With the lock held."""
-        if self._fatal is not None:
-            raise self._fatal
-
-
-__all__ = ["Launch", "Manager", "ManagerStatistics", "WorldSizeMode"]
+    def _stop_threads(self, wait: bool) -> None:
+        self._worker.shutdown(timeout_s=5.0 if wait else 0.0)
+        self._healing.shutdown()

@@ -212,6 +212,7 @@ class Simulation:
     def _do(self, fault: Fault, index: int) -> None:
         rng, clock, group = self.rng, self.clock, self.groups[index]
         self._num_faults += 1
+        self.transfers.duration_s = self.scenario.rejoin_s or self.transfers.duration_s
         self.log(f"--- {fault.value}: {group.replica_id}")
         if fault is Fault.KILL_GROUP:
             group.kill()

@@ -54,6 +54,8 @@ class Scenario:
     restore_rate: float = 0.0
     """How often a restarted group loads a checkpoint."""
     transfer_s: tuple[float, float] = (0.02, 0.15)
+    rejoin_s: tuple[float, float] | None = None
+    """How long transfers take from the first fault on, if it is another time."""
     transfer_failure_rate: float = 0.0
     torn_rate: float = 0.0
     collective_stall_rate: float = 0.0

@@ -1,0 +1,313 @@
+"""What this rank and the others say to each other about a step, between the training thread and the coordination thread.
+
+One lock guards the replica's state (`core.replica`) and what was heard; waiting for an answer is waiting for a change of it.
+The coordination thread only notes what comes in; what has to be done at once (abort, cancel) it does after the lock is let
+go. Nothing is sent and nobody is waited for with the lock held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torchft_ckpt.core.messages import (
+    CommitDecided,
+    CommitUnknown,
+    CommitVote,
+    GiveUpWaiting,
+    GroupBroken,
+    GroupToRank,
+    Hello,
+    JoinerWaiting,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    QuorumRequest,
+    RankToGroup,
+    Refused,
+    StallReport,
+)
+from torchft_ckpt.core.replica import Phase, ReplicaState, StepPlan
+from torchft_ckpt.errors import (
+    CommitUnknownError,
+    CoordinationError,
+    GroupBrokenError,
+    ProcessGroupError,
+    QuorumTimeoutError,
+    RefusedError,
+)
+from torchft_ckpt.manager.collectives import ExceptionWithTraceback
+
+logger = logging.getLogger(__name__)
+
+PENDING_LOG_S = 10.0
+"""How often to say what is waited for; the first time after a fifth of it."""
+GIVE_UP_GRACE_S = 5.0
+"""How long the group's rank 0 may take to say that the decision is not known."""
+
+
+class Conversation:
+    """One rank's side of the talk. Every method may be called from any thread.
+
+    Args:
+        replica: this rank's state; touched with the lock of this object only.
+        replica_id: for log and errors.
+        abort: called when collectives in flight cannot finish.
+        cancel: called when what is being fetched is of no use any more.
+    """
+
+    def __init__(
+        self, replica: ReplicaState, replica_id: str, *, abort: Callable[[], None], cancel: Callable[[], None]
+    ) -> None:
+        self.replica = replica
+        self.replica_id = replica_id
+        self._abort = abort
+        self._cancel = cancel
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._plan: StepPlan | None = None
+        self._answer: CommitDecided | CommitUnknown | None = None
+        self._pending: QuorumPending | None = None
+        self._fatal: CoordinationError | None = None
+        self._error: ExceptionWithTraceback | None = None
+        self._is_stall_reported = False
+
+    # ------------------------------------------------------------------------------------------------- the step begins
+
+    def wants(self) -> tuple[bool, bool]:
+        """Return whether the next quorum has to be waited for, and whether the state has to be captured before it.
+
+        Raises: what this group cannot go on after.
+        """
+        with self._lock:
+            self._raise_if_fatal()
+            replica = self.replica
+            return replica.waits_for_quorum, replica.capture_wanted or not replica.version.proven
+
+    def begin(self, *, allow_heal: bool, shrink_only: bool, can_serve: bool, store_address: str) -> QuorumRequest:
+        """Begin a step; an open one is abandoned. Returns what to send."""
+        with self._lock:
+            self._plan = None
+            self._answer = None
+            self._pending = None
+            self._error = None
+            self._is_stall_reported = False
+            return self.replica.begin(
+                allow_heal=allow_heal, shrink_only=shrink_only, can_serve=can_serve, store_address=store_address
+            )
+
+    def await_plan(self, limit: timedelta, retries: int | None, waiting_for: Callable[[], str]) -> StepPlan:
+        """Wait for the quorum, saying now and then what for.
+
+        Args:
+            limit: of one attempt.
+            retries: attempts after the first, None: no end.
+            waiting_for: says what is waited for while the lighthouse has said nothing.
+
+        Raises:
+            QuorumTimeoutError: no attempt is left.
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        started = time.monotonic()
+        give_up_at = float("inf") if retries is None else started + limit.total_seconds() * (retries + 1)
+        say_at = started + PENDING_LOG_S / 5
+        with self._changed:
+            while self._plan is None:
+                self._raise_if_fatal()
+                now = time.monotonic()
+                reason = self._pending.reason if self._pending is not None else waiting_for()
+                if now >= give_up_at:
+                    raise QuorumTimeoutError(
+                        f"no quorum within {now - started:.1f} s ({reason}); quorum_timeout is"
+                        f" {limit.total_seconds():g} s, quorum_retries {retries}",
+                        party=self.replica_id,
+                    )
+                if now >= say_at:
+                    step, waited = self.replica.version.step, now - started
+                    logger.warning(
+                        "%s has waited %.1f s for a quorum at step %d: %s", self.replica_id, waited, step, reason
+                    )
+                    say_at = now + PENDING_LOG_S
+                self._changed.wait(min(say_at, give_up_at) - now)
+            return self._plan
+
+    def plan(self) -> StepPlan | None:
+        """Return the plan of the open step, once there is one."""
+        return self._plan
+
+    def configured(self, formed: QuorumFormed) -> None:
+        """The process group is ready for a quorum, unless the step has failed meanwhile."""
+        with self._lock:
+            if self._plan is not None and self._plan.formed is formed and self.replica.error is None:
+                self.replica.configure_finished()
+
+    def loaded(self, formed: QuorumFormed, *, before_forward: bool) -> None:
+        """The state of a quorum is in place."""
+        with self._lock:
+            self.replica.load_finished(formed.version, before_forward=before_forward)
+
+    def load_torn(self) -> None:
+        """Loading failed half-way."""
+        with self._lock:
+            self.replica.load_torn()
+
+    def restored(self, step: int) -> None:
+        """The user loaded a checkpoint."""
+        with self._lock:
+            self.replica.restore(step)
+
+    # ----------------------------------------------------------------------------------------------- what goes wrong
+
+    def error(self) -> ExceptionWithTraceback | None:
+        """Return the first error of the open step."""
+        return self._error
+
+    def has_failed(self) -> bool:
+        """Return whether the open step cannot count any more."""
+        return self._error is not None or self.replica.error is not None
+
+    def note_error(self, error: Exception) -> None:
+        """Something went wrong that ends the step."""
+        with self._lock:
+            self._note_error(error)
+
+    def note_collective_error(self, error: Exception) -> None:
+        """A collective failed: the step is over, and the process group with it."""
+        with self._lock:
+            is_first = self._error is None
+            self._note_error(error)
+            self.replica.collectives_failed()
+        if is_first:
+            logger.info("%s: a collective failed, the step will be discarded: %s", self.replica_id, error)
+
+    def note_stall(self) -> StallReport | None:
+        """A collective waits too long for a joiner. Returns what to send, once in a step."""
+        with self._lock:
+            formed = self.replica.quorum
+            if formed is None or self._is_stall_reported or self.replica.phase is not Phase.TRAINING:
+                return None
+            self._is_stall_reported = True
+        logger.warning("%s: a collective waits longer than join_budget for a joiner", self.replica_id)
+        return StallReport(quorum_id=formed.quorum_id, step=formed.version.step)
+
+    def end(self, error: CoordinationError) -> None:
+        """This group cannot go on: whoever waits here, now or later, gets the error."""
+        with self._changed:
+            self._fatal = self._fatal or error
+            self._changed.notify_all()
+
+    def _note_error(self, error: Exception) -> None:
+        lines = str(error).splitlines()
+        self.replica.fail(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        if self._error is None:
+            self._error = ExceptionWithTraceback(error)
+
+    def _raise_if_fatal(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+
+    # ---------------------------------------------------------------------------------------------------- the step ends
+
+    def vote(self) -> CommitVote:
+        """All work of the step is done. Returns what to send."""
+        with self._lock:
+            self._raise_if_fatal()
+            return self.replica.vote()
+
+    def await_decision(
+        self, vote: CommitVote, limit: timedelta, send: Callable[[RankToGroup], None]
+    ) -> tuple[Outcome, str]:
+        """Wait for the decision on what was voted on; returns how the step ended here, and why.
+
+        No rank stops to wait on its own: at the limit the group is asked, and what it answers holds for all its ranks.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        give_up_at = time.monotonic() + limit.total_seconds()
+        if not self._wait_for_answer(give_up_at):
+            send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
+            self._wait_for_answer(give_up_at + GIVE_UP_GRACE_S)
+        with self._lock:
+            answer = self._answer
+            if isinstance(answer, CommitDecided):
+                return self.replica.decided(answer) or Outcome.DISCARD, answer.reason
+            if answer is None:
+                self._fatal = self._fatal or GroupBrokenError(
+                    f"group rank 0 of {self.replica_id} does not answer; restart all ranks of the group",
+                    self.replica_id,
+                )
+                self._raise_if_fatal()
+            self.replica.decision_unknown()
+        unknown = CommitUnknownError(
+            f"step {vote.step} of quorum {vote.quorum_id} was voted on, and not decided within {limit.total_seconds():g} s;"
+            " it is taken for discarded, and this replica heals if the others committed it",
+            party=self.replica_id,
+        )
+        logger.warning("%s: %s", self.replica_id, unknown)
+        return Outcome.DISCARD, "the decision is not known"
+
+    def _wait_for_answer(self, until: float) -> bool:
+        with self._changed:
+            while self._answer is None:
+                self._raise_if_fatal()
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+            return True
+
+    # ---------------------------------------------------------------------------------------- on the coordination thread
+
+    def hello(self, group_world_size: int) -> Hello:
+        """Return what a lighthouse has to know that hears of this group for the first time."""
+        with self._lock:
+            return self.replica.hello(self.replica_id, group_world_size)
+
+    def hear(self, message: GroupToRank) -> None:
+        """Note a message; abort or cancel where it says so. Never blocks."""
+        with self._changed:
+            abort, cancel = self._note(message)
+            self._changed.notify_all()
+        if abort:
+            logger.info("%s: aborting collectives: %s", self.replica_id, abort)
+            self._abort()
+        if cancel:
+            self._cancel()
+
+    def _note(self, message: GroupToRank) -> tuple[str, bool]:
+        """Returns why to abort, if so, and whether to cancel."""
+        replica = self.replica
+        if isinstance(message, QuorumFormed):
+            self._plan = replica.formed(message) or self._plan
+        elif isinstance(message, CommitDecided):
+            if replica.is_open(message):
+                self._answer = message
+            else:
+                return "", replica.overtaken(message)
+        elif isinstance(message, CommitUnknown):
+            if replica.phase is Phase.VOTED and self._answer is None:
+                self._answer = message
+        elif isinstance(message, QuorumBroken):
+            if replica.broken(message):
+                if self._error is None:
+                    error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
+                    self._error = ExceptionWithTraceback(error)
+                return message.reason, False
+        elif isinstance(message, QuorumPending):
+            self._pending = message
+        elif isinstance(message, JoinerWaiting):
+            replica.capture_wanted = True
+        elif isinstance(message, Refused):
+            self._fatal = self._fatal or RefusedError(message.reason, self.replica_id)
+        elif isinstance(message, GroupBroken):
+            self._fatal = self._fatal or GroupBrokenError(
+                f"replica group {self.replica_id} cannot go on, restart all of its ranks: {message.reason}",
+                party=self.replica_id,
+            )
+            return message.reason, True
+        return "", False
