@@ -8,6 +8,7 @@ say). Never the bare host name, which may resolve to the slowest network card, o
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import socket
 
@@ -17,14 +18,15 @@ from torchft_ckpt import config
 _OUTSIDE = ("192.0.2.1", 9)
 
 
-def advertised_host(argument: str | None = None, *, towards: str | None = None) -> str:
+def advertised_host(argument: str | None = None, *, bound: str = "", towards: str | None = None) -> str:
     """Return the address to advertise.
 
     Args:
         argument: what the user asked for; an empty string counts as nothing.
+        bound: the address that is listened on; taken where it is one, and not all of them.
         towards: `host:port` of a peer; without one, the interface that routes to the outside.
     """
-    host = config.resolve(argument or None, config.HOSTNAME, "", str)
+    host = config.resolve(argument or None, config.HOSTNAME, "" if is_wildcard(bound) else bound, str)
     if host:
         return host
     target = _OUTSIDE if towards is None else config.parse_host_port(towards, what="peer address")
@@ -45,6 +47,14 @@ def route_source(host: str, port: int) -> str | None:
         except OSError:
             continue
     return None
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether listening on `host` is listening on every interface."""
+    try:
+        return host == "" or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def join_host_port(host: str, port: int) -> str:

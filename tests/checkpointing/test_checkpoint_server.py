@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import address_towards, choose_advertised_host, parse_metadata
+from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, RECEIVED_HEADER, RECEIVER_HEADER
 from torchft_ckpt.errors import AddressInUseError, ConfigError, SourceLostError, SourceRefusedError
 
@@ -260,18 +260,3 @@ def test_metadata_that_is_not_a_plain_address_is_refused(metadata):
 
 def test_metadata_with_an_ipv6_address_is_read():
     assert str(parse_metadata("http://[::1]:80")) == "http://[::1]:80"
-
-
-def test_the_advertised_address_follows_argument_environment_bind_and_route(monkeypatch):
-    monkeypatch.setenv("TORCHFT_CKPT_HOSTNAME", "from-environment")
-    assert [choose_advertised_host("given", "0.0.0.0"), choose_advertised_host(None, "0.0.0.0")] == [
-        "given",
-        "from-environment",
-    ]
-    monkeypatch.delenv("TORCHFT_CKPT_HOSTNAME")
-    assert [choose_advertised_host(None, "127.0.0.9"), choose_advertised_host(None, "0.0.0.0")] == [
-        "127.0.0.9",
-        address_towards("192.0.2.1"),
-    ]
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("no such host") == "127.0.0.1"

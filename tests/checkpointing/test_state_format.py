@@ -40,11 +40,11 @@ def round_trip(state: object) -> object:
     destination = Destination(decode_manifest(snapshot.manifest_bytes()), BufferShelf())
     for block in range(snapshot.num_blocks):
         data = memoryview(snapshot.read(*block_range(block, snapshot.total_bytes, BLOCK_BYTES)))
-        target = destination.target(block)
-        if target is None:
-            destination.store(block, data)
-        else:
-            target[:] = data
+        at = 0
+        for piece in destination.pieces(block):
+            piece[:] = data[at : at + len(piece)]
+            at += len(piece)
+        assert at == len(data)
     return destination.assemble()
 
 

@@ -237,5 +237,6 @@ def test_an_id_that_an_earlier_life_gave_is_left_at_once_when_it_is_heard_of() -
     job.step(fresh)
     assert fresh.formed.quorum_id == a.formed.quorum_id == 1
     a.connects()
-    job.step(fresh)
-    assert fresh.formed.quorum_id == 1000
+    a.asks(can_serve=True)
+    fresh.asks(can_serve=True)
+    assert (a.formed.quorum_id, fresh.formed.quorum_id) == (1000, 1000)

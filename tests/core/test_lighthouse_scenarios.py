@@ -511,6 +511,19 @@ def test_a_commit_that_nobody_waited_for_is_none() -> None:
     assert (job.lighthouse.newest_step, a.formed.role.value, a.formed.version.step) == (1, "healthy", 1)
 
 
+def test_a_commit_whose_last_missing_vote_is_of_one_that_died_is_none_if_the_others_gave_up_waiting() -> None:
+    job, (a, b) = trained("a", "b", least=2)
+    a.asks()
+    b.asks()
+    a.votes()
+    a.replica.decision_unknown()
+    a.asks(can_serve=True)
+    b.dies()
+    again = job.join("b", life=2)
+    again.asks()
+    assert (job.lighthouse.newest_step, a.formed.role.value, a.formed.version.step) == (1, "healthy", 1)
+
+
 def test_a_torn_state_is_not_trained_from_and_the_line_says_what_to_do() -> None:
     job, (a,) = trained("a", steps=0)
     a.replica.load_torn()
@@ -608,8 +621,8 @@ def test_answers_do_not_grow_with_the_number_of_members() -> None:
 def test_one_that_was_left_out_of_a_commit_that_nobody_followed_does_not_claim_it_later() -> None:
     job, (a,) = trained("a")
     j = job.join("j")
-    a.asks(can_serve=True)
     j.asks()
+    a.asks(can_serve=True)
     a.votes()  # and waits for the decision, which waits for the joiner
     a.replica.decision_unknown()
     a.asks(can_serve=True)

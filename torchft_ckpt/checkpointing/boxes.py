@@ -1,14 +1,25 @@
-"""Which box of the global tensor a DTensor's local shard is. Arithmetic only: no communication, no copy."""
+"""Which box of the global tensor a DTensor's local shard is. Arithmetic only: no communication, no copy.
+
+`torch.distributed.tensor` takes a second to import, so that is left to who has a DTensor: it is imported then.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 from torchft_ckpt.errors import UnsupportedValueError
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Where nobody has imported that module, nobody can have made one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_box(tensor: DTensor, path: str) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -17,6 +28,9 @@ def local_box(tensor: DTensor, path: str) -> tuple[torch.Tensor, tuple[int, ...]
     Raises:
         UnsupportedValueError: values that are not yet reduced, a rank outside the mesh, or a shard that is not one box.
     """
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedValueError(f"state dict at {path!r}: a DTensor with unreduced (Partial) values", path)
@@ -61,6 +75,8 @@ def _check_one_box(
 
 def _split_rows(placement: Any, rows: torch.Tensor, num_shards: int) -> list[torch.Tensor]:
     """Cut row numbers as a placement cuts its dimension."""
+    from torch.distributed.tensor import Shard
+
     split_factor = getattr(placement, "split_factor", None)
     flat = Shard(0) if split_factor is None else type(placement)(0, split_factor=split_factor)
     parts, _ = flat._split_tensor(rows, num_shards, with_padding=False)

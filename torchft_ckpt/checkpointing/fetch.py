@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, block_range, format_runs, plan_runs
+from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, format_runs, plan_runs, start_digest
 from torchft_ckpt.checkpointing.connection import SourceConnection
 from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, MAX_WAIT_S, PREFIX, RECEIVED_HEADER, RECEIVER_HEADER
@@ -148,16 +148,13 @@ class Fetch:
             destination = self._destination
         if destination is None:
             return
-        scratch = bytearray(0)
         received = ""
         while True:
             with self._changed:
                 if self._over or not self._runs:
                     return
                 run = self._runs.popleft()
-            if not scratch:
-                scratch = bytearray(destination.manifest.block_bytes)
-            self._fetch_run(connection, destination, run, scratch, received)
+            self._fetch_run(connection, destination, run, received)
             received = format_runs(run)
             with self._changed:
                 self._num_missing -= len(run)
@@ -196,9 +193,7 @@ class Fetch:
             )
         return manifest
 
-    def _fetch_run(
-        self, connection: SourceConnection, destination: Destination, run: range, scratch: bytearray, received: str
-    ) -> None:
+    def _fetch_run(self, connection: SourceConnection, destination: Destination, run: range, received: str) -> None:
         manifest = destination.manifest
         headers = {"If-Match": f'"{manifest.snapshot}"'}
         if received:
@@ -214,16 +209,14 @@ class Fetch:
                 f"{answer.header('ETag')[:70]}, {expected} of {headers['If-Match']} were asked for",
                 party=self._party,
             )
-        digest = bytearray(DIGEST_BYTES)
+        announced = bytearray(DIGEST_BYTES)
         for block in run:
-            first, last = block_range(block, manifest.total_bytes, manifest.block_bytes)
-            direct = destination.target(block)
-            target = memoryview(scratch)[: last - first] if direct is None else direct
-            answer.read_into(target)
-            answer.read_into(memoryview(digest))
-            verify(block, target, bytes(digest), self._party)
-            if direct is None:
-                destination.store(block, target)
+            hasher = start_digest(block)
+            for piece in destination.pieces(block):
+                answer.read_into(piece)
+                hasher.update(piece)
+            answer.read_into(memoryview(announced))
+            verify(block, hasher.digest(), bytes(announced), self._party)
 
     def _finish(self, connection: SourceConnection, manifest: Manifest) -> None:
         """Every block is in: tell the source, so that it may free what it keeps, and end. The telling may fail."""

@@ -13,7 +13,7 @@ import uuid
 from datetime import timedelta
 from typing import TypeVar, cast
 
-from torchft_ckpt.checkpointing.address import choose_advertised_host, format_url, parse_metadata
+from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.buffers import BufferPool
 from torchft_ckpt.checkpointing.fetch import Fetch, FetchOptions
@@ -25,6 +25,7 @@ from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, TransferError
+from torchft_ckpt.network import advertised_host
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,9 +103,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._fetches: set[Fetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
-        host = choose_advertised_host(hostname, bind)
         self._server = CheckpointServer(self._shelf, bind=bind, port=port, token=token)
-        self._metadata = format_url(host, self._server.port)
+        self._metadata = str(SourceAddress(advertised_host(hostname, bound=bind), self._server.port))
         self._lock.add_before_write(self._shelf.detach_all)
 
     def __repr__(self) -> str:
@@ -139,6 +139,10 @@ class HTTPTransport(CheckpointTransport[T]):
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most."""
         self._shelf.detach_all()
+
+    def withdraw_checkpoint(self) -> None:
+        """Return once the state may be mutated; nothing is copied, receivers that are not done get an error."""
+        self._shelf.close_all()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""

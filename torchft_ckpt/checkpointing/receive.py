@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, digest_of
+from torchft_ckpt.checkpointing.blocks import block_range, count_blocks
 from torchft_ckpt.checkpointing.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.tree import decode_tree
@@ -84,26 +84,29 @@ class Destination:
                 f"no memory for the {manifest.total_bytes} bytes that the source announces", party="memory"
             ) from error
 
-    def target(self, block: int) -> memoryview | None:
-        """Return the memory that is exactly this block, or None where it is spread over segments."""
-        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        begin, length = self.manifest.segments[index]
-        if begin <= start and stop <= begin + length:
-            return self.buffers[index].data[start - begin : stop - begin]
-        return None
+    def pieces(self, block: int) -> list[memoryview]:
+        """Return the memory of a block, in order: parts of segments, and throw-away bytes for the padding between them.
 
-    def store(self, block: int, data: memoryview) -> None:
-        """Spread a verified block over its segments."""
+        What is written there counts for nothing until every block has been verified.
+        """
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        source = np.frombuffer(data, dtype=np.uint8)
+        pieces: list[memoryview] = []
+        at = start
         index = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        while index < len(self._starts) and self._starts[index] < stop:
+        while at < stop and index < len(self._starts):
             begin, length = self.manifest.segments[index]
-            low, high = max(start, begin), min(stop, begin + length)
-            if low < high:
-                self.buffers[index][low - begin : high - begin] = source[low - start : high - start]
+            if at < begin:
+                gap = min(begin, stop) - at
+                pieces.append(memoryview(bytearray(gap)))
+                at += gap
+            end = min(stop, begin + length)
+            if at < end:
+                pieces.append(self.buffers[index].data[at - begin : end - begin])
+                at = end
             index += 1
+        if at < stop:
+            pieces.append(memoryview(bytearray(stop - at)))
+        return pieces
 
     def give_up(self) -> list[np.ndarray]:
         """Return the memory, to which this object does not refer any more."""
@@ -117,13 +120,13 @@ class Destination:
         return decode_tree(self.manifest.tree, tensors)
 
 
-def verify(block: int, data: memoryview, digest: bytes, party: str) -> None:
-    """Check a block against its digest.
+def verify(block: int, actual: bytes, announced: bytes, party: str) -> None:
+    """Check a block's digest against the one that came with it.
 
     Raises:
         DigestMismatchError: they differ.
     """
-    if digest_of(block, data) != digest:
+    if actual != announced:
         raise DigestMismatchError(
             f"block {block} from {party} does not have the digest that came with it: it was changed on the way",
             party=party,

@@ -10,9 +10,8 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from torchft_ckpt.checkpointing.boxes import local_box
+from torchft_ckpt.checkpointing.boxes import is_dtensor, local_box
 from torchft_ckpt.checkpointing.dtypes import DTYPES, dtype_name
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
@@ -178,7 +177,7 @@ def _storage_bytes(tensor: torch.Tensor, start: int, length: int) -> torch.Tenso
 
 def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
     global_shape: tuple[int, ...]
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor, global_shape, offsets = local_box(tensor, path)
     else:
         global_shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()

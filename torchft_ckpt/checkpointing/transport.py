@@ -49,6 +49,13 @@ class CheckpointTransport(Generic[T], ABC):
         Never waits for a peer or the network. May be called when nothing is served, and more than once.
         """
 
+    def withdraw_checkpoint(self) -> None:
+        """Return once the state may be mutated; whoever has not received it by now gets an error.
+
+        For a state that nobody can use any more. By default as `disallow_checkpoint`, which keeps it for the late.
+        """
+        self.disallow_checkpoint()
+
     @abstractmethod
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state of a step; return it whole or raise.

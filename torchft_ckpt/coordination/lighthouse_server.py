@@ -96,8 +96,7 @@ class LighthouseServer:
             raise AddressInUseError(
                 f"the lighthouse cannot listen on {address}: {in_use_hint(error)}", address
             ) from error
-        anywhere = host in ("", "0.0.0.0", "::")
-        self._address = "http://" + join_host_port(hostname or (advertised_host() if anywhere else host), bound_port)
+        self._address = "http://" + join_host_port(advertised_host(hostname, bound=host), bound_port)
         logger.info("lighthouse listens on %s, min_replicas=%d", self._address, min_replicas)
 
     def address(self) -> str:

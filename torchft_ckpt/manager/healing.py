@@ -131,7 +131,15 @@ class Healing:
         fetch = self._fetch
         if fetch is not None and not fetch.done():
             self._is_cancelled = True
-            self._transport.cancel_recv()
+            if isinstance(self._transport, CheckpointTransport):  # torchft's own transports cannot be cancelled
+                self._transport.cancel_recv()
+
+    def withdraw(self) -> None:
+        """Stop serving: the step is committed, and who has not loaded its state by now was left behind."""
+        if isinstance(self._transport, CheckpointTransport):
+            self._transport.withdraw_checkpoint()
+        else:
+            self._transport.disallow_checkpoint()
 
     def shutdown(self) -> None:
         """Cancel, and end the thread."""

@@ -559,7 +559,7 @@ class Manager:
         if outcome is Outcome.COMMIT:
             self._batches_committed += self.num_participants()
             self._commit_failures = 0
-            self._transport.disallow_checkpoint()
+            self._healing.withdraw()
         else:
             self._commit_failures += 1
         self._counts[outcome] += 1

@@ -155,7 +155,8 @@ class Oracle:
                 isinstance(i, Send) and isinstance(i.message, Welcome) for i in instructions
             ):
                 self._learn(life, message.version)
-                life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
+                if message.last_epoch != state.epoch:
+                    life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
             elif isinstance(message, QuorumRequest):
                 self._learn(life, message.version)
             elif isinstance(message, AllowStepLoss):
