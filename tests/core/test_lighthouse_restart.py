@@ -240,3 +240,18 @@ def test_an_id_that_an_earlier_life_gave_is_left_at_once_when_it_is_heard_of() -
     a.asks(can_serve=True)
     fresh.asks(can_serve=True)
     assert (a.formed.quorum_id, fresh.formed.quorum_id) == (1000, 1000)
+
+
+def test_a_vote_in_doubt_of_a_quorum_that_a_later_one_has_overtaken_does_not_count() -> None:
+    job = Job()
+    a = job.join("a")
+    a.asks()
+    a.is_cut_off()  # the step is discarded, nobody is left
+    b = job.join("b")
+    for _ in range(3):
+        job.step(b)
+    a.votes()
+    job.restart()
+    b.connects()
+    back(a)
+    assert (a.outcomes, b.step) == ([Outcome.DISCARD], 3)

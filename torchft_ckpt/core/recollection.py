@@ -181,4 +181,7 @@ class Recollection:
             if (hello.last_quorum_id, hello.last_epoch, hello.last_step) == key and hello.last_outcome is not None:
                 committed = committed or hello.last_outcome is not Outcome.DISCARD
                 refused = refused or hello.last_outcome is Outcome.DISCARD
+            if hello.last_quorum_id > quorum_id and hello.last_step >= step:
+                # A later quorum took this step up again, or went past it: who is in doubt about it has to heal anyway.
+                refused = True
         return committed, refused

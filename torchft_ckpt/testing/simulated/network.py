@@ -6,15 +6,12 @@ a process closes its connections.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 from torchft_ckpt.core.messages import decode_from_lighthouse, decode_to_lighthouse, encode
 from torchft_ckpt.testing.simulated.clock import Action, Clock, Process
-
-_numbers = itertools.count(1)
 
 
 class Connection:
@@ -52,7 +49,8 @@ class Connection:
         self._is_open = {True: True, False: True}
         """By end (True: the server's): it may receive."""
         self._last_at = {True: 0.0, False: 0.0}
-        self._held: list[tuple[bool, Action]] = []
+        self._held: list[tuple[int, bool, Action]] = []
+        self._number = 0
 
     def send_to_server(self, message: Any) -> None:
         text = encode(message)
@@ -82,28 +80,31 @@ class Connection:
     def speak_again(self) -> None:
         """What was said in the silence arrives now (TCP sends it again)."""
         self.is_silent = False
-        held, self._held = self._held, []
-        for to_server, action in held:
-            self._send(to_server, action, at_any_rate=True)
+        held, self._held = sorted(self._held, key=lambda item: item[0]), []
+        for number, to_server, action in held:
+            self._send(to_server, action, at_any_rate=True, number=number)
 
     def _end(self, end: bool) -> None:
         if self._is_open[end]:
             self._is_open[end] = False
             self._closed[end]()
 
-    def _send(self, to_server: bool, action: Action, at_any_rate: bool = False) -> None:
+    def _send(self, to_server: bool, action: Action, at_any_rate: bool = False, number: int | None = None) -> None:
+        if number is None:
+            self._number += 1
+            number = self._number
         if self.is_silent:
-            self._held.append((to_server, action))
+            self._held.append((number, to_server, action))
             return
         if self._last_at[to_server] == float("inf"):
             return
         at = max(self._last_at[to_server], self._clock.now + self._rng.uniform(0.0002, self._max_delay_s))
         self._last_at[to_server] = at
         process = self.server if to_server else self.client
-        self._clock.after(at - self._clock.now, process, lambda: self._arrive(to_server, action, at_any_rate))
+        self._clock.after(at - self._clock.now, process, lambda: self._arrive(number, to_server, action, at_any_rate))
 
-    def _arrive(self, to_server: bool, action: Action, at_any_rate: bool) -> None:
+    def _arrive(self, number: int, to_server: bool, action: Action, at_any_rate: bool) -> None:
         if self.is_silent:
-            self._held.append((to_server, action))
+            self._held.append((number, to_server, action))
         elif self._is_open[to_server] and (at_any_rate or self._last_at[to_server] != float("inf")):
             action()
