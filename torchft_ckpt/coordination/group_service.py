@@ -111,6 +111,10 @@ class GroupService:
         """Take a message of rank 0. Any thread; returns at once."""
         self._thread.call_soon(self._handle, RankSaid(0, message))
 
+    def store_address(self) -> str:
+        """Where the quorum met that was there when this group connected; empty if none was."""
+        return self._client.store_address
+
     def waiting_for(self) -> str:
         """Say who has not asked for the next quorum yet. Any thread."""
         return self._state.waiting_for() or f"the lighthouse at {self._client.address} has not answered"

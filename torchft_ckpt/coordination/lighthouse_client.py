@@ -81,6 +81,8 @@ class LighthouseClient:
         self._on_refused = on_refused
         self._interval_s = heartbeat_interval.total_seconds()
         self._pause_s = self._interval_s
+        self.store_address = ""
+        """Where the present quorum meets, as the lighthouse said at the last welcome."""
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._session: aiohttp.ClientSession | None = None
         self._channel: Channel | None = None
@@ -179,6 +181,7 @@ class LighthouseClient:
             raise _refused(welcome, self.address)
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL_VERSION:
             raise ProtocolVersionError(f"the lighthouse at {self.address} speaks another protocol", self.address)
+        self.store_address = welcome.store_address
         # A third of the lighthouse's patience at most, whatever interval was asked for.
         self._pause_s = min(self._interval_s, welcome.heartbeat_timeout_s / 3)
 

@@ -80,6 +80,10 @@ class RankSession:
         """Send a message. Any thread; returns at once."""
         self._thread.call_soon(self._send, message)
 
+    def store_address(self) -> str:
+        """Not known here: rank 0 knows it."""
+        return ""
+
     def waiting_for(self) -> str:
         """Say who has not asked for the next quorum yet. Any thread."""
         return f"group rank 0 at {self._address} has not answered"

@@ -188,6 +188,8 @@ class LighthouseState:
         self._rolled_back_to = StateVersion()
         """Where the job went back on purpose: later steps of earlier quorums are void."""
         self._recollection = Recollection(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
+        self._store_hosts: tuple[str, ...] = ()
+        """The member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
         self._reason = ""
         self._now = 0.0
@@ -307,7 +309,10 @@ class LighthouseState:
         self._by_connection[connection] = replica_id
         self.lost_members.pop(replica_id, None)
         welcome = Welcome(
-            protocol=PROTOCOL_VERSION, epoch=self.epoch, heartbeat_timeout_s=self.settings.heartbeat_timeout_s
+            protocol=PROTOCOL_VERSION,
+            epoch=self.epoch,
+            heartbeat_timeout_s=self.settings.heartbeat_timeout_s,
+            store_address=self._store_addresses()[0],
         )
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
@@ -626,11 +631,8 @@ class LighthouseState:
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._back.clear()
         self._evaluate_at = None
-        store = next(
-            member.store_address
-            for member, part in zip(members, assignment.parts, strict=True)
-            if part.role is Role.HEALTHY
-        )
+        self._choose_store_hosts([m for m, role in roles.items() if role is Role.HEALTHY])
+        store, standby = self._store_addresses()
         if is_new:
             who = ", ".join(f"{part.replica_id} ({part.role.value})" for part in assignment.parts[:8])
             more = f" and {len(members) - 8} more" if len(members) > 8 else ""
@@ -655,6 +657,7 @@ class LighthouseState:
                 num_contributors=num_contributors,
                 num_voters=num_voters,
                 store_address=store,
+                standby_store_address=standby,
                 sources=[
                     Source(
                         replica_id=replica_ids[source],
@@ -672,6 +675,20 @@ class LighthouseState:
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
+
+    def _choose_store_hosts(self, healthy: list[str]) -> None:
+        """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
+        kept = [replica_id for replica_id in self._store_hosts if replica_id in healthy]
+        others = [replica_id for replica_id in healthy if replica_id not in kept]
+        self._store_hosts = tuple((kept + others)[:2])
+
+    def _store_addresses(self) -> tuple[str, str]:
+        """Addresses of the present store and of the one that stands by; empty where there is none."""
+        addresses = [
+            self.members[replica_id].store_address for replica_id in self._store_hosts if replica_id in self.members
+        ]
+        present, standby, *_ = [*addresses, "", ""]
+        return present, standby
 
     # --------------------------------------------------------------------------------------------------------- commit
 

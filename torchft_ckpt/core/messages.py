@@ -172,6 +172,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     protocol: Count
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
     heartbeat_timeout_s: Seconds
+    store_address: Text = ""
+    """Where the present quorum meets: connect before asking, connecting can be slow."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -204,6 +206,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_contributors: Count
     num_voters: Count
     store_address: Text
+    standby_store_address: Text = ""
+    """Where the next quorum meets if the host of this one's store is lost: connect now, it will be wanted at once."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
     destinations: Annotated[list[Count], msgspec.Meta(max_length=65536)] = []
     """Replica ranks that this member has to serve."""

@@ -214,6 +214,8 @@ class Manager:
             if checkpoint_transport is None:
                 self._transport.shutdown()
             raise
+        store_address = self._link.store_address()
+        self._store_prepared = pg.prepare_store(store_address) if store_address else None
         self._collectives = Collectives(
             pg,
             on_error=self._talk.note_collective_error,
@@ -347,6 +349,10 @@ class Manager:
         if self._is_load_pending:
             self._healing.cancel()
             self._is_load_pending = False
+        if self._store_prepared is not None:
+            # Who asks is waited for, so what may take long comes before asking.
+            self._store_prepared.wait(self._timeouts.connect.total_seconds())
+            self._store_prepared = None
         self._step_started_at = time.monotonic()
         has_to_wait, has_to_capture = self._talk.wants()
         captured = self._registry.capture() if self._use_async_quorum and has_to_capture else None
@@ -430,6 +436,8 @@ class Manager:
             self._talk.note_collective_error(error)
         else:
             self._talk.configured(formed)
+            if formed.standby_store_address:
+                self._pg.prepare_store(formed.standby_store_address)
 
     # ---------------------------------------------------------------------------------------------------- collectives
 

@@ -6,6 +6,7 @@ Names and signatures are those of torchft 0.2.0. This file knows no backend.
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import cast
 
@@ -151,6 +152,19 @@ class ProcessGroup(TorchProcessGroup):
     def errored(self) -> Exception | None:
         """Return why the group must be configured again, or None while it works or was never used."""
         return None
+
+    def prepare_store(self, store_addr: str) -> threading.Event:
+        """Begin to connect to a store that a later `configure` may name; a new connection can take seconds.
+
+        Args:
+            store_addr: `host:port`.
+
+        Returns:
+            an event that is set when the attempt is over; whether it went well shows in `configure`.
+        """
+        done = threading.Event()
+        done.set()
+        return done
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the operations started from now on, where their options give none."""

@@ -16,8 +16,15 @@ from torchft_ckpt.process_group.session import Session
 from torchft_ckpt.process_group.sockets import shutdown_awaited_connection
 from torchft_ckpt.process_group.store import StoreAddress, StoreConnection, StorePool, enter_store, wait_for_keys
 
+PREPARE_TIMEOUT_S = 30.0
+
 # One for the process: a connection serves one configure after the other.
 _stores = StorePool()
+
+
+def prepare_store(store_addr: str) -> threading.Event:
+    """Begin to connect to a store where members may have to meet soon; the event tells when that is over, well or not."""
+    return _stores.prepare(StoreAddress.parse(store_addr), PREPARE_TIMEOUT_S)
 
 
 @contextlib.contextmanager

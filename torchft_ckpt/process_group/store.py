@@ -133,6 +133,19 @@ class StorePool:
             self._idle.append((key, connection))
             del self._idle[:-_NUM_IDLE_MAX]
 
+    def prepare(self, address: StoreAddress, timeout_s: float) -> threading.Event:
+        """Begin to connect, beside whatever goes on, unless there is a connection; the event tells when that is over."""
+        key = (address.host, address.port)
+        with self._lock:
+            pending = self._left.get(key)
+            if pending is None and any(other == key for other, _ in self._idle):
+                done = threading.Event()
+                done.set()
+                return done
+            if pending is None or pending.error is not None:
+                pending = self._left[key] = _Pending(*key, timeout_s)
+        return pending.done
+
     def forget(self, address: StoreAddress) -> None:
         """Close the kept connections to a store."""
         with self._lock:

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 
 from torchft_ckpt.errors import ConfigError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.process_group.base import ProcessGroup, Tensors
+from torchft_ckpt.process_group.rendezvous import prepare_store
 from torchft_ckpt.process_group.session import Phase, Session
 from torchft_ckpt.process_group.store import StoreAddress
 
@@ -133,6 +134,9 @@ class ProcessGroupWrapper(ProcessGroup):
             if self._session is None or self._session.phase is Phase.CONNECTING:
                 return self._last_error
             return self._session.error
+
+    def prepare_store(self, store_addr: str) -> threading.Event:
+        return self._pg.prepare_store(store_addr) if self._pg is not None else prepare_store(store_addr)
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._pg is not None:
