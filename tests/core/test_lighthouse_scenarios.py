@@ -661,3 +661,20 @@ def test_a_joiner_that_breaks_the_collectives_is_named_to_those_who_wait_in_them
     j.asks()
     job.step(a, b)
     assert (a.outcomes, j.formed.version.step) == ([Outcome.DISCARD, Outcome.COMMIT], 1)
+
+
+# ------------------------------------------------------------------------------------------------------ where they meet
+
+
+def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_the_one_that_stands_by() -> None:
+    job, (b, c) = trained("b", "c")
+    assert (b.formed.store_address, b.formed.standby_store_address) == ("b:1/store", "c:1/store")
+    a = job.join("a")
+    job.step(b, c, a)
+    job.step(b, c, a)
+    assert {m.formed.store_address for m in (a, b, c)} == {"b:1/store"}, "not the first one's, the one it was"
+    b.dies()
+    for member in (a, c):
+        member.votes(error="aborted")
+    job.step(a, c)
+    assert (a.formed.store_address, a.formed.standby_store_address) == ("c:1/store", "a:1/store")

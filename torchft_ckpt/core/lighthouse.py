@@ -24,7 +24,7 @@ Work per event is constant but for the event that forms a quorum or decides a st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torchft_ckpt.core.commit import Tally, Verdict
@@ -631,7 +631,7 @@ class LighthouseState:
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._back.clear()
         self._evaluate_at = None
-        self._choose_store_hosts([m for m, role in roles.items() if role is Role.HEALTHY])
+        self._choose_store_hosts(roles)
         store, standby = self._store_addresses()
         if is_new:
             who = ", ".join(f"{part.replica_id} ({part.role.value})" for part in assignment.parts[:8])
@@ -676,11 +676,11 @@ class LighthouseState:
             )
             yield Send(member.connection, formed)
 
-    def _choose_store_hosts(self, healthy: list[str]) -> None:
+    def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
-        kept = [replica_id for replica_id in self._store_hosts if replica_id in healthy]
-        others = [replica_id for replica_id in healthy if replica_id not in kept]
-        self._store_hosts = tuple((kept + others)[:2])
+        able = [m for role in (Role.HEALTHY, Role.INLINE) for m in roles if roles[m] is role]
+        kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
+        self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
 
     def _store_addresses(self) -> tuple[str, str]:
         """Addresses of the present store and of the one that stands by; empty where there is none."""
