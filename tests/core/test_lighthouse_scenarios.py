@@ -670,8 +670,8 @@ def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_th
     job, (b, c) = trained("b", "c")
     assert (b.formed.store_address, b.formed.standby_store_address) == ("b:1/store", "c:1/store")
     a = job.join("a")
-    job.step(b, c, a)
-    job.step(b, c, a)
+    job.step(a, b, c)
+    job.step(a, b, c)
     assert {m.formed.store_address for m in (a, b, c)} == {"b:1/store"}, "not the first one's, the one it was"
     b.dies()
     for member in (a, c):
