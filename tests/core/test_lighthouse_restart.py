@@ -5,7 +5,8 @@ from __future__ import annotations
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
-from torchft_ckpt.core.messages import Outcome
+from torchft_ckpt.core.messages import Outcome, StateVersion
+from torchft_ckpt.core.replica import Phase
 
 
 def in_doubt(*names: str) -> tuple[Job, list[Member]]:
@@ -248,10 +249,77 @@ def test_a_vote_in_doubt_of_a_quorum_that_a_later_one_has_overtaken_does_not_cou
     a.asks()
     a.is_cut_off()  # the step is discarded, nobody is left
     b = job.join("b")
-    for _ in range(3):
-        job.step(b)
+    b.asks()
     a.votes()
     job.restart()
     b.connects()
     back(a)
-    assert (a.outcomes, b.step) == ([Outcome.DISCARD], 3)
+    assert (a.formed.version.step, b.formed.version.step) == (0, 0)
+    assert a.outcomes == [Outcome.DISCARD]
+
+
+def test_of_two_quorums_that_are_in_doubt_about_one_step_only_one_is_committed() -> None:
+    job = Job()
+    a = job.join("a")
+    a.asks()
+    a.votes()  # nobody hears of it any more
+    a.replica.version, a.replica.phase = a.formed.version, Phase.VOTED
+    a.is_cut_off()
+    job.start()
+    b = job.join("b")
+    b.asks()
+    job.restart()
+    b.votes()
+    back(a)
+    assert a.outcomes[-1] is Outcome.COMMIT
+    back(b)
+    assert b.outcomes == [Outcome.DISCARD]
+
+
+def test_a_vote_in_doubt_does_not_count_where_somebody_is_past_the_step() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    job.start()
+    a.connects()
+    a.replica.version = StateVersion(step=9, quorum_id=1, epoch="another life")
+    b.votes()
+    a.connects()
+    back(b)
+    job.passes(5.1)
+    assert b.outcomes == [Outcome.DISCARD]
+
+
+def test_after_a_restart_the_job_goes_back_only_when_a_holder_has_had_the_time_to_come() -> None:
+    job, (a, b) = trained("a", "b", steps=3, join_timeout_s=20.0)
+    job.restart()
+    b.replica.version = StateVersion(step=1, quorum_id=1, epoch="e")  # left behind, it knows that step 3 was committed
+    b.connects()
+    restored = job.join("r")
+    restored.replica.restore(2)
+    b.asks()
+    restored.asks()
+    job.passes(19.0)
+    assert restored.formed is None
+    assert any("waiting at most 20 s for who holds it" in words for words in restored.hears())
+    a.connects()
+    a.asks(can_serve=True)
+    assert (a.formed.role.value, restored.formed.role.value) == ("healthy", "joiner")
+
+
+def test_a_decision_that_nobody_followed_takes_nothing_from_what_others_have_shown() -> None:
+    job, (a, b) = in_doubt("a", "b")
+    version = StateVersion(step=2, quorum_id=1, epoch="another life")
+    holder = job.join("h")
+    holder.is_cut_off()
+    holder.replica.version = version
+    holder.connects()
+    holder.dies()
+    a.connects()
+    a.says_again()
+    a.replica.decision_unknown()
+    a.asks()
+    b.connects()
+    b.says_again()
+    job.passes(5.1)
+    assert job.lighthouse.newest_step == 2

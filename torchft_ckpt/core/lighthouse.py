@@ -162,6 +162,8 @@ class LighthouseState:
         self.epoch = epoch
         self.quorum_id = 0
         self.newest_step = 0
+        self._reported_step = 0
+        """The newest step that a member has shown or claimed: what remains of `newest_step` without our own decisions."""
         self.allow_step_loss = False
         """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
         self.round: Round | None = None
@@ -356,9 +358,9 @@ class LighthouseState:
         if hello.rolled_back_to.quorum_id > self._rolled_back_to.quorum_id:
             self._rolled_back_to = hello.rolled_back_to
             known = [member.version.step for member in self.members.values() if self._is_valid(member.version)]
-            self.newest_step = max([*known, self.round.step if self.round is not None else 0])
+            self.newest_step = self._reported_step = max([*known, self.round.step if self.round is not None else 0])
         if hello.last_quorum_id >= self._rolled_back_to.quorum_id and hello.last_epoch != self.epoch:
-            self.newest_step = max(self.newest_step, hello.newest_step)
+            self._note_step(hello.newest_step)
         self._note_version(hello.version)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._recollection.heard(hello, now)
@@ -372,9 +374,13 @@ class LighthouseState:
 
     def _note_version(self, version: StateVersion) -> None:
         if self._is_valid(version):
-            self.newest_step = max(self.newest_step, version.step)
+            self._note_step(version.step)
             if self._followers is not None and version == self._followers.version:
                 self._followers = None
+
+    def _note_step(self, step: int) -> None:
+        self.newest_step = max(self.newest_step, step)
+        self._reported_step = max(self._reported_step, step)
 
     def _is_valid(self, version: StateVersion) -> bool:
         """Whether a state has a name, and one that the job has not gone back behind."""
@@ -538,6 +544,13 @@ class LighthouseState:
         if ahead:
             return f"{name_some(ahead)} holds a state that the job need not go back from, and has not asked yet", None
         timeout = self.settings.join_timeout_s
+        first_heard_at = self._recollection.first_heard_at
+        if first_heard_at is not None and step < self.newest_step and now < first_heard_at + timeout:
+            reason = (
+                f"the lighthouse restarted, and step {self.newest_step} was committed before; waiting at most {timeout:g} s"
+                f" for who holds it before the job goes back to step {step}"
+            )
+            return reason, first_heard_at + timeout
         on_their_way = {
             name: since + timeout
             for name, (version, since) in self._away.items()
@@ -624,7 +637,7 @@ class LighthouseState:
                 broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=text)
                 yield Send(self.members[replica_id].connection, broken)
         self.quorum_id = quorum_id
-        self.newest_step = step
+        self.newest_step = self._reported_step = step
         self.allow_step_loss = False
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
         self._reason = reason
@@ -765,7 +778,7 @@ class LighthouseState:
         self._followers = None
         step = key[2]
         if self.newest_step == step + 1:
-            self.newest_step = step
+            self.newest_step = max(step, self._reported_step)
         self._remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
         yield Log(f"step {step} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 

@@ -60,8 +60,15 @@ class Recollection:
         self._training: dict[str, StepKey] = {}
         """Connected members that are still in a step of an earlier life."""
         self._doubts: dict[StepKey, _Doubt] = {}
+        self._committed: list[StepKey] = []
+        """What was decided here so far: of two quorums that were in doubt about one step, one is enough."""
         self._last: tuple[int, str, int] = (0, "", 0)
         """Id, epoch and size of the latest quorum that was heard of."""
+
+    @property
+    def first_heard_at(self) -> float | None:
+        """Since when members of an earlier life's quorum have been coming back; None: none has, or it is over."""
+        return None if self._patient_until is None or self.is_over else self._patient_until - self.patience_s
 
     def heard(self, hello: Hello, now: float) -> None:
         """A member of an earlier life's quorum is here."""
@@ -109,6 +116,8 @@ class Recollection:
             if verdict is Verdict.PENDING:
                 continue
             del self._doubts[key]
+            if verdict is Verdict.COMMIT:
+                self._committed.append(key)
             approvers = tuple(replica_id for replica_id, vote in doubt.votes.items() if vote.approve)
             yield Settled(key, verdict, tuple(doubt.votes), approvers, not everyone)
 
@@ -173,15 +182,17 @@ class Recollection:
     def _testimony(self, key: StepKey) -> tuple[bool, bool]:
         """Whether a member knows of a commit, and whether one knows that there was none, or has not approved."""
         quorum_id, epoch, step = key
-        committed = refused = False
+        committed = False
+        refused = any(other != key and other[2] >= step for other in self._committed)
         for hello in self._hellos.values():
             version = hello.version
             if (version.quorum_id, version.epoch) == (quorum_id, epoch) and version.step > step:
                 committed = True
+            elif version.proven and version.step > step:
+                refused = True  # the job is past this step: who is in doubt about it has to heal in any case
             if (hello.last_quorum_id, hello.last_epoch, hello.last_step) == key and hello.last_outcome is not None:
                 committed = committed or hello.last_outcome is not Outcome.DISCARD
                 refused = refused or hello.last_outcome is Outcome.DISCARD
             if hello.last_quorum_id > quorum_id and hello.last_step >= step:
-                # A later quorum took this step up again, or went past it: who is in doubt about it has to heal anyway.
-                refused = True
+                refused = True  # a later quorum took this step up again
         return committed, refused

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _EPOLL_LINK = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)\b", re.MULTILINE)
 _NUM_DEVICE_ATTEMPTS = 5
+_MAX_DESCRIPTOR = 0x7FFFFFFF
 
 # Two devices that are created at once could not be told apart.
 _device_lock = threading.Lock()
@@ -154,14 +155,8 @@ def shutdown_awaited_connection(native_thread_id: int, peers: Collection[tuple[s
     """
     if not sys.platform.startswith("linux"):
         return False
-    try:
-        # "NUMBER ARG0 ARG1 ...", or "running"; recv's first argument is the descriptor
-        words = Path(f"/proc/self/task/{native_thread_id}/syscall").read_text().split()
-    except OSError:
-        return False
-    if len(words) < 2 or int(words[1], 16) > 0x7FFFFFFF:
-        return False
-    sock = _duplicate_tcp_socket(int(words[1], 16), inode=None)
+    fd = _awaited_descriptor(native_thread_id)
+    sock = _duplicate_tcp_socket(fd, inode=None) if fd is not None else None
     if sock is None:
         return False
     with sock:
@@ -173,6 +168,27 @@ def shutdown_awaited_connection(native_thread_id: int, peers: Collection[tuple[s
         except OSError:
             return False
     return True
+
+
+def _awaited_descriptor(native_thread_id: int) -> int | None:
+    """Return the descriptor that a thread is blocked on in recv, or in a poll of one descriptor; None if in neither."""
+    try:
+        # "NUMBER ARG0 ARG1 ...", or "running"
+        words = Path(f"/proc/self/task/{native_thread_id}/syscall").read_text().split()
+        if len(words) < 3:
+            return None
+        first, second = int(words[1], 16), int(words[2], 16)
+        if first <= _MAX_DESCRIPTOR:  # recv(fd, ...)
+            return first
+        if second != 1:
+            return None
+        # poll({fd, events, revents}, 1, ...): read by way of a file, because the stack that it lies on may be gone by now
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            polled = os.pread(memory.fileno(), 4, first)
+    except (OSError, OverflowError):
+        return None
+    fd = int.from_bytes(polled, sys.byteorder, signed=True)
+    return fd if 0 <= fd <= _MAX_DESCRIPTOR else None
 
 
 def _epoll_descriptors() -> set[int]:

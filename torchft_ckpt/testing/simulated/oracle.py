@@ -196,7 +196,9 @@ class Oracle:
             is_restored = formed.names_state and all(self._requests[source].restored for source in sources)
             if not is_restored and not life.may_lose_steps:
                 self.fail(f"quorum {key} goes back to {formed.version}, step {known} was reported")
-            self._rollbacks.append(StateVersion(step=formed.version.step, quorum_id=formed.quorum_id))
+        if formed.rolled_back_to.quorum_id == formed.quorum_id:
+            # On purpose, for all that was checked. Members may have told of more than they were seen to hold.
+            self._rollbacks.append(formed.rolled_back_to)
         life.may_lose_steps = state.settings.allow_step_loss
 
     def _check_decided(self, life: _Life, decided: CommitDecided) -> None:
