@@ -308,18 +308,19 @@ def test_after_a_restart_the_job_goes_back_only_when_a_holder_has_had_the_time_t
 
 
 def test_a_decision_that_nobody_followed_takes_nothing_from_what_others_have_shown() -> None:
-    job, (a, b) = in_doubt("a", "b")
-    version = StateVersion(step=2, quorum_id=1, epoch="another life")
-    holder = job.join("h")
-    holder.is_cut_off()
-    holder.replica.version = version
-    holder.connects()
-    holder.dies()
-    a.connects()
-    a.says_again()
-    a.replica.decision_unknown()
+    job, (a, b) = trained("a", "b")
     a.asks()
+    b.asks()
+    a.is_stopped = True  # what it hears comes too late
+    a.votes()
+    b.votes()
+    job.restart()
+    a.is_stopped = False
     b.connects()
-    b.says_again()
-    job.passes(5.1)
-    assert job.lighthouse.newest_step == 2
+    b.dies()
+    vote = a.replica._vote
+    a.connects()
+    a.replica.decision_unknown()
+    a.says(vote)  # on its way when it gave up
+    a.asks()
+    assert (b.step, a.step, job.lighthouse.newest_step) == (2, 1, 2)
