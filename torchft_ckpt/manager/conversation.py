@@ -170,6 +170,17 @@ class Conversation:
         """Return whether the open step cannot count any more."""
         return self._error is not None or self.replica.error is not None
 
+    def skips_collective(self) -> bool:
+        """Return whether a collective has to be left out, because the step has failed.
+
+        The others wait for it in vain then: the process group cannot be used again.
+        """
+        with self._lock:
+            if not self.has_failed():
+                return False
+            self.replica.collectives_failed()
+            return True
+
     def note_error(self, error: Exception) -> None:
         """Something went wrong that ends the step."""
         with self._lock:

@@ -1,6 +1,7 @@
 """Moving the state: what a replica serves, what it fetches, and loading it whole or not at all.
 
-The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed"}}, as torchft's transports know it.
+The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch"}}: torchft's layout,
+and the name of the state, because a source may still hold another one of the same step.
 
 The users' `state_dict` functions run on the training thread, or while it waits for us; their `load_state_dict` functions
 on the training thread alone. What arrives is checked against what is registered before the first of them is called.
@@ -114,16 +115,16 @@ class Healing:
         """Return the received state, whole and of the right step.
 
         Raises:
-            TransferError, StateFormatError: why it could not be had; a state of another step is refused.
+            TransferError, StateFormatError: why it could not be had; a state of another name is refused.
         """
         if self._fetch is None or self._formed is None:
             raise RuntimeError("internal error: no fetch was started")
         state = self._fetch.result()
-        step = self._formed.version.step
+        wanted = self._formed.version
         own = state.get("torchft") if isinstance(state, dict) else None
-        if not isinstance(own, dict) or own.get("step") != step:
-            found = own.get("step") if isinstance(own, dict) else None
-            raise SourceRefusedError(f"asked {self._source_name()} for step {step}, got step {found!r}")
+        found = tuple(own.get(key) for key in ("step", "quorum_id", "epoch")) if isinstance(own, dict) else None
+        if not isinstance(own, dict) or found != (wanted.step, wanted.quorum_id, wanted.epoch):
+            raise SourceRefusedError(f"asked {self._source_name()} for {wanted}, got (step, quorum, epoch) {found}")
         return state
 
     def cancel(self) -> None:

@@ -415,8 +415,14 @@ class Manager:
             # The joiner will say that it got nothing. This replica's own step is not touched by that.
             logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
 
-    def _own_state(self, formed: QuorumFormed) -> dict[str, int]:
-        return {"step": formed.version.step, "batches_committed": self._batches_committed}
+    def _own_state(self, formed: QuorumFormed) -> dict[str, int | str]:
+        version = formed.version
+        return {
+            "step": version.step,
+            "batches_committed": self._batches_committed,
+            "quorum_id": version.quorum_id,
+            "epoch": version.epoch,
+        }
 
     def _configure(self, formed: QuorumFormed) -> None:
         launch = self._launch
@@ -463,10 +469,9 @@ class Manager:
         """
         if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
             raise ValueError(f"an average needs a floating point tensor, got {tensor.dtype}")
-        if self._talk.error() is not None:
-            return done_work(tensor, self._talk.has_failed)
-        self.wait_quorum()
-        if self._talk.has_failed():
+        if self._talk.error() is None:
+            self.wait_quorum()
+        if self._talk.skips_collective():
             return done_work(tensor, self._talk.has_failed)
         if not self.is_participating():
             tensor.zero_()
