@@ -13,6 +13,7 @@ import pytest
 from torchft_ckpt.core import recovery
 from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.group import GroupState
+from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse import LighthouseState
 from torchft_ckpt.core.messages import Outcome, Role
 from torchft_ckpt.core.replica import ReplicaState
@@ -126,7 +127,7 @@ def broken_contribution(patch: pytest.MonkeyPatch) -> None:
 
 def broken_newest_step(patch: pytest.MonkeyPatch) -> None:
     """Nobody remembers the newest step."""
-    patch.setattr(LighthouseState, "_note_version", lambda state, version: setattr(state, "newest_step", 0))
+    patch.setattr(Ledger, "note", lambda ledger, version: setattr(ledger, "newest_step", 0))
 
 
 def broken_giving_up(patch: pytest.MonkeyPatch) -> None:

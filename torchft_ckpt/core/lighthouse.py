@@ -14,9 +14,9 @@ What must hold, whatever happens (the simulation in `testing` checks it):
 - who is not in the quorum, or did not approve in time, is never told to commit;
 - no quorum is formed below the newest committed step that anybody here knows of, unless on purpose; and while a member
   that holds a newer state lives, or was cut off a moment ago and may be on its way back, not even on purpose;
-- a commit that nobody followed is none: where all who approved gave up waiting before they heard of it, the step is free.
 
-After a restart nothing is remembered: `core.recollection` has what the members report.
+Which states there are and who may hold them is in `core.ledger`; what a lighthouse learns from its members after a
+restart, when it remembers nothing, in `core.recollection`.
 
 Work per event is constant but for the event that forms a quorum or decides a step, which costs one pass over the members.
 """
@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from torchft_ckpt.core.commit import Tally, Verdict
+from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -39,6 +39,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Send,
     Tick,
 )
+from torchft_ckpt.core.lighthouse_records import Member, Round
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
@@ -91,64 +92,6 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True)
-class Member:
-    """One incarnation that is connected."""
-
-    connection: str
-    hello: Hello
-    last_seen: float
-    version: StateVersion
-    """What it holds, as far as is known."""
-    checkpoint_addresses: list[str] = field(default_factory=list)
-    store_address: str = ""
-    request: QuorumRequest | None = None
-    asked_at: float = 0.0
-    told_reason: str = ""
-    told_at: float = float("-inf")
-
-    @property
-    def replica_id(self) -> str:
-        return self.hello.replica_id
-
-
-@dataclass(slots=True)
-class Round:
-    """One step of one quorum."""
-
-    quorum_id: int
-    step: int
-    assignment: Assignment
-    tally: Tally
-    join_budget_s: float | None
-    formed_at: float
-    all_approved_at: float | None = None
-    """Since when nothing but joiners is waited for."""
-    stalled: set[str] = field(default_factory=set)
-    """Voters that wait in a collective for longer than the budget."""
-    failed: set[str] = field(default_factory=set)
-    """Joiners whose attempt has been counted as failed already."""
-
-    @property
-    def joiners_close_at(self) -> float | None:
-        if self.tally.decided or self.all_approved_at is None or self.join_budget_s is None:
-            return None
-        return self.all_approved_at + self.join_budget_s
-
-
-@dataclass(slots=True)
-class Followers:
-    """Who may hold the step that was committed last, until one of them has been seen with it."""
-
-    key: StepKey
-    replica_ids: set[str]
-
-    @property
-    def version(self) -> StateVersion:
-        quorum_id, epoch, step = self.key
-        return StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
-
-
 class LighthouseState:
     """All that the lighthouse knows. Not thread-safe: one caller at a time.
 
@@ -161,8 +104,6 @@ class LighthouseState:
         self.settings = settings
         self.epoch = epoch
         self.quorum_id = 0
-        self.newest_step = 0
-        self._reported_step = 0
         """The newest step that a member has shown or claimed: what remains of `newest_step` without our own decisions."""
         self.allow_step_loss = False
         """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
@@ -183,12 +124,7 @@ class LighthouseState:
         self._incarnations: OrderedDict[str, str] = OrderedDict()
         """The latest incarnation of each group, also while it is away."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        self._away: OrderedDict[str, tuple[StateVersion, float]] = OrderedDict()
-        """Groups that were cut off, with what they held and since when: they may come back."""
-        self._decided: OrderedDict[StepKey, tuple[Tally | None, Outcome, str]] = OrderedDict()
-        self._followers: Followers | None = None
-        self._rolled_back_to = StateVersion()
-        """Where the job went back on purpose: later steps of earlier quorums are void."""
+        self._ledger = Ledger(self.members)
         self._recollection = Recollection(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._store_hosts: tuple[str, ...] = ()
         """The member at whose store the last quorum met, and the one that stands by for it."""
@@ -228,6 +164,11 @@ class LighthouseState:
         if recollected is not None:
             deadlines.append(recollected)
         return min(deadlines, default=None)
+
+    @property
+    def newest_step(self) -> int:
+        """The highest committed step that anybody here knows of."""
+        return self._ledger.newest_step
 
     @property
     def reason(self) -> str:
@@ -305,7 +246,7 @@ class LighthouseState:
                 yield from self._lose(before, f"replaced by a newer process of {name}", now)
                 yield Send(old_connection, _superseded(name))
             yield Close(old_connection)
-        self._away.pop(name, None)
+        self._ledger.is_back(name)
 
         self.members[replica_id] = Member(connection=connection, hello=hello, last_seen=now, version=hello.version)
         self._by_connection[connection] = replica_id
@@ -355,13 +296,8 @@ class LighthouseState:
 
     def _learn(self, hello: Hello, now: float) -> None:
         """Take what a member remembers and this lighthouse may not."""
-        if hello.rolled_back_to.quorum_id > self._rolled_back_to.quorum_id:
-            self._rolled_back_to = hello.rolled_back_to
-            known = [member.version.step for member in self.members.values() if self._is_valid(member.version)]
-            self.newest_step = self._reported_step = max([*known, self.round.step if self.round is not None else 0])
-        if hello.last_quorum_id >= self._rolled_back_to.quorum_id and hello.last_epoch != self.epoch:
-            self._note_step(hello.newest_step)
-        self._note_version(hello.version)
+        open_step = self.round.step if self.round is not None else 0
+        self._ledger.learn(hello, epoch=self.epoch, open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._recollection.heard(hello, now)
         if hello.last_quorum_id >= self.quorum_id and hello.last_quorum_id and hello.last_epoch != self.epoch:
@@ -372,40 +308,22 @@ class LighthouseState:
             self._quorum_members.clear()
             self._back.clear()
 
-    def _note_version(self, version: StateVersion) -> None:
-        if self._is_valid(version):
-            self._note_step(version.step)
-            if self._followers is not None and version == self._followers.version:
-                self._followers = None
-
-    def _note_step(self, step: int) -> None:
-        self.newest_step = max(self.newest_step, step)
-        self._reported_step = max(self._reported_step, step)
-
-    def _is_valid(self, version: StateVersion) -> bool:
-        """Whether a state has a name, and one that the job has not gone back behind."""
-        return version.proven and not self._is_void(version)
-
-    def _is_void(self, version: StateVersion) -> bool:
-        back = self._rolled_back_to
-        return version.quorum_id < back.quorum_id and version.step > back.step
-
     def _overtake_round(self, now: float) -> Iterator[Instruction]:
         """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
         current = self.round
         if current is None or current.tally.decided:
             return
-        ahead = [m for m in self.members.values() if self._is_valid(m.version) and m.version.step > current.step]
+        ahead = [m for m in self.members.values() if self._ledger.is_valid(m.version) and m.version.step > current.step]
         if ahead:
             current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
             yield from self._announce(current, now)
 
     def _holder(self, member: Member) -> Holder:
-        request = _request(member)
+        request = member.asked
         version = request.version
         return Holder(
             replica_id=member.replica_id,
-            version=StateVersion(step=version.step) if self._is_void(version) else version,
+            version=StateVersion(step=version.step) if self._ledger.is_void(version) else version,
             restored=request.restored,
             torn=request.torn,
             init_sync=request.init_sync,
@@ -432,7 +350,7 @@ class LighthouseState:
         member.told_reason = ""
         member.version = request.version
         self._recollection.asked(replica_id)
-        self._note_version(request.version)
+        self._ledger.note(request.version)
         yield from self._declined(replica_id)
         yield from self._overtake_round(now)
         self._waiting[replica_id] = None
@@ -476,7 +394,7 @@ class LighthouseState:
             return
         candidates = [self.members[replica_id] for replica_id in self._waiting]
         admitted, out = self._split_out(candidates, now)
-        asked = {m.replica_id: Asked(at=m.asked_at, shrink_only=_request(m).shrink_only) for m in admitted}
+        asked = {m.replica_id: Asked(at=m.asked_at, shrink_only=m.asked.shrink_only) for m in admitted}
         alive = [replica_id for replica_id in self.members if replica_id not in out]
         verdict = decide_quorum(
             alive=alive,
@@ -501,7 +419,16 @@ class LighthouseState:
         if isinstance(assignment, StepLost):
             yield from self._pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
             return
-        hold = self._rollback_hold(assignment, verdict.members, now)
+        hold = None
+        if not self.allow_step_loss:
+            hold = self._ledger.why_not_back(
+                assignment.version.step,
+                verdict.members,
+                is_first=assignment.is_first,
+                restarted_at=self._recollection.first_heard_at,
+                patience_s=self.settings.join_timeout_s,
+                now=now,
+            )
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1], is_warning=True)
             return
@@ -513,7 +440,7 @@ class LighthouseState:
                 f"no replica group here has a whole state ({name_some(replica_ids)}: a load failed half-way, or its ranks"
                 " hold different states). Restart one of them"
             )
-        ahead = self._ahead(replica_ids, lost.newest_step)
+        ahead = self._ledger.ahead(replica_ids, lost.newest_step)
         if ahead:
             return (
                 f"step {lost.newest_step} was committed, {name_some(ahead)} holds it and has not asked for a quorum yet"
@@ -525,48 +452,9 @@ class LighthouseState:
             " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
         )
 
-    def _ahead(self, replica_ids: tuple[str, ...], step: int) -> list[str]:
-        """Living members that hold a state of this step or a later one, and are not among these."""
-        return [
-            member.replica_id
-            for member in self.members.values()
-            if member.replica_id not in replica_ids and self._is_valid(member.version) and member.version.step >= step
-        ]
-
-    def _rollback_hold(
-        self, assignment: Assignment, replica_ids: tuple[str, ...], now: float
-    ) -> tuple[str, float | None] | None:
-        """Before the job goes back, even on purpose: are those who hold more really gone?"""
-        step = assignment.version.step
-        if self.allow_step_loss or (step >= self.newest_step and not assignment.is_first):
-            return None
-        ahead = self._ahead(replica_ids, step if assignment.is_first else step + 1)
-        if ahead:
-            return f"{name_some(ahead)} holds a state that the job need not go back from, and has not asked yet", None
-        timeout = self.settings.join_timeout_s
-        first_heard_at = self._recollection.first_heard_at
-        if first_heard_at is not None and step < self.newest_step and now < first_heard_at + timeout:
-            reason = (
-                f"the lighthouse restarted, and step {self.newest_step} was committed before; waiting at most {timeout:g} s"
-                f" for who holds it before the job goes back to step {step}"
-            )
-            return reason, first_heard_at + timeout
-        on_their_way = {
-            name: since + timeout
-            for name, (version, since) in self._away.items()
-            if self._is_valid(version) and version.step > step and now < since + timeout
-        }
-        if on_their_way:
-            reason = (
-                f"{name_some(on_their_way)} held a later state than step {step} and was cut off; waiting at most"
-                f" {timeout:g} s for it before the job goes back"
-            )
-            return reason, max(on_their_way.values())
-        return None
-
     def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
         """Set joiners aside that were left behind lately, if those who remain are enough."""
-        best = max((m.version for m in candidates if self._is_valid(m.version)), default=None)
+        best = max((m.version for m in candidates if self._ledger.is_valid(m.version)), default=None)
         out = {
             member.replica_id
             for member in candidates
@@ -586,7 +474,7 @@ class LighthouseState:
             last is None
             or last.tally.broken
             or self.quorum_id != last.quorum_id
-            or any(_request(member).needs_new_quorum for member in members)
+            or any(member.asked.needs_new_quorum for member in members)
             or set(last.tally.roles) != set(replica_ids)
         ):
             return self.quorum_id + 1
@@ -621,23 +509,21 @@ class LighthouseState:
         roles = {part.replica_id: part.role for part in assignment.parts}
         healing = [part for part in assignment.parts if part.role in (Role.INLINE, Role.JOINER)]
         budgets = [
-            _request(member).join_budget_s
+            member.asked.join_budget_s
             for member, part in zip(members, assignment.parts, strict=True)
             if part.role is Role.HEALTHY
         ]
         budget = min(budgets, default=0.0) if healing and not assignment.is_first else None
         step = assignment.version.step
-        if step < self.newest_step:
-            yield Log(f"steps {step + 1} to {self.newest_step} are lost, the job goes on from {step}", is_warning=True)
-            self._rolled_back_to = StateVersion(step=step, quorum_id=quorum_id, epoch=self.epoch)
-        self._followers = None
+        newest_step = self._ledger.goes_on_from(assignment.version, quorum_id, self.epoch)
+        if step < newest_step:
+            yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
         for replica_id, old_quorum_id in self._recollection.end():
             if replica_id in self.members and replica_id not in roles:
                 text = "the others went on after the lighthouse restarted"
                 broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=text)
                 yield Send(self.members[replica_id].connection, broken)
         self.quorum_id = quorum_id
-        self.newest_step = self._reported_step = step
         self.allow_step_loss = False
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
         self._reason = reason
@@ -654,7 +540,7 @@ class LighthouseState:
             )
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
-            request = _request(member)
+            request = member.asked
             member.request = None
             member.told_reason = ""
             del self._waiting[member.replica_id]
@@ -684,7 +570,7 @@ class LighthouseState:
                 joiner_waiting=bool(assignment.deferred),
                 newest_step=self.newest_step,
                 names_state=assignment.is_first,
-                rolled_back_to=self._rolled_back_to,
+                rolled_back_to=self._ledger.rolled_back_to,
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
@@ -721,8 +607,8 @@ class LighthouseState:
                 reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
                 yield from self._break_collectives(current, member.replica_id, lost=False, reason=reason)
             yield from self._after_vote(current, now)
-        elif key in self._decided or vote.epoch == self.epoch or self._recollection.is_over:
-            yield Send(member.connection, self._late_answer(member.replica_id, vote))
+        elif self._ledger.remembers(key) or vote.epoch == self.epoch or self._recollection.is_over:
+            yield Send(member.connection, self._ledger.late_answer(member.replica_id, vote))
         else:
             yield from self._break_forgotten(self._recollection.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten(now)
@@ -737,50 +623,17 @@ class LighthouseState:
             # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
             tally.votes.setdefault(member.replica_id, vote)
             return
-        yield Send(member.connection, self._late_answer(member.replica_id, vote))
-
-    def _late_answer(self, replica_id: str, vote: CommitVote) -> CommitDecided:
-        key = (vote.quorum_id, vote.epoch, vote.step)
-        # What is not remembered was decided long ago, and the job went on without this member.
-        unknown = (None, Outcome.DISCARD, "this step was decided without this replica group")
-        tally, outcome, reason = self._decided.get(key, unknown)
-        if tally is not None:
-            outcome = tally.outcome(replica_id)
-            voter = tally.roles.get(replica_id) in (Role.HEALTHY, Role.INLINE)
-            if outcome is Outcome.LEFT_BEHIND and vote.approve and voter:
-                outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
-        elif outcome is Outcome.COMMIT and not vote.approve:
-            outcome = Outcome.LEFT_BEHIND
-        if outcome is Outcome.COMMIT:
-            self._told_to_commit(replica_id, key)
-        return CommitDecided(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step, outcome=outcome, reason=reason)
-
-    def _told_to_commit(self, replica_id: str, key: StepKey) -> None:
-        """Note that a living member holds the committed step from now on, unless it gave up waiting just now."""
-        quorum_id, epoch, step = key
-        member = self.members.get(replica_id)
-        if member is not None and member.request is None:
-            member.version = StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
-        if self._followers is not None and self._followers.key == key:
-            self._followers.replica_ids.add(replica_id)
+        yield Send(member.connection, self._ledger.late_answer(member.replica_id, vote))
 
     def _declined(self, replica_id: str) -> Iterator[Instruction]:
-        """It asks for the next step. If it was told to commit the last one it shows that state now, or never had it."""
-        followers = self._followers
-        if followers is None or replica_id not in followers.replica_ids:
-            return
-        followers.replica_ids.discard(replica_id)
-        if not followers.replica_ids:
-            yield from self._nobody_followed(followers.key)
+        """It asks for the next step, maybe without having waited for the decision on the last one."""
+        key = self._ledger.declined(replica_id)
+        if key is not None:
+            yield self._nobody_followed(key)
 
-    def _nobody_followed(self, key: StepKey) -> Iterator[Instruction]:
-        """All who approved went on without waiting for the decision: the commit has no holder, so it is none."""
-        self._followers = None
-        step = key[2]
-        if self.newest_step == step + 1:
-            self.newest_step = max(step, self._reported_step)
-        self._remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
-        yield Log(f"step {step} of quorum {key[0]} is discarded after all: nobody waited for the decision")
+    def _nobody_followed(self, key: StepKey) -> Log:
+        self._ledger.nobody_followed(key)
+        return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 
     def _after_vote(self, current: Round, now: float) -> Iterator[Instruction]:
         tally = current.tally
@@ -804,12 +657,9 @@ class LighthouseState:
         committed = tally.verdict is Verdict.COMMIT
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
-        self._remember(key, tally, outcome, tally.reason)
+        self._ledger.remember(key, tally, outcome, tally.reason)
         if committed:
-            self._followers = Followers(key, set())
-            for replica_id in followers:
-                self._told_to_commit(replica_id, key)
-            self.newest_step = max(self.newest_step, current.step + 1)
+            self._ledger.committed(key, followers)
             behind = [
                 m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed
             ]
@@ -844,11 +694,6 @@ class LighthouseState:
     def _is_listening(self, replica_id: str) -> bool:
         """Whether it waits for the decision: it lives, and has not asked for the next step."""
         return replica_id in self.members and self.members[replica_id].request is None
-
-    def _remember(self, key: StepKey, tally: Tally | None, outcome: Outcome, reason: str) -> None:
-        self._decided[key] = (tally, outcome, clip(reason))
-        while len(self._decided) > 8:
-            self._decided.popitem(last=False)
 
     def _joiners(self, tally: Tally) -> list[str]:
         """Joiners of a quorum that have not been lost."""
@@ -902,10 +747,8 @@ class LighthouseState:
         del self._by_connection[member.connection]
         if not is_closed:
             self._dropped.add(member.connection)
-        if not is_on_purpose and self._is_valid(member.version):
-            self._away[group_name(replica_id)] = (member.version, now)
-            while len(self._away) > MAX_REMEMBERED:
-                self._away.popitem(last=False)
+        if not is_on_purpose:
+            self._ledger.cut_off(group_name(replica_id), member.version, now)
         self._waiting.pop(replica_id, None)
         self._quorum_members.pop(replica_id, None)
         self._back.discard(replica_id)
@@ -941,17 +784,14 @@ class LighthouseState:
         for settled in self._recollection.settle(now):
             outcome = Outcome.COMMIT if settled.verdict is Verdict.COMMIT else Outcome.DISCARD
             reason = "decided from the members' reports after the lighthouse restarted"
-            self._remember(settled.key, None, outcome, reason)
+            self._ledger.remember(settled.key, None, outcome, reason)
             quorum_id, _, step = settled.key
             yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
             if outcome is Outcome.COMMIT:
-                self.newest_step = max(self.newest_step, step + 1)
                 told = [m for m in settled.approvers if self._is_listening(m)]
-                for replica_id in told:
-                    self._told_to_commit(replica_id, settled.key)
-                self._followers = None if settled.others_may_know else Followers(settled.key, set(told))
-                if self._followers is not None and not told:
-                    yield from self._nobody_followed(settled.key)
+                self._ledger.committed(settled.key, told, others_may_know=settled.others_may_know)
+                if not told and not settled.others_may_know:
+                    yield self._nobody_followed(settled.key)
             for replica_id in settled.voters:
                 if self._is_listening(replica_id):
                     approve = replica_id in settled.approvers
@@ -992,12 +832,6 @@ class LighthouseState:
         yield from self._settle_forgotten(now)
         if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)
-
-
-def _request(member: Member) -> QuorumRequest:
-    if member.request is None:
-        raise RuntimeError(f"internal error: {member.replica_id} is waiting without a request")
-    return member.request
 
 
 def _superseded(name: str) -> Refused:

@@ -1,0 +1,61 @@
+"""What the lighthouse writes down about each member and about the step that is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchft_ckpt.core.commit import Tally
+from torchft_ckpt.core.messages import Hello, QuorumRequest, StateVersion
+from torchft_ckpt.core.recovery import Assignment
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation that is connected."""
+
+    connection: str
+    hello: Hello
+    last_seen: float
+    version: StateVersion
+    """What it holds, as far as is known."""
+    checkpoint_addresses: list[str] = field(default_factory=list)
+    store_address: str = ""
+    request: QuorumRequest | None = None
+    asked_at: float = 0.0
+    told_reason: str = ""
+    told_at: float = float("-inf")
+
+    @property
+    def replica_id(self) -> str:
+        return self.hello.replica_id
+
+    @property
+    def asked(self) -> QuorumRequest:
+        """Its open request, where it is known to have one."""
+        if self.request is None:
+            raise RuntimeError(f"internal error: {self.replica_id} is waiting without a request")
+        return self.request
+
+
+@dataclass(slots=True)
+class Round:
+    """One step of one quorum."""
+
+    quorum_id: int
+    step: int
+    assignment: Assignment
+    tally: Tally
+    join_budget_s: float | None
+    formed_at: float
+    all_approved_at: float | None = None
+    """Since when nothing but joiners is waited for."""
+    stalled: set[str] = field(default_factory=set)
+    """Voters that wait in a collective for longer than the budget."""
+    failed: set[str] = field(default_factory=set)
+    """Joiners whose attempt has been counted as failed already."""
+
+    @property
+    def joiners_close_at(self) -> float | None:
+        if self.tally.decided or self.all_approved_at is None or self.join_budget_s is None:
+            return None
+        return self.all_approved_at + self.join_budget_s
