@@ -28,6 +28,7 @@ class Plan:
     """Reduce gradients with `manager.allreduce` after the backward pass, instead of with the DDP wrapper."""
     join_timeout_ms: int = 60_000
     """How long the lighthouse waits for living groups that have not asked for the quorum."""
+    use_async_quorum: bool = True
     log_level: str = "WARNING"
 
 
@@ -71,6 +72,7 @@ class Job:
             "pause_s": self._plan.pause_s,
             "log_level": self._plan.log_level,
             "by_hand": self._plan.by_hand,
+            "use_async_quorum": self._plan.use_async_quorum,
             "group": group,
             "num_groups": self._plan.num_groups,
             "min_replica_size": 2,

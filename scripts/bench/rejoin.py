@@ -1,7 +1,9 @@
 """Measures how long a group takes from `Manager(...)` to its first contributed step, with 100 MB of parameters.
 
 Bar: 1 s. Two models of the same size: one is trained whole, so that each step reduces 100 MB, which on few cores takes
-longer than the recovery itself; of the other only a part is trained, so that what is seen is the recovery.
+longer than the recovery itself; of the other only a part is trained, so that what is seen is the recovery. The first is
+measured in both modes: with `use_async_quorum` a group heals beside a step to which it adds nothing, without it heals
+before the step that it contributes to, and the others wait for it.
 
 Ours is killed with SIGKILL and started again in a running job. torchft's survivors do not live through that, so its third
 group joins two that train: the same situation for whoever joins. Both take turns in fresh jobs.
@@ -44,6 +46,30 @@ class Rejoin:
     """Median distance between commits of the survivors before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is measured, in how many jobs."""
+
+    name: str
+    title: str
+    task: str
+    num_jobs: int
+    use_async_quorum: bool = True
+
+
+_CASES = (
+    Case(name="100mb", title="100 MB, all trained", task="100mb", num_jobs=3),
+    Case(
+        name="100mb_sync",
+        title="100 MB, all trained, use_async_quorum=False",
+        task="100mb",
+        num_jobs=2,
+        use_async_quorum=False,
+    ),
+    Case(name="100mb_frozen", title="100 MB, 4 MB trained", task="100mb_frozen", num_jobs=2),
+)
+
+
 def _measure(job: Job, joiner: Child, group: int, timeout_s: float = 60) -> Rejoin:
     others = list(job.groups.values())
     step_s = usual_step(steps_of(others[0]), num_latest=10)
@@ -84,11 +110,18 @@ def _wait_for_commits(job: Job, number: int, timeout_s: float = 45) -> None:
 
 
 def _run_job(
-    side: str, task: str, number: int, seed: int, directory: Path, say: Callable[[str], None], broken: list[str]
+    side: str, case: Case, number: int, seed: int, directory: Path, say: Callable[[str], None], broken: list[str]
 ) -> list[Rejoin]:
     """Let groups come into one job; what keeps one from that is added to `broken`."""
     directory.mkdir(parents=True)
-    plan = Plan(side=side, num_groups=_NUM_GROUPS, task=task, seed=seed, num_spares=number)
+    plan = Plan(
+        side=side,
+        num_groups=_NUM_GROUPS,
+        task=case.task,
+        seed=seed,
+        num_spares=number,
+        use_async_quorum=case.use_async_quorum,
+    )
     rejoins: list[Rejoin] = []
     with Children(directory) as children:
         try:
@@ -102,11 +135,11 @@ def _run_job(
                     job.groups.pop(group).kill()
                     _wait_for_commits(job, 5)
                 rejoins.append(_measure(job, joiner, group))
-                say(f"{side}, {task}: {rejoins[-1]}")
+                say(f"{side}, {case.name}: {rejoins[-1]}")
                 job.wait_for_all_in()
         except (ChildEndedError, TimeoutError) as error:
             say(f"{side}: the job broke: {error}")
-            broken.append(f"{side}, {task}: {str(error).splitlines()[0]}")
+            broken.append(f"{side}, {case.name}: {str(error).splitlines()[0]}")
     return rejoins
 
 
@@ -155,23 +188,21 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     broken: list[str] = []
-    turns = {"100mb": 1 if quick else 3, "100mb_frozen": 1 if quick else 2}
-    titles = {"100mb": "100 MB, all trained", "100mb_frozen": "100 MB, 4 MB trained"}
-    for task, title in titles.items():
+    for case in _CASES:
         ours: list[Rejoin] = []
         theirs: list[Rejoin] = []
         our_broken: list[str] = []
-        for turn in range(turns[task]):
+        for turn in range(1 if quick else case.num_jobs):
             for side, number, rejoins, failures in (
                 (sides.OURS, 2, ours, our_broken),
                 (sides.REFERENCE, 1, theirs, broken),
             ):
                 if sides.is_installed(side):
-                    directory = log_dir / f"{side}-{task}-{turn}"
-                    rejoins += _run_job(side, task, number, seed + turn, directory, say, failures)
+                    directory = log_dir / f"{side}-{case.name}-{turn}"
+                    rejoins += _run_job(side, case, number, seed + turn, directory, say, failures)
         broken += our_broken
-        rows += _rows(title, ours, theirs, bool(our_broken))
-        raw[task] = {
+        rows += _rows(case.title, ours, theirs, bool(our_broken))
+        raw[case.name] = {
             sides.OURS: [asdict(rejoin) for rejoin in ours],
             sides.REFERENCE: [asdict(rejoin) for rejoin in theirs],
         }

@@ -77,6 +77,7 @@ class _ManagedLoop:
             load_state_dict=load_state_dict,
             state_dict=state_dict,
             min_replica_size=options["min_replica_size"],
+            use_async_quorum=options.get("use_async_quorum", True),
             timeout=_TIMEOUT,
             quorum_timeout=_QUORUM_TIMEOUT,
             connect_timeout=_TIMEOUT,

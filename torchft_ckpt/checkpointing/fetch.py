@@ -36,7 +36,7 @@ from torchft_ckpt.errors import (
 
 logger = logging.getLogger(__name__)
 MAX_RUN_BYTES = 16 * 1024 * 1024
-DEFAULT_STREAMS = 4
+DEFAULT_STREAMS = 2
 _RUNS_PER_STREAM = 4
 _DONE_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
