@@ -39,6 +39,7 @@ def route_source(host: str, port: int) -> str | None:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
         return None
+    candidates.sort(key=lambda candidate: candidate[0] != socket.AF_INET)
     for family, kind, protocol, _, address in candidates:
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -55,6 +56,11 @@ def is_wildcard(host: str) -> bool:
         return host == "" or ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
+
+
+def wildcard_for(host: str) -> str:
+    """Return the address to listen on so that peers reach this process at `host`."""
+    return "::" if ":" in host else "0.0.0.0"
 
 
 def join_host_port(host: str, port: int) -> str:
@@ -76,6 +82,36 @@ def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
+
+
+_not_for_children: dict[int, int] = {}
+"""Descriptors, with their inodes, that a forked child must not keep open."""
+
+
+def keep_from_forked_children(sock: socket.socket) -> None:
+    """See to it that a child that this process forks (a data loader's worker, say) does not keep a connection open.
+
+    While any process has it open the kernel does not close a connection, so the peer of a process that was killed would
+    hear nothing as long as a child of it lives. In the child the descriptor is replaced, not closed: its number may not
+    come to mean something else to the objects that still refer to it.
+    """
+    _not_for_children[sock.fileno()] = os.fstat(sock.fileno()).st_ino
+
+
+def _let_go_in_child() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd, inode in _not_for_children.items():
+        try:
+            if os.fstat(fd).st_ino == inode:
+                os.dup2(null, fd, inheritable=False)
+        except OSError:
+            continue  # closed meanwhile
+    _not_for_children.clear()
+    os.close(null)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def in_use_hint(error: OSError) -> str:

@@ -47,6 +47,9 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: object | None = None) -> None:  # type: ignore[override]
         """End the step; step the wrapped optimizer if it counts.
 
+        If the wrapped optimizer raises, the step is committed for the others and half done here: who catches the error
+        and goes on heals from them at the next step.
+
         Raises:
             ConfigError: a closure was passed: it would be evaluated after the vote.
             Also as `Manager.should_commit`, and what the wrapped optimizer raises.
@@ -57,6 +60,9 @@ class OptimizerWrapper(Optimizer):
             return
         try:
             self.optim.step()
+        except BaseException:
+            self.manager.report_torn_state()
+            raise
         finally:
             self.manager.allow_state_dict_read()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,19 @@ from torchft_ckpt.errors import (
     QuorumTimeoutError,
     RefusedError,
     StateDictLoadError,
+    UnsupportedValueError,
 )
 
 SHORT = timedelta(seconds=20)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -53,7 +64,7 @@ class Replica:
             options.pop("state_dict", self.state),
             lighthouse_addr=address,
             replica_id=name,
-            hostname="127.0.0.1",
+            hostname=options.pop("hostname", "127.0.0.1"),
             timeout=SHORT,
             **options,
         )
@@ -232,6 +243,87 @@ def test_an_optimizer_step_that_raises_gives_the_lock_back(lighthouse: Lighthous
         other_thread.submit(replica.manager.disallow_state_dict_read).result(timeout=10)
         other_thread.submit(replica.manager.allow_state_dict_read).result(timeout=10)
     shutdown(replica)
+
+
+def test_a_replica_that_could_not_take_a_committed_step_heals_instead_of_going_on() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda n: Replica(server, n, min_replica_size=1), ["a", "b"]))
+    assert together(replicas, Replica.step) == [True, True]
+    broken = replicas[0]
+    step, raised = broken.sgd.step, []
+
+    def fail_once(*_: object, **__: object) -> None:
+        if not raised:
+            raised.append(True)
+            raise MemoryError("no room for the step")
+        step()
+
+    broken.sgd.step = fail_once  # type: ignore[method-assign]
+
+    def go_on(replica: Replica) -> None:
+        for _ in range(4):
+            try:
+                replica.step()
+            except MemoryError:
+                assert replica is broken
+
+    together(replicas, go_on)
+    assert raised and broken.manager.statistics().num_healed >= 1
+    assert broken.manager.current_step() == replicas[1].manager.current_step()
+    assert broken.bits() == replicas[1].bits()
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_state_that_cannot_be_moved_is_refused_by_its_path_when_the_job_starts() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = [Replica(server, name, state_dict=lambda: {"odd": {1, 2}}, min_replica_size=2) for name in ("a", "b")]
+
+    def start(replica: Replica) -> str:
+        try:
+            replica.step()
+        except UnsupportedValueError as error:
+            replica.manager.shutdown()
+            return str(error)
+        return "went on"
+
+    messages_ = together(replicas, start)
+    assert any("odd" in message for message in messages_)
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_collectives_of_an_abandoned_step_do_not_end_in_the_next() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda n: Replica(server, n, min_replica_size=2), ["a", "b"]))
+    assert together(replicas, Replica.step) == [True, True]
+    quitter, other = replicas
+
+    def go_on(replica: Replica) -> list[bool]:
+        if replica is quitter:
+            replica.optimizer.zero_grad()
+            replica.manager.allreduce(torch.ones(4))  # and something raises before the step ends
+            return [replica.step() for _ in range(2)]
+        return [replica.step() for _ in range(3)]
+
+    of_quitter, of_other = together(replicas, go_on)
+    assert (of_quitter, of_other) == ([True, True], [False, True, True])
+    assert quitter.bits() == other.bits()
+    shutdown(*replicas)
+    server.shutdown()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
+def test_groups_heal_over_ipv6_too() -> None:
+    server = LighthouseServer("[::1]:0", min_replicas=2)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda n: Replica(server, n, seed=hash(n), hostname=None), ["a", "b"]))
+    assert together(replicas, Replica.step) == [True, True]
+    assert replicas[0].bits() == replicas[1].bits()
+    shutdown(*replicas)
+    server.shutdown()
 
 
 def test_closures_are_refused(lighthouse: LighthouseServer) -> None:

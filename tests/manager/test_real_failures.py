@@ -181,6 +181,37 @@ def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path, use_a
         assert len(digests) == 1, f"rank {group_rank} of the groups differ"
 
 
+def test_a_killed_group_whose_data_loader_workers_live_on_is_known_dead_at_once(tmp_path: Path) -> None:
+    lighthouse = LighthouseProcess(heartbeat_timeout_ms=30_000)
+    with running_job(tmp_path, lighthouse=lighthouse) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(2)]
+        groups.append(job.start("group_2", num_workers=2)[0])
+        for group in groups:
+            group.wait_for_step(5)
+        groups[2].kill()
+        step = groups[0].steps()[-1]["step"]
+        for group in groups[:2]:
+            group.wait_for_step(step + 5, timeout_s=10)  # far below the heartbeat timeout
+        assert_equal_ends(job.finish())
+
+
+def test_a_group_of_two_ranks_that_was_stopped_heals_when_it_wakes(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job:
+        groups = [job.start(f"group_{i}", ranks=2) for i in range(3)]
+        for rank in (rank for group in groups for rank in group):
+            rank.wait_for_step(5)
+        groups[1][1].signal(signal.SIGSTOP)  # one of its ranks is enough
+        step = groups[0][0].steps()[-1]["step"]
+        for rank in (*groups[0], *groups[2]):
+            rank.wait_for_step(step + 10)
+            assert rank.steps()[-1]["participants"] == 2
+        groups[1][1].signal(signal.SIGCONT)
+        healed = [max(s["healed"] for s in rank.steps()) for rank in groups[1]]
+        for rank, before in zip(groups[1], healed, strict=True):
+            rank.wait_for(lambda e, b=before: e["event"] == "step" and e["committed"] and e["healed"] > b)
+        assert len({report["step"] for report in job.finish()}) == 1
+
+
 def test_sigterm_leaves_at_once(tmp_path: Path) -> None:
     with running_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=30_000)) as job:
         groups = start_three(job)

@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, TransferError
-from torchft_ckpt.network import advertised_host
+from torchft_ckpt.network import advertised_host, wildcard_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: limit for the lock, and default of what has no limit of its own.
         num_chunks: connections that a receive uses at once; 0 leaves the choice to the transport.
         hostname: address that peers are told; default: `TORCHFT_CKPT_HOSTNAME`, else that of the outward interface.
-        bind: address to listen on.
+        bind: address to listen on; default: all of IPv4, or of IPv6 where the address that peers are told is one.
         port: port to listen on; 0 lets the system choose.
         token: shared secret; default: `TORCHFT_CKPT_TOKEN`, else everybody who can connect is served.
         lock: the lock under which the trainer mutates the state; default: one of its own.
@@ -65,7 +65,7 @@ class HTTPTransport(CheckpointTransport[T]):
         num_chunks: int = 0,
         *,
         hostname: str | None = None,
-        bind: str = "0.0.0.0",
+        bind: str | None = None,
         port: int = 0,
         token: str | None = None,
         lock: StateDictLock | None = None,
@@ -103,8 +103,9 @@ class HTTPTransport(CheckpointTransport[T]):
         self._fetches: set[Fetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
-        self._server = CheckpointServer(self._shelf, bind=bind, port=port, token=token)
-        self._metadata = str(SourceAddress(advertised_host(hostname, bound=bind), self._server.port))
+        host = advertised_host(hostname, bound=bind or "")
+        self._server = CheckpointServer(self._shelf, bind=bind or wildcard_for(host), port=port, token=token)
+        self._metadata = str(SourceAddress(host, self._server.port))
         self._lock.add_before_write(self._shelf.detach_all)
 
     def __repr__(self) -> str:

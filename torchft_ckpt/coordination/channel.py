@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from torchft_ckpt.core.messages import Message, encode
-from torchft_ckpt.network import set_dead_peer_timeout
+from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Channel:
         self._name = name
         if sock is not None:
             set_dead_peer_timeout(sock, dead_peer_timeout_s)
+            keep_from_forked_children(sock)
         self._outgoing: asyncio.Queue[str | None] = asyncio.Queue()
         self._writer = asyncio.get_running_loop().create_task(self._write())
         self.sent_at = asyncio.get_running_loop().time()

@@ -1,5 +1,9 @@
 """Group rank 0's side: this group's ranks on one side, the lighthouse on the other, `core.group` in between.
 
+A rank whose connection closes is gone, and the group with it. One that is merely silent, for longer than the lighthouse's
+patience, makes the group stay away from the lighthouse until it is heard again: the others go on without the group, and
+it heals when it is back.
+
 Rank 0 talks to it by method calls; ranks above 0 over WebSockets (`rank_session`), for which a port is only opened where
 there are such ranks. All of it runs on one event-loop thread.
 """
@@ -28,12 +32,11 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
 )
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, wildcard_for
 
 logger = logging.getLogger(__name__)
 
-RANK_TIMEOUT_S = 10.0
-"""A rank that is silent for so long is gone, and the group with it."""
+DEAD_PEER_TIMEOUT_S = 10.0
 
 
 class GroupService:
@@ -73,6 +76,8 @@ class GroupService:
         self._user_on_refused = on_refused
         self._token = token
         self._channels: dict[int, Channel] = {}
+        self._heard_at: dict[int, float] = {}
+        self._watch: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._client = LighthouseClient(
             lighthouse_addr,
@@ -90,7 +95,7 @@ class GroupService:
             if world_size > 1:
                 host = advertised_host(hostname, towards=self._client.address)
                 # One family, so one port: with both, each would get a port of its own.
-                bound = self._thread.run(self._listen("::" if ":" in host else "0.0.0.0", port))
+                bound = self._thread.run(self._listen(wildcard_for(host), port))
                 self._address = join_host_port(host, bound)
             self._thread.run(self._client.start())
         except OSError as error:
@@ -137,9 +142,34 @@ class GroupService:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_ranks())
         return int(self._runner.addresses[0][1])
 
+    async def _watch_ranks(self) -> None:
+        """Stay away from the lighthouse while a rank is silent."""
+        loop = asyncio.get_running_loop()
+        checked_at = loop.time()
+        is_held = False
+        while True:
+            patience_s = self._client.heartbeat_timeout_s
+            await asyncio.sleep(patience_s / 4)
+            now, last, checked_at = loop.time(), checked_at, loop.time()
+            if now - last > patience_s / 2:  # this process slept itself: what the ranks said is yet to be read
+                self._heard_at = dict.fromkeys(self._heard_at, now)
+            silent = [rank for rank, heard_at in self._heard_at.items() if now - heard_at > patience_s]
+            if silent and not is_held:
+                is_held = True
+                logger.warning(
+                    "group ranks %s are silent for %.1f s: staying away until they are back", silent, patience_s
+                )
+                self._client.hold()
+            elif is_held and not silent:
+                is_held = False
+                self._client.release()
+
     async def _stop(self, reason: str) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         await self._client.stop(reason)
         channels = list(self._channels.values())
         for channel in channels:
@@ -166,17 +196,17 @@ class GroupService:
     async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return web.json_response({"error": "wrong or missing token"}, status=401)
-        socket = web.WebSocketResponse(
-            max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0, receive_timeout=RANK_TIMEOUT_S
-        )
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
         await socket.prepare(request)
         party = f"a rank at {request.remote}"
-        channel = Channel(socket, request_socket(request), party, RANK_TIMEOUT_S)
+        channel = Channel(socket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
         rank: int | None = None
         reason = "its connection closed"
         try:
             async for data in channel.messages():
                 message = decode_rank_to_group(data, party)
+                if rank is not None:
+                    self._heard_at[rank] = asyncio.get_running_loop().time()
                 if isinstance(message, RankHello):
                     refusal = self._state.refusal(message.group_rank, message)
                     if refusal is not None or message.group_rank in self._channels:
@@ -186,17 +216,17 @@ class GroupService:
                         break
                     rank, party = message.group_rank, f"group rank {message.group_rank} at {request.remote}"
                     self._channels[rank] = channel
+                    self._heard_at[rank] = asyncio.get_running_loop().time()
                 elif rank is not None and not isinstance(message, Heartbeat):
                     self._handle(RankSaid(rank, message))
         except ProtocolError as error:
             logger.warning("%s", error)
             reason = "it broke the protocol"
-        except asyncio.TimeoutError:
-            reason = f"nothing heard from it for {RANK_TIMEOUT_S:g} s"
         finally:
             channel.close()
             if rank is not None:
                 self._channels.pop(rank, None)
+                self._heard_at.pop(rank, None)
                 self._handle(RankLost(rank, reason))
             await channel.wait_closed()
         return socket

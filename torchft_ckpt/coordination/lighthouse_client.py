@@ -88,6 +88,10 @@ class LighthouseClient:
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_leaving = False
+        self.heartbeat_timeout_s = 5.0
+        """The lighthouse's patience, as it said at the last welcome."""
+        self._may_connect = asyncio.Event()
+        self._may_connect.set()
 
     async def start(self) -> None:
         """Connect, and keep the connection up from then on.
@@ -125,6 +129,16 @@ class LighthouseClient:
         """Send, or drop where there is no connection."""
         if self._channel is not None:
             self._channel.send(message)
+
+    def hold(self) -> None:
+        """Drop the connection and stay away until `release`: for the others this group is dead meanwhile."""
+        self._may_connect.clear()
+        if self._channel is not None:
+            self._channel.abort()
+
+    def release(self) -> None:
+        """Connect again."""
+        self._may_connect.set()
 
     async def stop(self, reason: str) -> None:
         """Leave the quorum, close the connection. May be called twice."""
@@ -182,6 +196,7 @@ class LighthouseClient:
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL_VERSION:
             raise ProtocolVersionError(f"the lighthouse at {self.address} speaks another protocol", self.address)
         self.store_address = welcome.store_address
+        self.heartbeat_timeout_s = welcome.heartbeat_timeout_s
         # A third of the lighthouse's patience at most, whatever interval was asked for.
         self._pause_s = min(self._interval_s, welcome.heartbeat_timeout_s / 3)
 
@@ -217,6 +232,7 @@ class LighthouseClient:
         loop = asyncio.get_running_loop()
         lost_at = loop.time()
         while True:
+            await self._may_connect.wait()
             try:
                 channel = await self._connect()
             except _RETRIABLE as error:

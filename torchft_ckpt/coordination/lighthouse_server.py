@@ -33,7 +33,7 @@ from torchft_ckpt.core.lighthouse import (
 )
 from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Refused, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, keep_from_forked_children
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,8 @@ class LighthouseServer:
         except OSError:
             await self._runner.cleanup()
             raise
+        for listener in site._server.sockets if site._server is not None else ():  # type: ignore[attr-defined]
+            keep_from_forked_children(listener)
         return int(self._runner.addresses[0][1])
 
     async def _stop(self) -> None:
@@ -191,7 +193,7 @@ class LighthouseServer:
         members = [
             {
                 "replica_id": member.replica_id,
-                "step": member.request.version.step if member.request else member.hello.version.step,
+                "step": member.version.step,
                 "waiting_s": round(now - member.asked_at, 3) if member.request else None,
                 "silent_s": round(now - member.last_seen, 3),
             }

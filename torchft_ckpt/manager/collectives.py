@@ -138,6 +138,11 @@ class Collectives:
             self._open.append(future)
         return ManagedWork(future, failed)
 
+    def has_open(self) -> bool:
+        """Return whether collectives were issued that `wait_all` has not waited for."""
+        with self._lock:
+            return bool(self._open)
+
     def wait_all(self) -> None:
         """Wait until no collective of this step is open. They end by their timeout or by an abort at the latest."""
         with self._lock:

@@ -308,7 +308,8 @@ class Conversation:
                 if self._error is None:
                     error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
                     self._error = ExceptionWithTraceback(error)
-                return message.reason, False
+                sources = replica.quorum.sources if replica.quorum is not None else []
+                return message.reason, message.lost and any(s.replica_id == message.replica_id for s in sources)
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, JoinerWaiting):

@@ -30,7 +30,6 @@ from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
 from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState
 from torchft_ckpt.errors import (
-    CheckpointError,
     ConfigError,
     CoordinationError,
     GroupBrokenError,
@@ -38,6 +37,7 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     StateDictLoadError,
     StateMismatchError,
+    UnsupportedValueError,
 )
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+TOO_FEW_LOG_S = 10.0
 
 
 class WorldSizeMode(Enum):
@@ -191,9 +194,15 @@ class Manager:
         self._commit_failures = 0
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
         self._num_healed = 0
+        self._too_few_since: float | None = None
+        self._too_few_said_at: float | None = None
         self._is_shut_down = False
 
-        self._state_dict_lock = StateDictLock(timeout=self._timeouts.collective)
+        self._state_dict_lock = (
+            checkpoint_transport.lock
+            if isinstance(checkpoint_transport, HTTPTransport)
+            else StateDictLock(self._timeouts.collective)
+        )
         self._registry = StateRegistry(self._state_dict_lock)
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
@@ -292,11 +301,18 @@ class Manager:
         """The state is whole again: give the write lock back. Without effect where it is not held."""
         self._state_dict_lock.release_write()
 
+    def report_torn_state(self) -> None:
+        """Say that the state is not the one that the step counter names, because a committed step could not be taken.
+
+        This replica then contributes nothing and commits nothing until it has healed. `Optimizer` calls it.
+        """
+        self._talk.load_torn()
+
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make each step of an optimizer take and give back the write lock, by hooks.
 
         `Optimizer` does so for the one that it wraps. Post-step hooks do not run where a step raises: call
-        `allow_state_dict_read` then, or step again, which takes the lock over.
+        `allow_state_dict_read` then, and `report_torn_state` if the script is to go on.
         """
         optimizer.register_step_pre_hook(lambda *_: self.disallow_state_dict_read())
         optimizer.register_step_post_hook(lambda *_: self.allow_state_dict_read())
@@ -344,6 +360,10 @@ class Manager:
             CheckpointError: see `should_commit`.
         """
         self._join_quorum_thread()
+        if self._collectives.has_open():
+            # The step before was abandoned with collectives in flight: they must not end in the middle of this one.
+            self._pg.abort()
+            self._collectives.wait_all()
         if self._registry.is_empty:
             raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
         if self._is_load_pending:
@@ -411,8 +431,11 @@ class Manager:
                 state_dict={"user": captured, "torchft": self._own_state(formed)},
                 timeout=self._timeouts.transfer,
             )
-        except CheckpointError:
-            # The joiner will say that it got nothing. This replica's own step is not touched by that.
+        except UnsupportedValueError:
+            if formed.names_state:
+                raise  # a job whose state cannot be moved should say so when it starts
+            logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
+        except Exception:  # whatever a transport raises, it is the joiner's loss: this replica's own step goes on
             logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
 
     def _own_state(self, formed: QuorumFormed) -> dict[str, int | str]:
@@ -553,7 +576,7 @@ class Manager:
             user = self._registry.check(state.get("user"))
         except StateMismatchError:
             raise
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
             logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
             self.report_error(error)
             return
@@ -589,10 +612,27 @@ class Manager:
                 time.monotonic() - self._step_started_at,
                 why,
             )
+        self._warn_if_too_few(vote)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise MaxRetriesExceededError(
                 f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
                 f" the last, step {vote.step}, because of: {vote.reason or reason}"
+            )
+
+    def _warn_if_too_few(self, vote: CommitVote) -> None:
+        """Say now and then that steps are discarded for want of replica groups, and for how long already."""
+        now = time.monotonic()
+        if self.num_participants() >= self._replica.settings.min_replica_size:
+            self._too_few_since = self._too_few_said_at = None
+            return
+        self._too_few_since = since = self._too_few_since or now
+        if self._too_few_said_at is None or now - self._too_few_said_at >= TOO_FEW_LOG_S:
+            self._too_few_said_at = now
+            logger.warning(
+                "%s discards its steps, for %.1f s now: %s; waiting for more replica groups",
+                self.replica_id(),
+                now - since,
+                vote.reason,
             )
 
     # ------------------------------------------------------------------------------------------------ what it is now

@@ -23,6 +23,7 @@ import atexit
 import copy
 import enum
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ _GRACE_S = 0.05
 _REAP_INTERVALS_S = (0.01, 0.05, 0.25)
 _live: set[Session] = set()
 _live_lock = threading.Lock()
+_owner = os.getpid()
 
 
 class Phase(enum.Enum):
@@ -379,6 +381,8 @@ def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupEr
 @atexit.register
 def _end_all() -> None:
     """At exit, an operation in flight must not hold the process until its timeout."""
+    if os.getpid() != _owner:
+        return  # a forked child, whose descriptors are its parent's connections
     with _live_lock:
         sessions = list(_live)
     for session in sessions:
