@@ -181,11 +181,11 @@ def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path, use_a
         assert len(digests) == 1, f"rank {group_rank} of the groups differ"
 
 
-def test_a_killed_group_whose_data_loader_workers_live_on_is_known_dead_at_once(tmp_path: Path) -> None:
+def test_a_killed_group_whose_forked_children_live_on_is_known_dead_at_once(tmp_path: Path) -> None:
     lighthouse = LighthouseProcess(heartbeat_timeout_ms=30_000)
     with running_job(tmp_path, lighthouse=lighthouse) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        groups.append(job.start("group_2", num_workers=2)[0])
+        groups.append(job.start("group_2", forks=True)[0])
         for group in groups:
             group.wait_for_step(5)
         groups[2].kill()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import threading
 import time
@@ -18,7 +20,6 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.utils.data import DataLoader
 
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
 from torchft_ckpt.errors import SourceLostError, TorchftCkptError, TransferCancelledError
@@ -100,11 +101,11 @@ def main() -> None:
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     generator = torch.Generator().manual_seed(options["seed"])
-    if options.get("num_workers"):
-        # Forked while the connections are open; the workers outlive this process when it is killed.
-        loader = DataLoader(range(1 << 30), batch_size=1, num_workers=options["num_workers"])  # type: ignore[arg-type]
-        batches = iter(loader)
-        next(batches)
+    if options.get("forks") and os.fork() == 0:
+        # A child that was forked while the connections are open, and outlives this process, as a data loader's worker may.
+        signal.alarm(30)
+        while True:
+            signal.pause()
     num_abandoned = 0
     stop = control / "stop"
     try:
