@@ -506,6 +506,7 @@ def test_shutdown_frees_a_thread_that_waits_for_a_quorum() -> None:
 def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> None:
     transport: HTTPTransport[Any] = HTTPTransport(timeout=SHORT, num_chunks=0, hostname="127.0.0.1")
     replica = Replica(lighthouse, "group", checkpoint_transport=transport)
+    assert transport.address() == transport.metadata()
     assert replica.step()
     shutdown(replica)
     transport.shutdown()

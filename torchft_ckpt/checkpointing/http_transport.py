@@ -120,6 +120,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """Return `http://HOST:PORT`."""
         return self._metadata
 
+    def address(self) -> str:
+        """Return the same as `metadata`, under torchft's other name for it."""
+        return self._metadata
+
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Serve the state to the destinations for at most `timeout`; returns at once and copies no tensor.
 

@@ -143,8 +143,12 @@ class ProcessGroup(TorchProcessGroup):
         """Return a name for logs and for torch's registry."""
         raise NotImplementedError(f"{type(self).__name__} does not implement getBackendName")
 
-    def abort(self) -> None:
-        """End the operations and the configure in progress, with errors, soon. Does not wait for them; idempotent."""
+    def abort(self, errored: bool = True) -> None:
+        """End the operations and the configure in progress, with errors, soon. Does not wait for them; idempotent.
+
+        Args:
+            errored: there for torchft's sake; an aborted group has an error until it is configured again.
+        """
 
     def shutdown(self) -> None:
         """Abort, and give back threads and descriptors. The group may be configured again."""

@@ -111,9 +111,9 @@ class ProcessGroupWrapper(ProcessGroup):
         """Connect to the other members; runs on the session's thread and ends within the connect timeout."""
         raise NotImplementedError(f"{type(self).__name__} does not implement _make_inner")
 
-    def abort(self) -> None:
+    def abort(self, errored: bool = True) -> None:
         if self._pg is not None:
-            self._pg.abort()
+            self._pg.abort(errored)
             return
         self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was aborted"), successor=None)
 

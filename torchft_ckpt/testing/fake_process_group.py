@@ -216,7 +216,7 @@ class FakeProcessGroup(ProcessGroup):
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
         return self._start([], _reduction(ReduceOp.SUM), opts)
 
-    def abort(self) -> None:
+    def abort(self, errored: bool = True) -> None:
         self.fail(ProcessGroupAbortedError("the fake group was aborted"))
 
     def shutdown(self) -> None:
