@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
-from torchft_ckpt.process_group.base import Tensors
+from torchft_ckpt.process_group.base import ProcessGroup, Tensors
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
 
-if TYPE_CHECKING:
-    from torchft_ckpt.manager import Manager
+
+class Averager(Protocol):
+    """What is used here of a `Manager`, which this floor does not know."""
+
+    _pg: ProcessGroup
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ...) -> Work: ...
+
+    def num_participants(self) -> int: ...
 
 
 class ManagedProcessGroup(ProcessGroupWrapper):
@@ -25,7 +32,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         manager: whose process group this is.
     """
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Averager) -> None:
         super().__init__(pg=manager._pg)
         self._manager = manager
 
