@@ -250,6 +250,9 @@ class LighthouseClient:
                 self._on_refused(error)
                 return None
             else:
+                if not self._may_connect.is_set():  # told to stay away while it was connecting
+                    channel.abort()
+                    continue
                 logger.info("connected to the lighthouse at %s again after %.1f s", self.address, loop.time() - lost_at)
                 return channel
 
