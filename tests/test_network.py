@@ -25,3 +25,7 @@ def test_a_token_has_to_be_the_whole_header() -> None:
 
 def test_ipv6_addresses_get_brackets() -> None:
     assert [join_host_port("::1", 5), join_host_port("h", 5)] == ["[::1]:5", "h:5"]
+
+
+def test_a_header_of_any_bytes_is_compared_and_refused() -> None:
+    assert not bearer_matches(b"Bearer \xff\xfe".decode(errors="surrogateescape"), "secret")

@@ -72,7 +72,8 @@ def bearer_matches(header: str | None, token: str) -> bool:
     """Whether an `Authorization` header carries the token, compared in constant time. An empty token lets all in."""
     if not token:
         return True
-    return hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode())
+    presented = (header or "").encode(errors="surrogateescape")  # a header may hold any bytes
+    return hmac.compare_digest(presented, f"Bearer {token}".encode())
 
 
 def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:

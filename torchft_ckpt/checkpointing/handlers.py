@@ -6,7 +6,6 @@ The paths, headers and refusals are those of `protocol`.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import re
@@ -29,6 +28,7 @@ from torchft_ckpt.checkpointing.protocol import (
 from torchft_ckpt.checkpointing.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.network import bearer_matches
 
 logger = logging.getLogger(__name__)
 SLICE_BYTES = 1024 * 1024
@@ -58,7 +58,7 @@ class CheckpointHandlers:
     ) -> None:
         self._shelf = shelf
         self._executor = executor
-        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._token = token or ""
         self._on_registered = on_registered
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Snapshot] = {}
@@ -97,8 +97,7 @@ class CheckpointHandlers:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        presented = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if self._authorization is not None and not hmac.compare_digest(presented, self._authorization):
+        if not bearer_matches(request.headers.get("Authorization"), self._token):
             return self._refuse("unauthorized", "the token is missing or another one")
         try:
             return await handler(request)

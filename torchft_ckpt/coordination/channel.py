@@ -28,6 +28,12 @@ def request_socket(request: web.Request) -> socket.socket | None:
     return request.transport.get_extra_info("socket") if request.transport is not None else None
 
 
+def refuse_token(request: web.Request) -> web.Response:
+    """Answer a request that does not carry the token."""
+    logger.warning("refused %s: wrong or missing token", request.remote)
+    return web.json_response({"error": "wrong or missing token"}, status=401)
+
+
 class Channel:
     """A WebSocket with a writer task. Use on its event loop only.
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from aiohttp import web
 
-from torchft_ckpt.coordination.channel import Channel, request_socket
+from torchft_ckpt.coordination.channel import Channel, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_client import LighthouseClient
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
@@ -126,13 +126,11 @@ class GroupService:
 
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""
-        self._thread.call_soon(self._thread.loop.call_later, delay_s, function)
+        self._thread.call_later(delay_s, function)
 
     def shutdown(self, reason: str) -> None:
         """Leave the quorum, close everything, end the thread. May be called twice."""
-        if not self._thread.loop.is_closed():
-            self._thread.run(self._stop(reason))
-            self._thread.stop()
+        self._thread.finish(lambda: self._stop(reason))
 
     # --------------------------------------------------------------------------------------------------- on the loop
 
@@ -195,7 +193,7 @@ class GroupService:
 
     async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return web.json_response({"error": "wrong or missing token"}, status=401)
+            return refuse_token(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
         await socket.prepare(request)
         party = f"a rank at {request.remote}"

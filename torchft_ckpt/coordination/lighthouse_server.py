@@ -18,7 +18,7 @@ from dataclasses import asdict
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel, request_socket
+from torchft_ckpt.coordination.channel import Channel, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.lighthouse import (
     Close,
@@ -105,12 +105,7 @@ class LighthouseServer:
 
     def shutdown(self) -> None:
         """Close all connections and the port, end the thread. May be called twice."""
-        if not self._thread.loop.is_closed():
-            try:
-                self._thread.run(self._stop())
-            except RuntimeError as error:  # the loop ended between the check and the call
-                logger.debug("lighthouse was shut down already: %s", error)
-        self._thread.stop()
+        self._thread.finish(self._stop)
 
     def __repr__(self) -> str:
         return f"LighthouseServer(address={self._address!r}, quorum={self._state.quorum_id})"
@@ -141,7 +136,7 @@ class LighthouseServer:
 
     async def _serve_group(self, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return _refuse_token(request)
+            return refuse_token(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
         await socket.prepare(request)
         name, party = next(self._names), f"the group at {request.remote}"
@@ -188,7 +183,7 @@ class LighthouseServer:
 
     async def _serve_status(self, request: web.Request) -> web.Response:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return _refuse_token(request)
+            return refuse_token(request)
         state, now = self._state, asyncio.get_running_loop().time()
         members = [
             {
@@ -210,8 +205,3 @@ class LighthouseServer:
                 "settings": settings,
             }
         )
-
-
-def _refuse_token(request: web.Request) -> web.Response:
-    logger.warning("refused %s: wrong or missing token", request.remote)
-    return web.json_response({"error": "wrong or missing token"}, status=401)

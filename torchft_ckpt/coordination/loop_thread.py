@@ -37,6 +37,24 @@ class LoopThread:
             return False
         return True
 
+    def call_later(self, delay_s: float, function: Callable[[], object]) -> None:
+        """Call a function on the loop after a while; it must not block. Any thread."""
+        self.call_soon(self.loop.call_later, delay_s, function)
+
+    def finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run one last coroutine function on the loop, then end it; may be called twice."""
+        if self.loop.is_closed():
+            return
+        coroutine = last()
+        try:
+            self.run(coroutine)
+        except RuntimeError as error:
+            if not self.loop.is_closed():
+                raise
+            coroutine.close()  # the loop ended between the check and the call
+            logger.debug("%s had ended already: %s", self._thread.name, error)
+        self.stop()
+
     def stop(self, wait: bool = True) -> None:
         """End the loop and its thread; may be called twice. `wait` False: do not wait for the thread."""
         self.call_soon(self.loop.stop)

@@ -90,13 +90,11 @@ class RankSession:
 
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""
-        self._thread.call_soon(self._thread.loop.call_later, delay_s, function)
+        self._thread.call_later(delay_s, function)
 
     def shutdown(self, reason: str) -> None:
         """Leave the group, end the thread. May be called twice."""
-        if not self._thread.loop.is_closed():
-            self._thread.run(self._stop(reason))
-            self._thread.stop()
+        self._thread.finish(lambda: self._stop(reason))
 
     # --------------------------------------------------------------------------------------------------- on the loop
 

@@ -431,11 +431,9 @@ class Manager:
                 state_dict={"user": captured, "torchft": self._own_state(formed)},
                 timeout=self._timeouts.transfer,
             )
-        except UnsupportedValueError:
-            if formed.names_state:
-                raise  # a job whose state cannot be moved should say so when it starts
-            logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
-        except Exception:  # whatever a transport raises, it is the joiner's loss: this replica's own step goes on
+        except Exception as error:  # whatever a transport raises, it is the joiner's loss: this replica's step goes on
+            if isinstance(error, UnsupportedValueError) and formed.names_state:
+                raise  # but a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
 
     def _own_state(self, formed: QuorumFormed) -> dict[str, int | str]:

@@ -90,7 +90,6 @@ class Simulation:
         self._checkpoint: tuple[int, list[object]] | None = None
         self._num_faults = 0
         self._num_words = 0
-        self._is_quiet = False
         for index in range(plan.num_groups):
             self.groups.append(self._new_group(index))
             self.clock.after(self.rng.uniform(0, 0.2), None, self.groups[index].start)
@@ -258,7 +257,6 @@ class Simulation:
     def _run_quiet(self) -> float:
         self.log("--- quiet")
         plan = self.scenario
-        self._is_quiet = True
         plan.moods.calm_down(slowness=3.0)
         self.transfers.duration_s = (0.02, 0.1)
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
