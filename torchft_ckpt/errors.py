@@ -21,6 +21,7 @@
     |   `-- TransferError               a transfer did not finish; nothing was applied
     |       |-- SourceLostError         the source closed the connection or could not be reached
     |       |-- SourceRefusedError      the source answered, with a refusal (other step, no token, not serving)
+    |       |   `-- LeaseRevokedError   it freed what we still needed: this receiver was too slow for its memory
     |       |-- TransferStalledError    no byte arrived for the stall timeout
     |       |-- TransferTimeoutError    the overall deadline passed
     |       |-- TransferCancelledError  this side gave the transfer up
@@ -31,11 +32,16 @@
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
     `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (also a RuntimeError)
 
+`ReplicaDivergenceWarning` is no error: the state that was received is that of the primary source, but another source of the
+same step holds other bits.
+
 Each message names the party (which peer, which address, which argument) and what may be concluded. `party` repeats the
 name for programs. All of them survive pickling, because they cross processes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 
 class TorchftCkptError(Exception):
@@ -50,7 +56,7 @@ class TorchftCkptError(Exception):
         super().__init__(message)
         self.party = party
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return type(self), (self.args[0], self.party)
 
 
@@ -99,7 +105,24 @@ class CommitUnknownError(CoordinationError):
 
 
 class CheckpointError(TorchftCkptError):
-    """Base of what goes wrong in holding or moving state."""
+    """Base of what goes wrong in holding or moving state.
+
+    Of a receive in place, `state_overwritten` says whether memory of the state was written to before it failed: then that
+    state is no state of any step, and must be received again before it is used.
+    """
+
+    state_overwritten: bool = False
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _restore_checkpoint_error, (type(self), self.args[0], self.party, self.state_overwritten)
+
+
+def _restore_checkpoint_error(
+    kind: type[CheckpointError], message: str, party: str | None, overwritten: bool
+) -> CheckpointError:
+    error = kind(message, party)
+    error.state_overwritten = overwritten
+    return error
 
 
 class LockTimeoutError(CheckpointError, TimeoutError):
@@ -132,6 +155,10 @@ class SourceLostError(TransferError):
 
 class SourceRefusedError(TransferError):
     """The source answered with a refusal: it serves another step, wants another token, or serves nothing."""
+
+
+class LeaseRevokedError(SourceRefusedError):
+    """The source's budget for copies was exceeded, and this receiver was the slowest: what it still needed was freed."""
 
 
 class TransferStalledError(TransferError):
@@ -168,3 +195,7 @@ class ProcessGroupConfigureError(ProcessGroupError):
 
 class MaxRetriesExceededError(TorchftCkptError, RuntimeError):
     """More than `max_retries` steps in a row were discarded."""
+
+
+class ReplicaDivergenceWarning(UserWarning):
+    """Two replicas that should hold the same state hold other bits; the message names the tensors."""

@@ -111,15 +111,17 @@ class _ManagedLoop:
 
 def _report_transfers(transport: type, reporter: Reporter) -> None:
     """Make the class report when the receiving side of a transfer begins and ends."""
-    receive = transport.recv_checkpoint  # type: ignore[attr-defined]
+    # Our Manager fetches from all sources that a quorum names, torchft's receives from one.
+    method = "fetch_checkpoint" if hasattr(transport, "fetch_checkpoint") else "recv_checkpoint"
+    receive = getattr(transport, method)
 
-    def recv_checkpoint(self: Any, *arguments: Any, **named: Any) -> Any:
+    def reported(self: Any, *arguments: Any, **named: Any) -> Any:
         reporter.emit("transfer_started")
         received = receive(self, *arguments, **named)
         reporter.emit("transfer_ended")
         return received
 
-    transport.recv_checkpoint = recv_checkpoint  # type: ignore[attr-defined]
+    setattr(transport, method, reported)
 
 
 def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 
 import pytest
@@ -16,6 +17,10 @@ from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 BLOCK = 4096
 LONG_S = 20.0
+
+
+def blocks(numbers: Iterable[int]) -> int:
+    return sum(1 << number for number in numbers)
 
 
 class Scene:
@@ -72,7 +77,7 @@ def test_taking_the_write_lock_detaches_before_the_writer_can_mutate():
 def test_only_what_the_receiver_does_not_have_is_copied_aside():
     scene = Scene()
     scene.snapshot.register("a")
-    scene.snapshot.acknowledge("a", [0, 1, 4])
+    scene.snapshot.contact("a", 0.0, received=blocks([0, 1, 4]))
     scene.snapshot.detach()
     assert scene.snapshot.statistics().num_blocks_copied_aside == 3
     assert [scene.snapshot.holds(block * BLOCK, (block + 1) * BLOCK) for block in range(6)] == [
@@ -82,9 +87,9 @@ def test_only_what_the_receiver_does_not_have_is_copied_aside():
 
 def test_two_receivers_need_what_either_of_them_does_not_have():
     scene = Scene(num_expected=2)
-    for receiver, blocks in (("a", [0, 1, 2]), ("b", [0, 1, 3])):
+    for receiver, held in (("a", [0, 1, 2]), ("b", [0, 1, 3])):
         scene.snapshot.register(receiver)
-        scene.snapshot.acknowledge(receiver, blocks)
+        scene.snapshot.contact(receiver, 0.0, received=blocks(held))
     scene.snapshot.detach()
     assert scene.snapshot.statistics().num_blocks_copied_aside == 4
 
@@ -92,7 +97,7 @@ def test_two_receivers_need_what_either_of_them_does_not_have():
 def test_an_expected_receiver_that_has_not_come_yet_needs_everything():
     scene = Scene(num_expected=2)
     scene.snapshot.register("a")
-    scene.snapshot.acknowledge("a", range(6))
+    scene.snapshot.contact("a", 0.0, received=blocks(range(6)))
     scene.snapshot.detach()
     scene.mutate()
     assert scene.snapshot.register("b")
@@ -103,10 +108,10 @@ def test_copies_are_freed_as_the_receiver_acknowledges_them():
     scene = Scene()
     scene.snapshot.register("a")
     scene.snapshot.detach()
-    addresses = {buffer.data_ptr() for buffer in scene.snapshot._copies.values()}
-    scene.snapshot.acknowledge("a", [0, 1, 2])
+    addresses = {buffer.address for buffer in scene.snapshot._copies.values()}
+    scene.snapshot.contact("a", 0.0, received=blocks([0, 1, 2]))
     assert scene.snapshot.statistics().num_blocks_copied_aside == 3
-    assert {scene.pool.take().data_ptr() for _ in range(3)} < addresses
+    assert {scene.pool.take().address for _ in range(3)} < addresses
 
 
 def test_the_last_receiver_that_is_done_closes_a_detached_snapshot_and_frees_its_memory():
@@ -137,7 +142,7 @@ def test_a_snapshot_that_nobody_was_told_of_is_closed_when_the_state_changes():
 def test_a_receiver_that_comes_when_parts_are_gone_is_not_registered():
     scene = Scene()
     scene.snapshot.register("a")
-    scene.snapshot.acknowledge("a", [0])
+    scene.snapshot.contact("a", 0.0, received=blocks([0]))
     scene.snapshot.detach()
     assert not scene.snapshot.register("b")
 
@@ -145,7 +150,7 @@ def test_a_receiver_that_comes_when_parts_are_gone_is_not_registered():
 def test_a_receiver_may_start_again_as_long_as_everything_is_there():
     scene = Scene()
     scene.snapshot.register("a")
-    scene.snapshot.acknowledge("a", [0, 1])
+    scene.snapshot.contact("a", 0.0, received=blocks([0, 1]))
     assert scene.snapshot.register("a")
     scene.snapshot.detach()
     assert scene.snapshot.statistics().num_blocks_copied_aside == 6
@@ -158,8 +163,8 @@ def test_bytes_of_a_closed_snapshot_are_gone():
         scene.snapshot.read(0, 1)
 
 
-def test_reading_while_a_writer_holds_the_lock_is_not_waited_for_by_try_read():
-    scene, entered, leave = Scene(), threading.Event(), threading.Event()
+def test_a_live_snapshot_is_not_read_while_a_writer_holds_the_lock():
+    scene, entered, leave, results = Scene(), threading.Event(), threading.Event(), []
 
     def write() -> None:
         with scene.lock.write():
@@ -167,34 +172,117 @@ def test_reading_while_a_writer_holds_the_lock_is_not_waited_for_by_try_read():
             leave.wait(LONG_S)
 
     writer = threading.Thread(target=write)
+    reader = threading.Thread(target=lambda: results.append(scene.snapshot.read(0, 10)))
     writer.start()
     assert entered.wait(LONG_S)
-    assert scene.snapshot.try_read(0, 10) is None
+    reader.start()
+    reader.join(0.05)
+    assert results == []
     leave.set()
+    reader.join(LONG_S)
     writer.join(LONG_S)
-    assert scene.snapshot.try_read(0, 10) == scene.old_bytes[:10]
+    assert results == [scene.old_bytes[:10]]
 
 
 def test_a_detached_snapshot_is_read_while_a_writer_holds_the_lock():
-    scene = Scene()
-    scene.snapshot.detach()
+    scene, results = Scene(), []
+    scene.lock.add_before_write(scene.snapshot.detach)
     with scene.lock.write():
-        reader = threading.Thread(target=lambda: results.append(scene.snapshot.try_read(0, 10)))
-        results: list[bytes | None] = []
+        scene.mutate()
+        reader = threading.Thread(target=lambda: results.append(scene.snapshot.read(0, 10)))
         reader.start()
         reader.join(LONG_S)
     assert results == [scene.old_bytes[:10]]
+
+
+def test_live_memory_that_is_lent_is_given_back_before_the_state_may_be_mutated():
+    scene, detached = Scene(), threading.Event()
+
+    def detach() -> None:
+        scene.snapshot.detach()
+        detached.set()
+
+    trainer = threading.Thread(target=detach)
+    with scene.snapshot.lend(0, 5000) as views:
+        trainer.start()
+        assert not detached.wait(0.05)
+        seen = b"".join(views)
+    assert detached.wait(LONG_S)
+    trainer.join(LONG_S)
+    assert seen == scene.old_bytes[:5000]
+
+
+def test_a_buffer_that_is_being_sent_is_not_filled_with_something_else():
+    scene = Scene()
+    scene.snapshot.detach()
+    with scene.snapshot.lend(0, BLOCK) as views:
+        scene.snapshot.close()
+        newer = Snapshot({"w": scene.weight.add(5)}, step=8, lock=scene.lock, pool=scene.pool, num_expected=1)
+        newer.detach()
+        assert b"".join(views) == scene.old_bytes[:BLOCK]
+
+
+def test_over_budget_the_slowest_receiver_loses_its_lease_and_the_others_keep_theirs():
+    scene = Scene(num_expected=2)
+    scene.pool.budget_bytes = 3 * BLOCK
+    for receiver, held in (("fast", [0, 1, 2]), ("slow", [0])):
+        scene.snapshot.register(receiver)
+        scene.snapshot.contact(receiver, 0.0, received=blocks(held))
+    scene.snapshot.detach()
+    assert [scene.snapshot.is_revoked(name) for name in ("fast", "slow")] == [False, True]
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 3
+    assert scene.snapshot.read(3 * BLOCK, 4 * BLOCK) == scene.old_bytes[3 * BLOCK : 4 * BLOCK]
+
+
+def test_over_budget_those_who_have_not_come_lose_their_lease_first():
+    scene = Scene(num_expected=3)
+    scene.pool.budget_bytes = 5 * BLOCK
+    scene.snapshot.register("a")
+    scene.snapshot.contact("a", 0.0, received=blocks([0]))
+    scene.snapshot.detach()
+    assert (scene.snapshot.is_revoked("a"), scene.snapshot.is_revoked("late")) == (False, True)
+    assert not scene.snapshot.register("late")
+
+
+def test_without_any_budget_nothing_is_copied_and_the_snapshot_ends():
+    scene = Scene()
+    scene.pool.budget_bytes = 0
+    scene.snapshot.register("a")
+    scene.snapshot.detach()
+    assert (scene.snapshot.closed, scene.pool.held_bytes(), scene.snapshot.is_revoked("a")) == (True, 0, True)
+
+
+def test_a_receiver_that_is_silent_loses_its_lease_and_what_was_kept_for_it():
+    scene = Scene()
+    scene.snapshot.register("a", now=100.0)
+    scene.snapshot.detach()
+    scene.snapshot.lapse(silent_since=100.0)
+    assert not scene.snapshot.closed
+    scene.snapshot.lapse(silent_since=100.5)
+    assert (scene.snapshot.closed, scene.pool.held_bytes()) == (True, 0)
+
+
+def test_a_receiver_that_is_being_sent_something_is_not_silent():
+    scene = Scene()
+    scene.snapshot.register("a", now=100.0)
+    scene.snapshot.detach()
+    scene.snapshot.begin_response("a")
+    scene.snapshot.lapse(silent_since=1000.0)
+    assert not scene.snapshot.closed
+    scene.snapshot.end_response("a", now=1000.0)
+    scene.snapshot.lapse(silent_since=1000.5)
+    assert scene.snapshot.closed
 
 
 def test_buffers_are_reused_by_the_next_snapshot_and_freed_with_the_last():
     scene = Scene()
     scene.snapshot.register("a")
     scene.snapshot.detach()
-    addresses = {buffer.data_ptr() for buffer in scene.snapshot._copies.values()}
+    addresses = {buffer.address for buffer in scene.snapshot._copies.values()}
     second = Snapshot({"w": scene.weight}, step=8, lock=scene.lock, pool=scene.pool, num_expected=1)
     scene.snapshot.finish("a")
     second.detach()
-    assert {buffer.data_ptr() for buffer in second._copies.values()} <= addresses
+    assert {buffer.address for buffer in second._copies.values()} <= addresses
     second.close()
     assert scene.pool.held_bytes() == 0
 
@@ -202,7 +290,7 @@ def test_buffers_are_reused_by_the_next_snapshot_and_freed_with_the_last():
 def test_touching_ahead_stops_at_what_is_needed():
     scene = Scene()
     scene.snapshot.register("a")
-    scene.snapshot.acknowledge("a", [0, 1])
+    scene.snapshot.contact("a", 0.0, received=blocks([0, 1]))
     num_touched = 0
     while scene.snapshot.touch_buffer_ahead():
         num_touched += 1
@@ -229,7 +317,7 @@ def test_a_detach_that_cannot_copy_closes_the_snapshot_and_raises_nothing(caplog
 def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_new_can_begin(monkeypatch):
     scene, seen = Scene(), []
     scene.snapshot.register("a")
-    scene.snapshot.acknowledge("a", [0])
+    scene.snapshot.contact("a", 0.0, received=blocks([0]))
     real_copy = scene.snapshot._copy_aside_if_needed
 
     def copy_and_look(block: int) -> None:
@@ -324,6 +412,6 @@ def test_a_receiver_that_starts_on_a_newer_snapshot_is_off_the_older():
     shelf, old, new = Shelf(), Scene(step=3), Scene(step=4)
     for scene in (old, new):
         shelf.put(scene.snapshot, lease_ends=100.0)
-        assert shelf.register(scene.snapshot, "a")
+        assert shelf.register(scene.snapshot, "a", 0.0)
         shelf.detach_all()
     assert (old.snapshot.closed, new.snapshot.closed) == (True, False)

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.checkpointing.blocks import block_range
+from torchft_ckpt.checkpointing.blocks import block_range, digest_of
 from torchft_ckpt.checkpointing.buffers import BufferPool
 from torchft_ckpt.checkpointing.dtypes import DTYPES
 from torchft_ckpt.checkpointing.format import decode_manifest
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.receive import SLICE_BYTES, BufferShelf, Destination
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.tree import MAX_DEPTH
 from torchft_ckpt.errors import UnsupportedValueError
@@ -40,11 +40,15 @@ def round_trip(state: object) -> object:
     destination = Destination(decode_manifest(snapshot.manifest_bytes()), BufferShelf())
     for block in range(snapshot.num_blocks):
         data = memoryview(snapshot.read(*block_range(block, snapshot.total_bytes, BLOCK_BYTES)))
-        at = 0
-        for piece in destination.pieces(block):
-            piece[:] = data[at : at + len(piece)]
-            at += len(piece)
-        assert at == len(data)
+        taken = 0
+
+        def read_into(target: memoryview) -> None:
+            nonlocal taken
+            target[:] = data[taken : taken + len(target)]  # noqa: B023 - called in this turn of the loop
+            taken += len(target)
+
+        digest = destination.receive(block, read_into, memoryview(bytearray(SLICE_BYTES)))
+        assert (taken, digest) == (len(data), digest_of(block, data))
     return destination.assemble()
 
 

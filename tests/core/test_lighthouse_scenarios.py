@@ -7,6 +7,7 @@ from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Received, Send
 from torchft_ckpt.core.messages import Heartbeat, Hello, Outcome, QuorumFormed, Refused, StateVersion
+from torchft_ckpt.core.recovery import MAX_SOURCES
 
 
 def trained(*names: str, least: int = 1, steps: int = 1, **settings: float) -> tuple[Job, list[Member]]:
@@ -612,7 +613,7 @@ def test_min_replica_size_of_the_manager_keeps_a_step_from_counting() -> None:
 def test_answers_do_not_grow_with_the_number_of_members() -> None:
     _job, members = trained(*(f"m{i}" for i in range(40)), least=40)
     formed: QuorumFormed = members[-1].formed
-    assert (formed.replica_world_size, formed.sources, formed.destinations) == (40, formed.sources[:1], [])
+    assert (formed.replica_world_size, formed.sources, formed.destinations) == (40, formed.sources[:MAX_SOURCES], [])
 
 
 # --------------------------------------------------------------------------------------- what the simulation has found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchft_ckpt.core.messages import Role, StateVersion
-from torchft_ckpt.core.recovery import Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 
 HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
 
@@ -104,7 +106,17 @@ def test_3_without_init_sync_states_of_one_step_are_taken_for_equal() -> None:
 
 def test_4_sources_serve_evenly_many() -> None:
     result = formed(*(holder(f"h{i}", 5, 2) for i in range(3)), *(holder(f"j{i}", 0) for i in range(6)), newest=5)
-    assert [len(part.destinations) for part in result.parts[:3]] == [2, 2, 2]
+    assert [len(part.destinations) for part in result.parts[:3]] == [6, 6, 6]
+
+
+def test_4_each_of_several_sources_is_the_primary_of_evenly_many() -> None:
+    result = formed(*(holder(f"h{i}", 5, 2) for i in range(3)), *(holder(f"j{i}", 0) for i in range(6)), newest=5)
+    assert Counter(part.sources[0] for part in result.parts[3:]) == {0: 2, 1: 2, 2: 2}
+
+
+def test_4_no_more_sources_are_named_than_will_be_used() -> None:
+    result = formed(*(holder(f"h{i:02}", 5, 2) for i in range(10)), holder("j", 0), newest=5)
+    assert [len(part.sources) for part in result.parts if part.sources] == [MAX_SOURCES]
 
 
 def test_4_who_has_captured_its_state_serves_first() -> None:
@@ -210,7 +222,7 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
     able = [part for part in healthy if by_id[part.replica_id].can_serve] or healthy
     loads = [len(part.destinations) for part in able]
     assert max(loads) - min(loads) <= 1
-    assert sum(loads) == sum(bool(part.sources) for part in parts)
+    assert sum(loads) == sum(len(part.sources) for part in parts)
     # Contributors are numbered without gaps, in the order of ranks.
     assert [p.contributor_rank for p in parts if p.contributor_rank is not None] == list(range(result.num_contributors))
     assert {p.role for p in parts if p.contributor_rank is not None} <= {HEALTHY, INLINE}

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class SteeredTransport(HTTPTransport):
     control: Path
     cancelled: threading.Event
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
         self.cancelled.clear()
         report("fetching", step=step)
         if (self.control / "fail").exists():
@@ -39,7 +40,7 @@ class SteeredTransport(HTTPTransport):
         slow = self.control / "slow"
         if slow.exists() and self.cancelled.wait(float(slow.read_text())):
             raise TransferCancelledError("cancelled while slow", party="test")
-        return super().recv_checkpoint(src_rank, metadata, step, timeout)
+        return super().fetch_checkpoint(sources, step, timeout, **how)
 
     def cancel_recv(self) -> None:
         self.cancelled.set()

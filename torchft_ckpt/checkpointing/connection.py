@@ -1,22 +1,27 @@
-"""One HTTP connection from a receiver to its source, and what its failures mean.
+"""One HTTP connection from a receiver to its source, with TLS or without, and what its failures mean.
 
-It turns what sockets and HTTP do into the named transfer errors; it does not know blocks or deadlines. `close` may be called
-from any thread and ends whatever the connection is waiting for.
+It turns what sockets, TLS and HTTP do into the named transfer errors; it does not know blocks or deadlines. `close` may be
+called from any thread and ends whatever the connection is waiting for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import socket
+import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.protocol import MAX_REFUSAL_BYTES, Refusal
-from torchft_ckpt.errors import SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
+from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
+
+_CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
 class _OpenSocketConnection(http.client.HTTPConnection):
@@ -32,38 +37,55 @@ class SourceConnection:
     Args:
         source: where to connect.
         headers: sent with every request.
-        connect_timeout_s: limit for the connection to be accepted.
+        connect_timeout_s: limit for the connection to be accepted, TLS handshake included; for each address of the host.
         stall_timeout_s: limit for each wait for a byte.
+        ssl_context: for clients; whom to believe, and who we are, where the source speaks https. Default: the certificate
+            authorities of this machine.
+
+    Raises:
+        ConfigError: the context is for servers.
     """
 
     def __init__(
-        self, source: SourceAddress, *, headers: Mapping[str, str], connect_timeout_s: float, stall_timeout_s: float
+        self,
+        source: SourceAddress,
+        *,
+        headers: Mapping[str, str],
+        connect_timeout_s: float,
+        stall_timeout_s: float,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
+        if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_SERVER:
+            raise ConfigError("ssl_context is one for servers; fetching needs PROTOCOL_TLS_CLIENT", party="ssl_context")
         self.party = str(source)
         self._source = source
         self._headers = dict(headers)
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
+        self._ssl_context = ssl_context
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._closed = False
         self._http: _OpenSocketConnection | None = None
+        self._answered = False
 
     def open(self) -> None:
-        """Connect.
+        """Connect, and shake hands where the source speaks https. Nothing is sent to one that is not who it should be.
 
         Raises:
             SourceLostError: nobody accepts connections there.
+            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify.
         """
         failure: OSError | None = None
         try:
             candidates = socket.getaddrinfo(self._source.host, self._source.port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise SourceLostError(
                 f"source {self.party}: its address cannot be resolved: {error}", self.party
             ) from error
         for family, kind, protocol, _, address in candidates:
-            sock = socket.socket(family, kind, protocol)
+            deadline = time.monotonic() + self._connect_timeout_s
+            sock: socket.socket = socket.socket(family, kind, protocol)
             with self._lock:
                 if self._closed:
                     sock.close()
@@ -73,16 +95,24 @@ class SourceConnection:
                 sock.settimeout(self._connect_timeout_s)
                 sock.connect(address)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._source.scheme == "https":
+                    sock = self._shake_hands(sock, deadline)
                 sock.settimeout(self._stall_timeout_s)
-            except OSError as error:
-                failure = error
+            except (OSError, SourceRefusedError) as error:
                 with self._lock:
+                    if self._socket is not None:
+                        self._socket.close()
                     self._socket = None
-                    sock.close()
+                if isinstance(error, SourceRefusedError):
+                    raise
+                failure = error
                 continue
             self._http = _OpenSocketConnection(self._source.host, self._source.port)
             self._http.sock = sock
+            self._answered = False
             return
+        if self._closed:
+            raise SourceLostError(f"the connection to source {self.party} was closed by this side", self.party)
         raise SourceLostError(f"source {self.party} does not accept connections: {failure}", self.party) from failure
 
     def close(self) -> None:
@@ -91,32 +121,106 @@ class SourceConnection:
             self._closed = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):  # not connected any more
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                    # Not SSLSocket's own: it forgets its session, and a read that goes on takes ciphertext for the body.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Close the socket. By the thread that uses the connection."""
         with self._lock:
             self._closed = True
+        self._drop()
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> Answer:
+        """Send a request and read the head of its answer.
+
+        A source closes a connection on which nothing was asked for a while. Where that shows before a byte of the answer has
+        come, on a connection that has answered before, the request is sent once more over a new one: every request of this
+        protocol may be repeated.
+
+        Raises:
+            SourceLostError: the connection ended, or cannot be opened.
+            SourceRefusedError: no TLS session was agreed on.
+            TransferStalledError: no byte came for the stall timeout.
+        """
+        doing = f"waiting for an answer to {path}"
+        if self._http is not None and self._answered:
+            if self._http.sock is not None:
+                with self._named_failures(doing):
+                    try:
+                        return self._ask(self._http, method, path, headers)
+                    except _CLOSED_BY_PEER:
+                        if self._closed:
+                            raise
+            self._drop()
+        if self._http is None:
+            self.open()
+        with self._named_failures(doing):
+            if self._http is None:
+                raise ConnectionError("not connected")
+            try:
+                return self._ask(self._http, method, path, headers)
+            except _CLOSED_BY_PEER as error:
+                if self._closed:
+                    raise
+                doubt = ", or accepts no certificate of ours" if self._source.scheme == "https" else ""
+                raise ConnectionError(
+                    f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
+                ) from error
+
+    def _ask(
+        self, http_connection: _OpenSocketConnection, method: str, path: str, headers: Mapping[str, str] | None
+    ) -> Answer:
+        http_connection.request(method, path, headers={**self._headers, **(headers or {})})
+        response = http_connection.getresponse()
+        self._answered = True
+        return Answer(self, response, path)
+
+    def _drop(self) -> None:
+        """Close the socket and forget it. By the thread that uses the connection."""
+        with self._lock:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
         if self._http is not None:
             self._http.close()
+            self._http = None
 
-    def get(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> Answer:
-        """Send a request and read the head of its answer.
+    def _shake_hands(self, sock: socket.socket, deadline: float) -> ssl.SSLSocket:
+        """Return the socket that speaks TLS over a connected one; the certificate has been verified, and its name.
 
         Raises:
-            SourceLostError: the connection ended.
-            TransferStalledError: no byte came for the stall timeout.
+            SourceRefusedError: the source answered, but there will be no session: trying again unchanged cannot help.
+            OSError: the connection ended, or the deadline passed.
         """
-        if self._http is None:
-            self.open()
-        with self._named_failures(f"waiting for an answer to {path}"):
-            if self._http is None:
-                raise ConnectionError("not connected")
-            self._http.request(method, path, headers={**self._headers, **(headers or {})})
-            return Answer(self, self._http.getresponse(), path)
+        context = self._ssl_context or _default_context()
+        try:
+            with self._lock:
+                # From here on the new object owns the descriptor; `close` has to find it.
+                secured = context.wrap_socket(
+                    sock, server_hostname=self._source.host.partition("%")[0], do_handshake_on_connect=False
+                )
+                self._socket = secured
+            secured.settimeout(max(deadline - time.monotonic(), 0.001))
+            secured.do_handshake()
+        except ssl.SSLCertVerificationError as error:
+            raise SourceRefusedError(
+                f"source {self.party}: its certificate does not verify ({error.verify_message or error}); "
+                "nothing was asked of it",
+                self.party,
+            ) from error
+        except _CLOSED_BY_PEER as error:
+            raise ConnectionAbortedError(
+                f"it closed the connection during the TLS handshake ({error}); perhaps it accepts no certificate of ours"
+            ) from error
+        except ssl.SSLError as error:
+            hint = "; it may speak plain http" if error.reason in _NOT_TLS else ""
+            raise SourceRefusedError(
+                f"source {self.party}: no TLS session was agreed on: {error.reason or error}{hint}; nothing was asked of it",
+                self.party,
+            ) from error
+        except ValueError as error:  # a host that cannot be the name in a certificate
+            raise SourceRefusedError(f"source {self.party}: no TLS name: {error}", self.party) from error
+        return secured
 
     def set_stall_timeout(self, stall_timeout_s: float) -> None:
         """Change the limit for each wait for a byte."""
@@ -134,9 +238,28 @@ class SourceConnection:
                 f"source {self.party} sent no byte for {self._stall_timeout_s:g} s while {doing}; it may hang",
                 self.party,
             ) from error
+        except ssl.SSLError as error:
+            kind = SourceRefusedError if error.reason and "ALERT" in error.reason else SourceLostError
+            raise kind(f"source {self.party} ended the TLS session while {doing}: {error}", self.party) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             what = str(error) or type(error).__name__
             raise SourceLostError(f"source {self.party} was lost while {doing}: {what}", self.party) from error
+
+
+# What OpenSSL says of an answer that is no TLS record.
+_NOT_TLS = {
+    "WRONG_VERSION_NUMBER",
+    "HTTP_REQUEST",
+    "UNKNOWN_PROTOCOL",
+    "PACKET_LENGTH_TOO_LONG",
+    "RECORD_LAYER_FAILURE",
+}
+
+
+@functools.cache
+def _default_context() -> ssl.SSLContext:
+    """Believes the certificate authorities of this machine; made once, because reading them takes long."""
+    return ssl.create_default_context()
 
 
 class Answer:

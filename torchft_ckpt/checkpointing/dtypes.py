@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from torchft_ckpt.errors import StateFormatError
@@ -9,6 +11,7 @@ from torchft_ckpt.errors import StateFormatError
 _QUANTIZED = frozenset({"qint8", "qint32", "quint8", "quint4x2", "quint2x4"})
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the wire name of a dtype, for example `bfloat16`."""
     return str(dtype).removeprefix("torch.")
@@ -20,6 +23,8 @@ DTYPES: dict[str, torch.dtype] = {
     if isinstance(value, torch.dtype) and dtype_name(value) not in _QUANTIZED
 }
 """Every dtype that this torch has and the format carries, by wire name."""
+
+CARRIED_DTYPES = frozenset(DTYPES.values())
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -1,94 +1,110 @@
-"""Fetches one state from one source, over a few connections, within a deadline.
+"""Fetches one state from one source or several, over a few connections each, within a deadline.
 
-The calling thread decides when it is over: all in, failed, cancelled, or too late. Worker threads move bytes; each has one
-connection, which the calling thread closes to end it. Nothing of a fetch that failed is visible to the caller.
+The calling thread decides when it is over: all in, failed, cancelled, or too late; it cuts streams that hold up the end, and
+reports progress. Worker threads move bytes; each has one connection, which the calling thread closes to end it. What they
+share is in `transfer_state`. Nothing of a fetch that failed is visible to the caller, but where it was received in place.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
-import xxhash
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, format_runs, plan_runs, start_digest
-from torchft_ckpt.checkpointing.connection import SourceConnection
-from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, MAX_WAIT_S, PREFIX, RECEIVED_HEADER, RECEIVER_HEADER
-from torchft_ckpt.checkpointing.receive import BufferShelf, Destination, verify
+from torchft_ckpt.checkpointing.collector import collector_paused
+from torchft_ckpt.checkpointing.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
+from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.local_state import LocalState
+from torchft_ckpt.checkpointing.options import FetchOptions
+from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
+from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.relay import Relay
+from torchft_ckpt.checkpointing.source import SourceClient
+from torchft_ckpt.checkpointing.streams import RunTakenBackError, Stream
+from torchft_ckpt.checkpointing.swarm import run_swarm
+from torchft_ckpt.checkpointing.transfer_state import TransferState
 from torchft_ckpt.errors import (
     CheckpointError,
-    DigestMismatchError,
+    ReplicaDivergenceWarning,
     SourceLostError,
     SourceRefusedError,
-    StateFormatError,
+    StateMismatchError,
     TransferCancelledError,
     TransferError,
     TransferTimeoutError,
 )
 
 logger = logging.getLogger(__name__)
-MAX_RUN_BYTES = 16 * 1024 * 1024
-DEFAULT_STREAMS = 2
-_RUNS_PER_STREAM = 4
-_DONE_TIMEOUT_S = 1.0
+_TICK_S = 0.1
+_SWARM_AFTER_S = 0.25
 _JOIN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchOptions:
-    """How to fetch. Durations in seconds, lengths in bytes; `num_streams` 0 leaves the choice here."""
-
-    connect_timeout_s: float
-    stall_timeout_s: float
-    num_streams: int
-    max_manifest_bytes: int
-    max_total_bytes: int | None
-    token: str | None
-    receiver: str
 
 
 class Fetch:
     """One fetch of one state. `run` is called once; `cancel` from any thread, at any time.
 
     Args:
-        source: where the state is.
-        step: the step wanted.
+        sources: where the state is; the first is the primary, whose state counts.
+        step: the step wanted, or None for the newest.
         deadline: on the monotonic clock.
         options: how to fetch.
         shelf: where memory comes from.
+        local: the state that is here: what is equal in it is not fetched.
+        in_place: receive into the tensors of `local`.
+        on_progress: called by the thread in `run`, a few times a second and at the end.
+        serve_on: called with what serves the received blocks to other receivers, once there may be some.
     """
 
     def __init__(
-        self, source: SourceAddress, *, step: int, deadline: float, options: FetchOptions, shelf: BufferShelf
+        self,
+        sources: Sequence[SourceAddress],
+        *,
+        step: int | None,
+        deadline: float,
+        options: FetchOptions,
+        shelf: BufferShelf,
+        local: LocalState | None = None,
+        in_place: bool = False,
+        on_progress: ProgressCallback | None = None,
+        serve_on: Callable[[Manifest, Destination], Relay] | None = None,
     ) -> None:
-        self._source = source
-        self._party = str(source)
+        self._sources = list(dict.fromkeys(sources))
+        self._party = ", ".join(map(str, self._sources))
         self._step = step
         self._deadline = deadline
         self._options = options
         self._shelf = shelf
-        self._changed = threading.Condition()
-        # All below belong to `_changed`.
-        self._outcome: CheckpointError | None = None
-        self._over = False
-        self._connections: set[SourceConnection] = set()
+        self._local = local
+        self._in_place = in_place and local is not None
+        self._on_progress = on_progress
+        self._serve_on = serve_on
+        self._started_at = time.monotonic()
+        self._state = TransferState([str(source) for source in self._sources], seed=hash(options.receiver))
+        self._lock = threading.Lock()
+        # All below belong to `_lock`.
+        self._clients: set[SourceClient] = set()
+        self._streaming: dict[int, SourceClient] = {}
+        self._cut: set[int] = set()
         self._threads: list[threading.Thread] = []
-        self._runs: deque[range] = deque()
-        self._destination: Destination | None = None
-        self._num_missing = 0
+        self._has_swarm = False
+        self._heir: str | None = None
         self._last_refusal: SourceRefusedError | None = None
+
+    @property
+    def _what(self) -> str:
+        return "the newest step" if self._step is None else f"step {self._step}"
 
     def cancel(self, reason: str = "the receiver gave it up") -> None:
         """Make `run` raise `TransferCancelledError`."""
-        self._end(TransferCancelledError(f"fetch of step {self._step} from {self._party}: {reason}", party="receiver"))
+        self._state.end(TransferCancelledError(f"fetch of {self._what} from {self._party}: {reason}", party="receiver"))
 
     def run(self) -> object:
         """Fetch and return the state.
@@ -96,206 +112,328 @@ class Fetch:
         Raises:
             TransferError: a subclass says why there is none.
             StateFormatError: what the source sends is not a state.
+            StateMismatchError: the state does not fit the local one that it was to be received into.
         """
-        self._spawn(self._first_stream)
-        with self._changed:
-            while not self._over:
-                remaining_s = self._deadline - time.monotonic()
-                if remaining_s <= 0:
-                    self._end(self._too_late())
-                    break
-                self._changed.wait(remaining_s)
-            outcome, destination = self._outcome, self._destination
-        self._stop_streams()
+        state = self._state
+        for address in self._sources:
+            self._spawn(functools.partial(self._run_source, address), str(address))
+        try:
+            self._wait()
+        finally:
+            state.end(TransferCancelledError(f"fetch of {self._what} was interrupted", party="receiver"))
+            self._stop_threads()
+            self._report_progress()
+        destination, outcome = state.destination, state.outcome
+        relay = state.relay
+        if relay is not None and (outcome is not None or not state.has_seen_peers):
+            relay.close()
         if outcome is None and destination is not None:
+            for name, what in state.divergences().items():
+                warnings.warn(
+                    f"replicas have diverged at {self._what}: {name} differs from {state.primary}, whose state was received: "
+                    f"{what}",
+                    ReplicaDivergenceWarning,
+                    stacklevel=4,
+                )
             return destination.assemble()
+        outcome = outcome or TransferError(
+            f"fetch of {self._what} from {self._party} ended without a state", self._party
+        )
         if destination is not None:
             self._shelf.keep(destination.give_up())
-        raise outcome or TransferError(
-            f"fetch of step {self._step} from {self._party} ended without a state", self._party
-        )
+            if destination.is_overwritten:
+                outcome = type(outcome)(
+                    f"{outcome}; the state that it was received into is partly overwritten and must not be used",
+                    outcome.party,
+                )
+                outcome.state_overwritten = True
+        raise outcome
 
     def buffers(self) -> list[np.ndarray]:
-        """The memory that the state was received into."""
-        with self._changed:
-            return [] if self._destination is None else list(self._destination.buffers)
+        """The memory that the state was received into, but that of local tensors."""
+        destination = self._state.destination
+        return [] if destination is None else destination.buffers()
 
-    # The streams
+    # The calling thread
 
-    def _first_stream(self, connection: SourceConnection) -> None:
-        """Fetch the manifest, prepare memory, start the other streams, then be one of them."""
-        manifest = self._fetch_manifest(connection)
-        destination = Destination(manifest, self._shelf)
-        num_streams = self._options.num_streams or DEFAULT_STREAMS
-        max_run = max(
-            1, min(MAX_RUN_BYTES // manifest.block_bytes, destination.num_blocks // (num_streams * _RUNS_PER_STREAM))
+    def _wait(self) -> None:
+        """Wait for the outcome; look after the transfer a few times a second."""
+        state = self._state
+        while True:
+            with state.changed:
+                remaining_s = self._deadline - time.monotonic()
+                if not state.over and remaining_s > 0:
+                    state.changed.wait(min(remaining_s, _TICK_S))
+                if state.over:
+                    return
+            if self._deadline <= time.monotonic():
+                state.end(self._too_late())
+                return
+            self._look_after()
+
+    def _look_after(self) -> None:
+        state = self._state
+        for number in state.overdue():
+            with self._lock:
+                client = self._streaming.get(number)
+                self._cut.add(number)
+            if client is not None:
+                logger.info("%s is slow at the end of the transfer; its blocks are taken from others", client.name)
+                client.close()
+        if state.destination is not None and time.monotonic() - state.ready_at > _SWARM_AFTER_S:
+            self._start_swarm()
+        heir = state.heir()
+        if heir is not None and heir != self._heir:
+            self._heir = heir
+            self._spawn(functools.partial(self._adopt, self._address_of(heir)), heir)
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        if self._on_progress is None or self._state.destination is None:
+            return
+        total, received, skipped, wasted, num_sources = self._state.numbers()
+        manifest = self._state.destination.manifest
+        self._on_progress(
+            TransferProgress(
+                step=manifest.step,
+                total_bytes=total,
+                received_bytes=received,
+                skipped_bytes=skipped,
+                resent_bytes=wasted,
+                num_sources=num_sources,
+                elapsed_s=time.monotonic() - self._started_at,
+            )
         )
-        runs = plan_runs(destination.num_blocks, max_run)
-        with self._changed:
-            self._destination = destination
-            self._num_missing = destination.num_blocks
-            self._runs.extend(runs)
-        for _ in range(min(num_streams, len(runs)) - 1):
-            self._spawn(self._stream)
-        if runs:
-            self._stream(connection)
-        else:
-            self._finish(connection, manifest)
 
-    def _stream(self, connection: SourceConnection) -> None:
-        """Fetch runs until there are none left."""
-        with self._changed:
-            destination = self._destination
+    def _start_swarm(self) -> None:
+        state, own = self._state, self._options.address
+        primary, destination = state.primary, state.destination
+        if self._has_swarm or primary is None or destination is None or own is None or self._serve_on is None:
+            return
+        manifest = state.manifest_of(primary)
+        if manifest is None:
+            return
+        self._has_swarm = True
+        state.attach(self._serve_on(manifest, destination))
+        self._spawn(lambda: self._run_swarm(self._address_of(primary), manifest, own), None)
+
+    # The worker threads
+
+    def _run_source(self, address: SourceAddress) -> None:
+        """Fetch the manifest; be the primary, or compare with it; then bring blocks."""
+        state = self._state
+        with self._connected(address) as client:
+            manifest = client.fetch_manifest(
+                deadline=self._deadline, is_over=lambda: state.over, on_refused=self._note_refusal
+            )
+            if state.elect(client.name, manifest):
+                if state.destination is None:
+                    self._begin(client, manifest)
+                else:
+                    self._take_over(client, manifest)
+            elif not state.over:
+                self._compare(client, manifest)
+                self._spawn(lambda: self._compare_digests(address, manifest), client.name)
+            for _ in range(self._options.num_streams - 1):
+                self._spawn(functools.partial(self._bring_blocks, address, manifest), client.name)
+            if self._run_stream(client, manifest):
+                self._tell_done(client, manifest)
+                return
+        self._bring_blocks(address, manifest)
+
+    def _begin(self, client: SourceClient, manifest: Manifest) -> None:
+        with collector_paused():
+            destination = Destination(manifest, self._shelf, local=self._local, in_place=self._in_place)
+        digests, held = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
+        self._state.begin(client.name, destination, digests, held, client.share)
+
+    def _take_over(self, client: SourceClient, manifest: Manifest) -> None:
+        """Another source began it and is lost; go on with this one, if its tensors lie in the same places."""
+        destination = self._state.destination
+        if destination is None or not _same_layout(manifest, destination.manifest):
+            raise SourceRefusedError(
+                f"source {client.name} holds other tensors than the one that was lost", client.name
+            )
+        digests: dict[int, bytes] = {}
+        for batch in fetch_digests(client, manifest, (1 << destination.num_blocks) - 1):
+            digests.update(batch)
+        self._state.adopt(client.name, digests)
+
+    def _adopt(self, address: SourceAddress) -> None:
+        manifest = self._state.manifest_of(str(address))
+        if manifest is not None:
+            with self._connected(address) as client:
+                self._take_over(client, manifest)
+
+    def _compare(self, client: SourceClient, manifest: Manifest) -> None:
+        """Let blocks come from this source, as far as its digests will turn out to be the primary's."""
+        state, destination = self._state, self._state.destination
         if destination is None:
             return
-        received = ""
-        while True:
-            with self._changed:
-                if self._over or not self._runs:
+        if not _same_layout(manifest, destination.manifest):
+            state.note_divergence(client.name, "its tensors have other names, shapes or dtypes")
+            raise SourceRefusedError(f"source {client.name} holds other tensors than the primary source", client.name)
+        if manifest.tree != destination.manifest.tree:
+            state.note_divergence(client.name, "values that are no tensors differ")
+        state.add_replica(client.name)
+
+    def _compare_digests(self, address: SourceAddress, manifest: Manifest) -> None:
+        """Fetch a source's digests and the primary's, batch by batch, each from its own."""
+        state, primary = self._state, self._state.primary
+        first = None if primary is None else state.manifest_of(primary)
+        if primary is None or first is None:
+            return
+        with self._connected(address) as own, self._connected(self._address_of(primary)) as other:
+            while not state.over and state.primary == primary:
+                blocks = state.unannounced(own.name, BATCH_BLOCKS)
+                if not blocks:
                     return
-                run = self._runs.popleft()
-            self._fetch_run(connection, destination, run, received)
-            received = format_runs(run)
-            with self._changed:
-                self._num_missing -= len(run)
-                last = self._num_missing == 0
-            if last:
-                self._finish(connection, destination.manifest)
-                return
+                for digests in fetch_digests(own, manifest, blocks):
+                    state.learn_digests(own.name, digests)
+                try:
+                    for digests in fetch_digests(other, first, state.unknown_of(blocks)):
+                        state.learn_digests(primary, digests)
+                except TransferError as error:  # its own streams notice that, too, and say what it means
+                    logger.debug("the digests of %s cannot be compared any more: %s", primary, error)
+                    return
 
-    def _fetch_manifest(self, connection: SourceConnection) -> Manifest:
-        """Ask until the step is served; raises at the deadline by the closing of the connection."""
-        while True:
-            remaining_s = max(self._deadline - time.monotonic(), 0.0)
-            wait_s = min(MAX_WAIT_S, self._options.stall_timeout_s / 2, remaining_s)
-            answer = connection.get(f"{self._path('manifest')}?wait_s={wait_s:.3f}")
-            if answer.status == 200:
-                break
-            refusal = answer.refusal()
-            if answer.status != 404 or refusal.error != "not_yet":
-                raise answer.refused(refusal)
-            with self._changed:
-                self._last_refusal = answer.refused(refusal)
-                if self._over:
-                    raise TransferCancelledError(f"fetch of step {self._step} from {self._party} is over")
-                # The source holds the request up itself; a source that does not is not asked in a tight loop.
-                self._changed.wait(min(0.02, remaining_s))
-        digest = answer.header(DIGEST_HEADER)
-        body = answer.read(self._options.max_manifest_bytes)
-        if xxhash.xxh3_128_hexdigest(body) != digest:
-            raise DigestMismatchError(
-                f"the manifest from {self._party} does not have the digest that came with it", party=self._party
-            )
-        manifest = decode_manifest(body, max_total_bytes=self._options.max_total_bytes)
-        if manifest.step != self._step or answer.header("ETag") != f'"{manifest.snapshot}"':
-            raise StateFormatError(
-                f"source {self._party} was asked for step {self._step} and sent step {manifest.step}", party=self._party
-            )
-        return manifest
+    def _run_swarm(self, address: SourceAddress, manifest: Manifest, own: str) -> None:
+        def start(peer: SourceAddress) -> None:
+            self._spawn(lambda: self._bring_blocks(peer, manifest), str(peer), is_peer=True)
 
-    def _fetch_run(self, connection: SourceConnection, destination: Destination, run: range, received: str) -> None:
-        manifest = destination.manifest
-        headers = {"If-Match": f'"{manifest.snapshot}"'}
-        if received:
-            headers[RECEIVED_HEADER] = received
-        answer = connection.get(self._path(f"blocks/{run.start}-{run.stop - 1}"), headers)
-        if answer.status != 200:
-            raise answer.refused(answer.refusal())
-        stop = min(run.stop * manifest.block_bytes, manifest.total_bytes)
-        expected = stop - run.start * manifest.block_bytes + DIGEST_BYTES * len(run)
-        if answer.length != expected or answer.header("ETag") != headers["If-Match"]:
-            raise StateFormatError(
-                f"source {self._party} answered blocks {run.start} to {run.stop - 1} with {answer.length} bytes of "
-                f"{answer.header('ETag')[:70]}, {expected} of {headers['If-Match']} were asked for",
-                party=self._party,
-            )
-        announced = bytearray(DIGEST_BYTES)
-        for block in run:
-            hasher = start_digest(block)
-            for piece in destination.pieces(block):
-                answer.read_into(piece)
-                hasher.update(piece)
-            answer.read_into(memoryview(announced))
-            verify(block, hasher.digest(), bytes(announced), self._party)
+        with self._connected(address) as client:
+            run_swarm(self._state, client, manifest, own, start)
 
-    def _finish(self, connection: SourceConnection, manifest: Manifest) -> None:
-        """Every block is in: tell the source, so that it may free what it keeps, and end. The telling may fail."""
-        connection.set_stall_timeout(min(_DONE_TIMEOUT_S, self._options.stall_timeout_s))
+    def _bring_blocks(self, address: SourceAddress, manifest: Manifest) -> None:
+        """Bring blocks until it is over; over another connection where one was cut that had brought some."""
+        while not self._state.over:
+            with self._connected(address) as client:
+                if self._run_stream(client, manifest):
+                    return
+
+    def _run_stream(self, client: SourceClient, manifest: Manifest) -> bool:
+        """Bring blocks over one connection; False where another one is to go on.
+
+        Raises:
+            CheckpointError: the source is lost without having brought anything since it was connected, or lies.
+        """
+        state, destination = self._state, self._state.destination
+        if destination is None or state.over:
+            return True
+        num_before = state.num_arrived_from(client.name)
+        numbers: list[int] = []
+
+        def opened(number: int) -> None:
+            numbers.append(number)
+            with self._lock:
+                self._streaming[number] = client
+
         try:
-            connection.get(self._path("done"), {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
+            Stream(state, destination).run(client, manifest, opened)
+            return True
+        except SourceLostError as error:
+            with self._lock:
+                is_ours = isinstance(error, RunTakenBackError) or bool(self._cut.intersection(numbers))
+            if not is_ours and state.num_arrived_from(client.name) == num_before:
+                raise
+            logger.info("connecting to %s again: %s", client.name, error)
+            return False
+        finally:
+            with self._lock:
+                for number in numbers:
+                    self._streaming.pop(number, None)
+
+    def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
+        """Every block is in: tell the source, so that it may free what it keeps. The telling may fail."""
+        if self._state.outcome is not None:
+            return
+        try:
+            client.tell_done(manifest)
         except CheckpointError as error:
-            logger.info("could not tell %s that step %d has arrived: %s", self._party, self._step, error)
-        self._end(None)
+            logger.info("could not tell %s that step %d has arrived: %s", client.name, manifest.step, error)
 
     # Beginning and ending
 
-    def _spawn(self, work: Callable[[SourceConnection], None]) -> None:
-        headers = {RECEIVER_HEADER: self._options.receiver, "Accept-Encoding": "identity"}
-        if self._options.token is not None:
-            headers["Authorization"] = f"Bearer {self._options.token}"
-        connection = SourceConnection(
-            self._source,
-            headers=headers,
-            connect_timeout_s=self._options.connect_timeout_s,
-            stall_timeout_s=self._options.stall_timeout_s,
-        )
-        thread = threading.Thread(target=self._work, args=(work, connection), name="torchft_ckpt-fetch", daemon=True)
-        with self._changed:
-            if self._over:
+    @contextmanager
+    def _connected(self, address: SourceAddress) -> Iterator[SourceClient]:
+        client = SourceClient(address, self._step, self._options)
+        with self._lock:
+            self._clients.add(client)
+        try:
+            yield client
+        finally:
+            client.release()
+            with self._lock:
+                self._clients.discard(client)
+
+    def _spawn(self, work: Callable[[], None], name: str | None, *, is_peer: bool = False) -> None:
+        thread = threading.Thread(target=self._work, args=(work, name, is_peer), name="torchft_ckpt-fetch", daemon=True)
+        with self._lock:
+            if self._state.over:
                 return
-            self._connections.add(connection)
             self._threads.append(thread)
             thread.start()
 
-    def _work(self, work: Callable[[SourceConnection], None], connection: SourceConnection) -> None:
+    def _work(self, work: Callable[[], None], name: str | None, is_peer: bool) -> None:
+        """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
         try:
-            work(connection)
+            work()
         except CheckpointError as error:
             _forget_locals(error)
-            self._end(error)
+            if isinstance(error, StateMismatchError) or error.party == "memory":
+                self._state.end(error)
+            elif name is None:
+                logger.info("the receivers of %s do not find each other: %s", self._what, error)
+            elif is_peer:
+                logger.info("taking nothing more from receiver %s: %s", name, error)
+                self._state.fail_peer(name)
+            else:
+                self._state.fail_source(name, error)
         except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
             _forget_locals(error)
-            failure = SourceLostError(f"fetch from {self._party} failed: {type(error).__name__}: {error}", self._party)
+            failure = TransferError(f"fetch of {self._what} failed: {type(error).__name__}: {error}", name)
             failure.__cause__ = error
-            self._end(failure)
-        finally:
-            connection.release()
+            self._state.end(failure)
 
-    def _end(self, outcome: CheckpointError | None) -> None:
-        """Set the outcome; the first one counts."""
-        with self._changed:
-            if not self._over:
-                self._over = True
-                self._outcome = outcome
-                self._changed.notify_all()
-
-    def _stop_streams(self) -> None:
-        with self._changed:
-            connections, threads = list(self._connections), list(self._threads)
-        for connection in connections:
-            connection.close()
+    def _stop_threads(self) -> None:
+        is_success = self._state.outcome is None
+        with self._lock:
+            # Where all is here, the streams are idle, and tell their sources so.
+            busy = [client for client in self._clients if not is_success or client not in self._streaming.values()]
+            threads = list(self._threads)
+        for client in busy:
+            client.close()
         until = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
             if thread.is_alive():  # resolving a name cannot be interrupted
                 logger.warning("a connection attempt to %s is still in the resolver; it ends by itself", self._party)
 
+    def _address_of(self, name: str) -> SourceAddress:
+        return next(address for address in self._sources if str(address) == name)
+
+    def _note_refusal(self, refusal: SourceRefusedError) -> None:
+        self._last_refusal = refusal
+
     def _too_late(self) -> TransferTimeoutError:
-        with self._changed:
-            destination, num_missing = self._destination, self._num_missing
-        arrived = "nothing"
-        if destination is not None:
-            arrived = f"{destination.num_blocks - num_missing} of {destination.num_blocks} blocks"
-        elif self._last_refusal is not None:
+        arrived = self._state.arrived_text()
+        if arrived == "nothing" and self._last_refusal is not None:
             arrived = f"nothing ({self._last_refusal})"
         return TransferTimeoutError(
-            f"fetch of step {self._step} from {self._party} reached its deadline with {arrived} received; "
+            f"fetch of {self._what} from {self._party} reached its deadline with {arrived} received; "
             "give a longer timeout if the link is slow",
             party=self._party,
         )
 
-    def _path(self, what: str) -> str:
-        return f"{PREFIX}/{self._step}/{what}"
+
+def _same_layout(one: Manifest, other: Manifest) -> bool:
+    """Whether the tensors of two states have the same names, and lie in the same places."""
+    return (one.block_bytes, one.total_bytes, one.segments, one.tensors) == (
+        other.block_bytes,
+        other.total_bytes,
+        other.segments,
+        other.tensors,
+    )
 
 
 def _forget_locals(error: BaseException) -> None:

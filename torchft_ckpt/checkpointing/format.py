@@ -47,6 +47,7 @@ from typing import Annotated
 import msgspec
 
 from torchft_ckpt.checkpointing.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.space import ALIGN_BYTES, Placed, Space
 from torchft_ckpt.checkpointing.tree import check_tree
@@ -60,7 +61,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Dims = Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)]
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One box of a tensor and where its bytes are."""
 
     offsets: _Dims
@@ -70,7 +71,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     strides: _Dims | None
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One tensor: its name, dtype, global shape, and the chunk that the source holds."""
 
     fqn: str
@@ -113,7 +114,7 @@ def build_manifest(*, step: int, snapshot: str, block_bytes: int, tree: object, 
         snapshot=snapshot,
         block_bytes=block_bytes,
         total_bytes=space.total_bytes,
-        segments=[(start, memory.length) for start, memory in zip(space.starts, space.memories, strict=True)],
+        segments=list(zip(space.starts, space.lengths, strict=True)),
         tensors=[_entry(placed) for placed in space.placed],
         tree=tree,
     )
@@ -156,8 +157,9 @@ def decode_manifest(data: bytes, *, max_total_bytes: int | None = None) -> Manif
                 f"the source speaks state format {header.version}, this side {FORMAT_VERSION}: run one version on both",
                 party="source",
             )
-        manifest = msgspec.json.decode(data, type=Manifest)
-        check_manifest(manifest, max_total_bytes=max_total_bytes)
+        with collector_paused():
+            manifest = msgspec.json.decode(data, type=Manifest)
+            check_manifest(manifest, max_total_bytes=max_total_bytes)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StateFormatError(f"the manifest cannot be read: {error}", party="source") from error
     except RecursionError as error:

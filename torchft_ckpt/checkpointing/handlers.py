@@ -6,36 +6,58 @@ The paths, headers and refusals are those of `protocol`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 import msgspec
 import xxhash
 from aiohttp import web
 
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, block_range, parse_runs, start_digest
+from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.blocks import parse_runs
 from torchft_ckpt.checkpointing.protocol import (
+    ADDRESS_HEADER,
     DIGEST_HEADER,
+    LATEST,
+    MAX_DIGESTS,
     MAX_WAIT_S,
     PREFIX,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
+    SHARE_HEADER,
+    Peer,
+    Peers,
     Refusal,
 )
+from torchft_ckpt.checkpointing.sending import Body, Turn, digest_block, send_burst
+from torchft_ckpt.checkpointing.served import Served
 from torchft_ckpt.checkpointing.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Snapshot
-from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.core.transfer import blocks_of, mask_of
+from torchft_ckpt.errors import CheckpointError, SourceLostError
 from torchft_ckpt.network import bearer_matches
 
 logger = logging.getLogger(__name__)
-SLICE_BYTES = 1024 * 1024
-_MAX_DIGESTS = 4096
+_FIRST_BYTES = 16 * 1024
 _RANGE = re.compile(r"\Abytes=([0-9]{1,19})-([0-9]{0,19})\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
-_STATUS = {"unauthorized": 401, "not_yet": 404, "not_found": 404, "over": 409, "gone": 410, "other_snapshot": 412}
+_STATUS = {
+    "unauthorized": 401,
+    "not_yet": 404,
+    "not_found": 404,
+    "over": 409,
+    "gone": 410,
+    "revoked": 410,
+    "other_snapshot": 412,
+}
 
 
 class CheckpointHandlers:
@@ -43,7 +65,7 @@ class CheckpointHandlers:
 
     Args:
         shelf: what is served.
-        executor: runs reads that have to wait for a lock or for a device.
+        executor: sends, and computes digests: whatever has to wait for a lock or for a device.
         token: what clients must present, or None.
         on_registered: called on the loop when a receiver has started on a snapshot.
     """
@@ -61,16 +83,19 @@ class CheckpointHandlers:
         self._token = token or ""
         self._on_registered = on_registered
         self._waiting: set[asyncio.Future[None]] = set()
-        self._sending: dict[asyncio.Task[object], Snapshot] = {}
+        self._sending: dict[asyncio.Task[object], Served] = {}
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
         step = PREFIX + r"/{step:[0-9]{1,18}}"
+        app.router.add_get(PREFIX, self._index)
+        app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
         app.router.add_get(step + "/manifest", self._manifest)
         app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks)
         app.router.add_get(step + "/bytes", self._bytes)
         app.router.add_get(step + "/digests", self._digests)
+        app.router.add_get(step + "/peers", self._peers)
         app.router.add_post(step + "/done", self._done)
         return app
 
@@ -106,72 +131,105 @@ class CheckpointHandlers:
                 raise
             return self._refuse("not_found", f"{error.status}: no such request here", status=error.status)
         except BlockGoneError as error:
-            return self._refuse("gone", str(error))
+            return self._gone(request, str(error))
         except CheckpointError as error:
             logger.warning("a request for %s failed: %s", request.path, error)
             return self._refuse("failed", str(error), status=500)
 
+    async def _index(self, request: web.Request) -> web.StreamResponse:
+        return _json(msgspec.json.encode(self._shelf.index()))
+
+    async def _latest_manifest(self, request: web.Request) -> web.StreamResponse:
+        """Wait for whatever is served first; the owner is told that somebody waits."""
+        deadline = time.monotonic() + _wait_s(request)
+        while True:
+            snapshot = self._shelf.find_latest(time.monotonic())
+            if snapshot is not None:
+                return await self._begin(request, snapshot.step)
+            if not await self._woken(deadline):
+                return self._refuse("not_yet", "nothing is served now")
+
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
-        step = int(request.match_info["step"])
+        return await self._begin(request, int(request.match_info["step"]))
+
+    async def _begin(self, request: web.Request, step: int) -> web.StreamResponse:
+        """Answer with the manifest, once the receiver has been registered."""
         snapshot = await self._wait_for(step, _receiver(request), _wait_s(request))
         if isinstance(snapshot, web.Response):
             return snapshot
-        body = snapshot.manifest_bytes()
+        self._note_contact(request, snapshot)
+        body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.manifest_bytes)
         headers = {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), "ETag": _etag(snapshot)}
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        receiver = _receiver(request)
+        if receiver is not None:
+            headers[SHARE_HEADER] = "{}/{}".format(*snapshot.share_of(receiver))
+        return _json(body, headers)
 
     async def _blocks(self, request: web.Request) -> web.StreamResponse:
-        snapshot = self._chosen(request)
-        if isinstance(snapshot, web.Response):
-            return snapshot
+        served = self._chosen(request)
+        if isinstance(served, web.Response):
+            return served
         try:
-            (run,) = parse_runs(request.match_info["runs"], snapshot.num_blocks)
+            (run,) = parse_runs(request.match_info["runs"], served.num_blocks)
         except ValueError as error:
             return self._refuse("bad_range", str(error), status=416)
-        self._acknowledge(request, snapshot)
-        block_bytes = snapshot.manifest.block_bytes
-        start, stop = run.start * block_bytes, min(run.stop * block_bytes, snapshot.total_bytes)
-        if not snapshot.holds(start, stop):
-            return self._refuse("gone", f"step {snapshot.step}: blocks {run.start} to {run.stop - 1} have been freed")
-        response = _stream(snapshot, 200, stop - start + DIGEST_BYTES * len(run))
-        await response.prepare(request)
-        return await self._send(request, response, snapshot, self._framed(snapshot, run))
+        self._note_contact(request, served)
+        start, stop = run.start * served.block_bytes, min(run.stop * served.block_bytes, served.total_bytes)
+        if not served.holds(start, stop):
+            return self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
+        return await self._send(request, served, 200, Body(served, start, stop, framed=True))
 
     async def _bytes(self, request: web.Request) -> web.StreamResponse:
-        snapshot = self._chosen(request)
-        if isinstance(snapshot, web.Response):
-            return snapshot
-        start, stop, status = 0, snapshot.total_bytes, 200
+        served = self._chosen(request)
+        if isinstance(served, web.Response):
+            return served
+        start, stop, status = 0, served.total_bytes, 200
+        headers = {}
         if "Range" in request.headers:
             match = _RANGE.match(request.headers["Range"])
             start = int(match[1]) if match else -1
             stop = min(int(match[2]) + 1, stop) if match and match[2] else stop
             status = 206
             if not 0 <= start < stop:
-                refusal = self._refuse("bad_range", f"the state has {snapshot.total_bytes} bytes", status=416)
-                refusal.headers["Content-Range"] = f"bytes */{snapshot.total_bytes}"
+                refusal = self._refuse("bad_range", f"the state has {served.total_bytes} bytes", status=416)
+                refusal.headers["Content-Range"] = f"bytes */{served.total_bytes}"
                 return refusal
-        if not snapshot.holds(start, stop):
-            return self._refuse("gone", f"step {snapshot.step}: bytes {start} to {stop} have been freed")
-        response = _stream(snapshot, status, stop - start)
-        if status == 206:
-            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{snapshot.total_bytes}"
-        await response.prepare(request)
-        return await self._send(request, response, snapshot, self._slices(snapshot, start, stop))
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{served.total_bytes}"
+        self._note_contact(request, served)
+        if not served.holds(start, stop):
+            return self._gone(request, f"step {served.step}: bytes {start} to {stop} have been freed")
+        return await self._send(request, served, status, Body(served, start, stop, framed=False), headers)
 
     async def _digests(self, request: web.Request) -> web.StreamResponse:
-        snapshot = self._chosen(request)
-        if isinstance(snapshot, web.Response):
-            return snapshot
+        served = self._chosen(request)
+        if isinstance(served, web.Response):
+            return served
         try:
-            runs = parse_runs(request.query.get("blocks", ""), snapshot.num_blocks)
+            runs = parse_runs(request.query.get("blocks", ""), served.num_blocks)
         except ValueError as error:
             return self._refuse("bad_range", str(error), status=416)
-        if sum(len(run) for run in runs) > _MAX_DIGESTS:
-            return self._refuse("bad_range", f"at most {_MAX_DIGESTS} digests at once", status=416)
-        digests = {str(block): (await self._digest(snapshot, block)).hex() for run in runs for block in run}
-        body = msgspec.json.encode(digests)
-        return web.Response(body=body, content_type="application/json", headers={"ETag": _etag(snapshot)})
+        if sum(len(run) for run in runs) > MAX_DIGESTS:
+            return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
+        self._note_contact(request, served)
+        loop = asyncio.get_running_loop()
+        digests = {}
+        for block in (block for run in runs for block in run):
+            digest = served.digests.get(block)
+            if digest is None:
+                digest = await loop.run_in_executor(self._executor, digest_block, served, block)
+            digests[str(block)] = digest.hex()
+        return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
+
+    async def _peers(self, request: web.Request) -> web.StreamResponse:
+        served = self._chosen(request)
+        if isinstance(served, web.Response):
+            return served
+        self._note_contact(request, served)
+        receiver = _receiver(request)
+        if not isinstance(served, Snapshot) or receiver is None:
+            return self._refuse("not_found", "peers are known to the source alone, and told to its receivers")
+        peers = [Peer(address=peer.address, held=_runs_text(peer.held)) for peer in served.peers_of(receiver)]
+        return _json(msgspec.json.encode(Peers(peers=peers, sent=_runs_text(served.sent()))))
 
     async def _done(self, request: web.Request) -> web.StreamResponse:
         snapshot = self._chosen(request)
@@ -190,24 +248,34 @@ class CheckpointHandlers:
             answer, snapshot = self._shelf.find(step)
             if snapshot is not None and receiver is None:
                 return snapshot
-            if snapshot is not None and receiver is not None and self._shelf.register(snapshot, receiver):
-                self._on_registered(snapshot)
-                return snapshot
+            if snapshot is not None and receiver is not None:
+                if self._shelf.register(snapshot, receiver, loop.time()):
+                    self._on_registered(snapshot)
+                    return snapshot
+                if snapshot.is_revoked(receiver):
+                    return self._refuse("revoked", _REVOKED.format(step))
             if answer is Answer.OVER:
                 return self._refuse("over", f"step {step} is over, this source has gone on")
-            remaining_s = deadline - loop.time()
-            if remaining_s <= 0:
+            if not await self._woken(deadline):
                 return self._refuse("not_yet", f"step {step} is not served {'any more' if snapshot else 'yet'}")
-            woken: asyncio.Future[None] = loop.create_future()
-            self._waiting.add(woken)
-            try:
-                await asyncio.wait({woken}, timeout=remaining_s)
-            finally:
-                self._waiting.discard(woken)
-            if woken.cancelled():
-                raise asyncio.CancelledError
 
-    def _chosen(self, request: web.Request) -> Snapshot | web.Response:
+    async def _woken(self, deadline: float) -> bool:
+        """Wait until something is published; False where the deadline came first."""
+        loop = asyncio.get_running_loop()
+        remaining_s = deadline - loop.time()
+        if remaining_s <= 0:
+            return False
+        woken: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(woken)
+        try:
+            await asyncio.wait({woken}, timeout=remaining_s)
+        finally:
+            self._waiting.discard(woken)
+        if woken.cancelled():
+            raise asyncio.CancelledError
+        return True
+
+    def _chosen(self, request: web.Request) -> Served | web.Response:
         """Return the snapshot that a request names: by If-Match, else the newest of its step."""
         step = int(request.match_info["step"])
         wanted = request.headers.get("If-Match")
@@ -222,17 +290,27 @@ class CheckpointHandlers:
             return self._refuse(what, f"step {step} is not served {'any more' if what == 'over' else 'yet'}")
         return snapshot
 
-    def _acknowledge(self, request: web.Request, snapshot: Snapshot) -> None:
+    def _note_contact(self, request: web.Request, served: Served) -> None:
         receiver = _receiver(request)
-        text = request.headers.get(RECEIVED_HEADER, "")
-        if receiver is None or not text:
+        if receiver is None:
             return
-        try:
-            runs = parse_runs(text, snapshot.num_blocks)
-        except ValueError:
-            return  # an acknowledgement that cannot be read only means that less is freed
-        for run in runs:
-            snapshot.acknowledge(receiver, run)
+        received = 0
+        # What cannot be read only means that less is freed, and that nobody is sent there.
+        with contextlib.suppress(ValueError):
+            for run in parse_runs(request.headers.get(RECEIVED_HEADER, ""), served.num_blocks):
+                received |= mask_of(run)
+        address = None
+        with contextlib.suppress(SourceLostError):
+            address = (
+                str(parse_metadata(request.headers[ADDRESS_HEADER])) if ADDRESS_HEADER in request.headers else None
+            )
+        served.contact(receiver, time.monotonic(), received=received, address=address)
+
+    def _gone(self, request: web.Request, message: str) -> web.Response:
+        served = self._chosen(request)
+        if not isinstance(served, web.Response) and served.is_revoked(_receiver(request)):
+            return self._refuse("revoked", _REVOKED.format(served.step))
+        return self._refuse("gone", message)
 
     def _refuse(self, error: str, message: str, *, status: int | None = None) -> web.Response:
         refusal = Refusal(error=error, message=message, serving_step=self._shelf.serving_step())
@@ -247,76 +325,117 @@ class CheckpointHandlers:
     # Sending
 
     async def _send(
-        self, request: web.Request, response: web.StreamResponse, snapshot: Snapshot, parts: AsyncIterator[bytes]
+        self,
+        request: web.Request,
+        served: Served,
+        status: int,
+        body: Body,
+        headers: dict[str, str] | None = None,
     ) -> web.StreamResponse:
-        """Write parts; where they end early the connection is cut, so that the client cannot take it for the end."""
+        """Send a body; where it ends early the connection is cut, so that the client cannot take it for the end."""
+        response = web.StreamResponse(status=status, headers={"ETag": _etag(served), "Accept-Ranges": "bytes"})
+        response.headers.update(headers or {})
+        response.content_type = "application/octet-stream"
+        response.content_length = body.length
+        await response.prepare(request)
+        receiver = _receiver(request)
         task = asyncio.current_task()
-        if task is None:  # aiohttp runs every handler in a task
+        transport = request.transport
+        if task is None or transport is None:  # aiohttp runs every handler in a task, on a connection
             raise web.HTTPInternalServerError
-        self._sending[task] = snapshot
+        self._sending[task] = served
+        served.begin_response(receiver)
         try:
-            async for part in parts:
-                await response.write(part)
+            if transport.get_extra_info("sslcontext") is None:
+                await self._write(response, body, _FIRST_BYTES, max_parts=1)
+                while transport.get_write_buffer_size():
+                    await asyncio.sleep(0.001)
+                await self._send_from_threads(transport, body)
+            else:
+                await self._write(response, body)
             await response.write_eof()
-        except ConnectionError:
-            logger.debug("a receiver of %r closed its connection", snapshot)
+        except OSError as error:
+            logger.debug("a receiver of %r closed its connection: %s", served, error)
         except CheckpointError as error:
-            logger.info("%r: a response was cut: %s", snapshot, error)
-            _cut(request)
+            logger.info("%r: a response was cut: %s", served, error)
+            transport.abort()
         except asyncio.CancelledError:
-            _cut(request)
+            transport.abort()
             raise
         finally:
+            served.end_response(receiver, time.monotonic())
             del self._sending[task]
         return response
 
-    async def _framed(self, snapshot: Snapshot, run: range) -> AsyncIterator[bytes]:
-        for block in run:
-            start, stop = block_range(block, snapshot.total_bytes, snapshot.manifest.block_bytes)
-            known = snapshot.digests.get(block)
-            hasher = start_digest(block)
-            async for part in self._slices(snapshot, start, stop):
-                if known is None:
-                    hasher.update(part)
-                yield part
-            if known is None:
-                known = snapshot.digests[block] = hasher.digest()
-            yield known
+    async def _write(
+        self, response: web.StreamResponse, body: Body, max_bytes: int = 256 * 1024, max_parts: int | None = None
+    ) -> None:
+        """Send copies of parts through aiohttp: the head with the first one, and all that has to be encrypted."""
+        loop = asyncio.get_running_loop()
+        parts: list[bytes] = []
 
-    async def _slices(self, snapshot: Snapshot, start: int, stop: int) -> AsyncIterator[bytes]:
-        for at in range(start, stop, SLICE_BYTES):
-            end = min(at + SLICE_BYTES, stop)
-            part = snapshot.try_read(at, end)
-            if part is None:
-                part = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.read, at, end)
-            yield part
+        def copy(views: list[memoryview]) -> int:
+            parts.append(b"".join(views))
+            return len(parts[-1])
 
-    async def _digest(self, snapshot: Snapshot, block: int) -> bytes:
-        known = snapshot.digests.get(block)
-        if known is None:
-            hasher = start_digest(block)
-            start, stop = block_range(block, snapshot.total_bytes, snapshot.manifest.block_bytes)
-            async for part in self._slices(snapshot, start, stop):
-                hasher.update(part)
-                await asyncio.sleep(0)
-            known = snapshot.digests[block] = hasher.digest()
-        return known
+        while not body.done and max_parts != 0:
+            max_parts = None if max_parts is None else max_parts - 1
+            await loop.run_in_executor(self._executor, body.advance, copy, max_bytes)
+            await response.write(parts.pop())
 
+    async def _send_from_threads(self, transport: asyncio.BaseTransport, body: Body) -> None:
+        """Send straight from the lent memory, on a socket object of its own over the same connection.
 
-def _stream(snapshot: Snapshot, status: int, length: int) -> web.StreamResponse:
-    response = web.StreamResponse(status=status, headers={"ETag": _etag(snapshot), "Accept-Ranges": "bytes"})
-    response.content_type = "application/octet-stream"
-    response.content_length = length
-    return response
+        Nothing else writes meanwhile: what aiohttp had to write is out, and it writes again after the body.
+        """
+        loop = asyncio.get_running_loop()
+        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        stop = threading.Event()
+        turn: asyncio.Future[Turn] | None = None
+        try:
+            sock.setblocking(False)
+            while not body.done:
+                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop)
+                if await asyncio.shield(turn) is Turn.FULL:
+                    await _writable(sock)
+        finally:
+            stop.set()
+            if turn is not None and not turn.done():
+                await asyncio.wait({turn})  # a burst does not wait for the network, so this is short
+            sock.close()
 
 
-def _cut(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
+_REVOKED = (
+    "this receiver was the slowest of step {} when the copies for it would have exceeded the source's staging_budget_bytes: "
+    "its lease was revoked; ask for a later step"
+)
 
 
-def _etag(snapshot: Snapshot) -> str:
-    return f'"{snapshot.id}"'
+async def _writable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    writable: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not writable.done():
+            writable.set_result(None)
+
+    loop.add_writer(sock, wake)
+    try:
+        await writable
+    finally:
+        loop.remove_writer(sock)
+
+
+def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def _runs_text(mask: int) -> str:
+    return ",".join(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in blocks_of(mask))
+
+
+def _etag(served: Served) -> str:
+    return f'"{served.id}"'
 
 
 def _receiver(request: web.Request) -> str | None:

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -19,7 +20,9 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from torchft_ckpt.checkpointing.acceptor import Acceptor
 from torchft_ckpt.checkpointing.handlers import CheckpointHandlers
+from torchft_ckpt.checkpointing.limits import ClientLimits, ServerLimits, SparseLog
 from torchft_ckpt.checkpointing.shelf import Shelf
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
+_LINGER_S = 1.0
+_BACKLOG = 1024  # one more than fits waits a second for its next attempt
 _TOUCH_AFTER_S = 0.25
 _TOUCH_PAUSE_S = 0.001
 
@@ -40,14 +45,30 @@ class CheckpointServer:
         bind: address to listen on.
         port: port to listen on; 0 lets the system choose.
         token: what clients must present as `Authorization: Bearer`; None lets everybody in.
+        ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
+        limits: what clients may take.
 
     Raises:
         AddressInUseError: the port is taken.
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on; the context is for clients.
     """
 
-    def __init__(self, shelf: Shelf, *, bind: str, port: int, token: str | None) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        bind: str,
+        port: int,
+        token: str | None,
+        ssl_context: ssl.SSLContext | None = None,
+        limits: ServerLimits = ServerLimits(),  # noqa: B008 - frozen
+    ) -> None:
+        if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
+            raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
         self._shelf = shelf
+        self._ssl_context = ssl_context
+        self._limits = limits
+        self._acceptor: Acceptor | None = None
         self._listener = _listen(bind, port)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -102,14 +123,33 @@ class CheckpointServer:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> None:
+        clients = ClientLimits(self._limits, self._loop)
         app = self._handlers.application()
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        app.middlewares.insert(0, clients.middleware)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=SparseLog(logger),
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            max_line_size=self._limits.max_header_bytes,
+            max_field_size=self._limits.max_header_bytes,
+            lingering_time=min(_LINGER_S, self._limits.head_timeout_s),
+            auto_decompress=False,
+        )
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener).start()
+        if self._runner.server is None:  # only before `setup`
+            raise OSError("aiohttp gave no server")
+        self._acceptor = Acceptor(self._listener, self._runner.server, clients, self._ssl_context)
+        self._acceptor.start()
 
     async def _finish(self) -> None:
         try:
+            if self._acceptor is not None:
+                self._acceptor.stop()
             self._handlers.cancel_all()
+            if self._acceptor is not None:
+                await self._acceptor.close(_STOP_TIMEOUT_S / 4)
             if self._runner is not None:
                 await asyncio.wait_for(self._runner.cleanup(), _STOP_TIMEOUT_S / 2)
         except asyncio.TimeoutError:
@@ -166,7 +206,7 @@ def _listen(bind: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(128)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()

@@ -5,21 +5,30 @@ It puts the parts together: a shelf of snapshots behind a server, and a fetch. I
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import ssl
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.fetch import Fetch, FetchOptions
+from torchft_ckpt.checkpointing.fetch import Fetch
+from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.limits import ServerLimits
+from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.receive import BufferShelf
+from torchft_ckpt.checkpointing.options import MAX_STREAMS, FetchOptions, default_num_streams
+from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.relay import Relay
 from torchft_ckpt.checkpointing.shelf import Shelf
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
@@ -29,30 +38,41 @@ from torchft_ckpt.network import advertised_host, wildcard_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_STREAMS = 64
+_STAGING_SHARE = 4
+_WISH_S = 15.0
 
 
 class HTTPTransport(CheckpointTransport[T]):
     """Serves the live state to peers and fetches theirs.
 
     Nothing is copied while it is served, until the trainer is about to mutate it: `disallow_checkpoint`, and every writer
-    of `lock`, first copies aside what receivers still need. Received tensors are plain, on the CPU, and in fresh memory.
+    of `lock`, first copies aside what receivers still need. Received tensors are plain, on the CPU, and in fresh memory,
+    unless they are received in place.
 
     Args:
         timeout: limit for the lock, and default of what has no limit of its own.
-        num_chunks: connections that a receive uses at once; 0 leaves the choice to the transport.
+        num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport.
         hostname: address that peers are told; default: `TORCHFT_CKPT_HOSTNAME`, else that of the outward interface.
         bind: address to listen on; default: all of IPv4, or of IPv6 where the address that peers are told is one.
         port: port to listen on; 0 lets the system choose.
         token: shared secret; default: `TORCHFT_CKPT_TOKEN`, else everybody who can connect is served.
         lock: the lock under which the trainer mutates the state; default: one of its own.
-        stall_timeout: a receive fails when a connection gets no byte for so long.
+        stall_timeout: a receive drops a source when a connection gets no byte for so long.
         connect_timeout: limit for a connection to be accepted.
         block_bytes: unit of digests and of copying aside.
         max_manifest_bytes: refuse a longer manifest.
         max_total_bytes: refuse a longer state; default: the memory of this machine.
         reuse_buffers: keep the memory of a finished receive for the next one, as far as nobody refers to it by then. After a
             failed receive it is always kept for the next attempt.
+        staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
+            it the slowest of them lose their lease and are told so. Default: a quarter of this machine's memory.
+        ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`); default: plain http.
+        client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
+            authorities of this machine.
+        max_connections: connections that are served at a time; more are closed at once.
+        max_connections_per_client: the same for one address.
+        max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
+        on_progress: called now and then with the progress of each receive, unless a call brings its own.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -75,6 +95,13 @@ class HTTPTransport(CheckpointTransport[T]):
         max_manifest_bytes: int = 256 * 1024 * 1024,
         max_total_bytes: int | None = None,
         reuse_buffers: bool = False,
+        staging_budget_bytes: int | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        client_ssl_context: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+        max_connections_per_client: int | None = None,
+        max_requests_per_s: float | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> None:
         _check(num_chunks in range(MAX_STREAMS + 1), "num_chunks", num_chunks, f"0 to {MAX_STREAMS}")
         _check(timeout > timedelta(0), "timeout", timeout, "a positive duration")
@@ -83,29 +110,42 @@ class HTTPTransport(CheckpointTransport[T]):
             block_bytes in range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1), "block_bytes", block_bytes, "4 KiB to 64 MiB"
         )
         _check(port in range(65536), "port", port, "0 to 65535")
+        budget = staging_budget_bytes
+        _check(budget is None or budget >= 0, "staging_budget_bytes", budget, "a number of bytes")
         connect = resolve(connect_timeout, CONNECT_TIMEOUT, timedelta(seconds=10), parse_seconds)
         _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
         token = resolve(token, TOKEN, "", str) or None
+        memory = _physical_memory_bytes()
         self._lock = lock or StateDictLock(timeout)
-        self._pool = BufferPool(block_bytes)
+        self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._shelf = Shelf()
         self._buffer_shelf = BufferShelf()
         self._reuse_buffers = reuse_buffers
-        self._options = FetchOptions(
-            connect_timeout_s=connect.total_seconds(),
-            stall_timeout_s=stall_timeout.total_seconds(),
-            num_streams=num_chunks,
-            max_manifest_bytes=max_manifest_bytes,
-            max_total_bytes=_physical_memory_bytes() if max_total_bytes is None else max_total_bytes,
-            token=token,
-            receiver=uuid.uuid4().hex,
-        )
+        self._on_progress = on_progress
         self._fetches: set[Fetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
         host = advertised_host(hostname, bound=bind or "")
-        self._server = CheckpointServer(self._shelf, bind=bind or wildcard_for(host), port=port, token=token)
-        self._metadata = str(SourceAddress(host, self._server.port))
+        self._server = CheckpointServer(
+            self._shelf,
+            bind=bind or wildcard_for(host),
+            port=port,
+            token=token,
+            ssl_context=ssl_context,
+            limits=_limits(max_connections, max_connections_per_client, max_requests_per_s),
+        )
+        self._metadata = str(SourceAddress(host, self._server.port, "http" if ssl_context is None else "https"))
+        self._options = FetchOptions(
+            connect_timeout_s=connect.total_seconds(),
+            stall_timeout_s=stall_timeout.total_seconds(),
+            num_streams=num_chunks or default_num_streams(),
+            max_manifest_bytes=max_manifest_bytes,
+            max_total_bytes=memory if max_total_bytes is None else max_total_bytes,
+            token=token,
+            receiver=uuid.uuid4().hex,
+            address=self._metadata,
+            ssl_context=client_ssl_context,
+        )
         self._lock.add_before_write(self._shelf.detach_all)
 
     def __repr__(self) -> str:
@@ -116,8 +156,18 @@ class HTTPTransport(CheckpointTransport[T]):
         """The lock whose writers may mutate the state that is served."""
         return self._lock
 
+    @property
+    def num_streams(self) -> int:
+        """Connections that a receive uses to each source."""
+        return self._options.num_streams
+
+    @property
+    def is_wished_for(self) -> bool:
+        """Whether somebody has asked for the newest state lately while none was served: serve one when you next can."""
+        return self._shelf.is_wished_for(time.monotonic(), _WISH_S)
+
     def metadata(self) -> str:
-        """Return `http://HOST:PORT`."""
+        """Return `http://HOST:PORT`, or `https://HOST:PORT`."""
         return self._metadata
 
     def address(self) -> str:
@@ -146,24 +196,67 @@ class HTTPTransport(CheckpointTransport[T]):
         self._shelf.detach_all()
 
     def withdraw_checkpoint(self) -> None:
-        """Return once the state may be mutated; nothing is copied, receivers that are not done get an error."""
-        self._shelf.close_all()
+        """Return once the state may be mutated; nothing is copied for the receivers that it was sent to, who get an error."""
+        self._shelf.withdraw_all()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        source = parse_metadata(metadata)
+        return self._fetch([metadata], step, timeout, f"rank {src_rank}", None, False, None)
+
+    def fetch_checkpoint(
+        self,
+        sources: Sequence[str],
+        step: int,
+        timeout: timedelta,
+        *,
+        local_state: T | None = None,
+        in_place: bool = False,
+        on_progress: ProgressCallback | None = None,
+    ) -> T:
+        """Fetch a state whole from several sources at once. See `CheckpointTransport.fetch_checkpoint`.
+
+        Blocks come from every source whose digests agree with the primary's, and from other receivers of the same
+        snapshot. A source that is lost, stalls or lies is dropped, what has arrived stays. With `in_place`, tensors of
+        `local_state` that are contiguous and on the CPU are received into; others are copied to at the end.
+
+        Warns:
+            ReplicaDivergenceWarning: a source of the same step holds other bits than the primary.
+        """
+        _check(bool(sources), "sources", sources, "at least one")
+        what = sources[0] if len(sources) == 1 else f"{sources[0]} and {len(sources) - 1} more"
+        return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress)
+
+    def _fetch(
+        self,
+        sources: Sequence[str],
+        step: int,
+        timeout: timedelta,
+        name: str,
+        local_state: T | None,
+        in_place: bool,
+        on_progress: ProgressCallback | None,
+    ) -> T:
+        started = time.monotonic()
         _check(step >= 0, "step", step, "a step that is not negative")
-        fetch = Fetch(source, step=step, deadline=deadline, options=self._options, shelf=self._buffer_shelf)
+        fetch = Fetch(
+            [parse_metadata(metadata) for metadata in sources],
+            step=step,
+            deadline=started + timeout.total_seconds(),
+            options=self._options,
+            shelf=self._buffer_shelf,
+            local=None if local_state is None else LocalState(local_state),
+            in_place=in_place,
+            on_progress=on_progress or self._on_progress,
+            serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
+        )
         with self._fetches_lock:
             if self._shut_down.is_set():
-                raise CheckpointError("recv_checkpoint after shutdown of the transport", party="transport")
+                raise CheckpointError("a receive after shutdown of the transport", party="transport")
             self._fetches.add(fetch)
-        started = time.monotonic()
         try:
             state = fetch.run()
         except TransferError as error:
-            logger.warning("step %d was not received from rank %d: %s", step, src_rank, error)
+            logger.warning("step %d was not received from %s: %s", step, name, error)
             raise
         finally:
             with self._fetches_lock:
@@ -172,8 +265,13 @@ class HTTPTransport(CheckpointTransport[T]):
             self._buffer_shelf.keep(fetch.buffers())
         else:
             self._buffer_shelf.clear()
-        logger.info("received step %d from rank %d (%s) in %.3f s", step, src_rank, source, time.monotonic() - started)
+        logger.info("received step %d from %s in %.3f s", step, name, time.monotonic() - started)
         return cast(T, state)
+
+    def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
+        relay = Relay(manifest, destination.views, self._lock)
+        self._shelf.add_relay(relay, ends=ends)
+        return relay
 
     def cancel_recv(self) -> None:
         """Give up the receives in progress; each raises `TransferCancelledError`. From any thread."""
@@ -196,6 +294,19 @@ class HTTPTransport(CheckpointTransport[T]):
 def _check(holds: bool, argument: str, value: object, expected: str) -> None:
     if not holds:
         raise ConfigError(f"{argument}={value!r} cannot be used; expected {expected}", party=argument)
+
+
+def _limits(
+    max_connections: int | None, max_connections_per_client: int | None, max_requests_per_s: float | None
+) -> ServerLimits:
+    given = {
+        "max_connections": max_connections,
+        "max_connections_per_client": max_connections_per_client,
+        "max_requests_per_s": max_requests_per_s,
+    }
+    for argument, value in given.items():
+        _check(value is None or value > 0, argument, value, "a positive number")
+    return ServerLimits(**{argument: value for argument, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _physical_memory_bytes() -> int | None:

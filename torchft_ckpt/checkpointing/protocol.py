@@ -2,25 +2,34 @@
 
 | request                                                   | answer                                                        |
 |-----------------------------------------------------------|---------------------------------------------------------------|
+| `GET /v1/checkpoint`                                      | `Index`: what is served now                                   |
 | `GET /v1/checkpoint/{step}/manifest?wait_s=N`             | the manifest; held up to N s while the step is not served yet |
+| `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, the owner is   |
+|                                                           | asked to serve one when it next can                           |
 | `GET /v1/checkpoint/{step}/blocks/{first}-{last}`         | each block followed by its 16-byte digest                     |
 | `GET /v1/checkpoint/{step}/bytes` with `Range`            | the raw byte space; any HTTP client can resume                |
 | `GET /v1/checkpoint/{step}/digests?blocks=0-3,7`          | `{"0": "hex digest", ...}`                                    |
-| `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything                              |
+| `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
+| `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
 
 `ETag` names the snapshot; `If-Match` asks for that one (412 where it is gone). `X-Ckpt-Receiver` identifies a receiver over
-its connections; `X-Ckpt-Received: 0-3,7` says which blocks it holds, verified, so that the source may free them.
-`X-Ckpt-Digest` of a manifest is its xxh3_128 in hex. A refusal has a JSON body `{error, message, serving_step}`:
+its connections; `X-Ckpt-Received: 0-3,7` says which blocks it holds, verified, so that the source may free them and name
+the receiver to others; `X-Ckpt-Address` says where it serves them. `X-Ckpt-Share: 2/8` of a manifest says which part of the
+blocks a receiver, one of several, should ask for first. A receiver that serves blocks on does so under the id of
+the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128 in hex. A refusal has a JSON body
+`{error, message, serving_step}`:
 
-| status | error            | may the receiver try again?                                    |
-|--------|------------------|----------------------------------------------------------------|
-| 401    | `unauthorized`   | no: other token                                                |
-| 404    | `not_yet`        | yes, at once: the step may be served later                     |
-| 404    | `not_found`      | no: no such path                                               |
-| 409    | `over`           | no: the source has gone on to a later step                     |
-| 410    | `gone`           | not this snapshot: parts of it have been freed                 |
-| 412    | `other_snapshot` | from the manifest on: the step is served from another snapshot |
-| 416    | `bad_range`      | no: bytes or blocks that do not exist                          |
+| status | error               | may the receiver try again?                                    |
+|--------|---------------------|----------------------------------------------------------------|
+| 401    | `unauthorized`      | no: other token                                                |
+| 404    | `not_yet`           | yes, at once: the step may be served later                     |
+| 404    | `not_found`         | no: no such path                                               |
+| 409    | `over`              | no: the source has gone on to a later step                     |
+| 410    | `gone`              | not this snapshot: parts of it have been freed                 |
+| 410    | `revoked`           | not this snapshot: it was too slow for the source's memory     |
+| 412    | `other_snapshot`    | from the manifest on: the step is served from another snapshot |
+| 416    | `bad_range`         | no: bytes or blocks that do not exist                          |
+| 429    | `too_many_requests` | yes, after `Retry-After` seconds                               |
 """
 
 from __future__ import annotations
@@ -28,11 +37,17 @@ from __future__ import annotations
 import msgspec
 
 PREFIX = "/v1/checkpoint"
+LATEST = "latest"
 RECEIVER_HEADER = "X-Ckpt-Receiver"
 RECEIVED_HEADER = "X-Ckpt-Received"
 DIGEST_HEADER = "X-Ckpt-Digest"
+ADDRESS_HEADER = "X-Ckpt-Address"
+SHARE_HEADER = "X-Ckpt-Share"
 MAX_WAIT_S = 10.0
 MAX_REFUSAL_BYTES = 64 * 1024
+MAX_DIGESTS = 4096
+MAX_PEERS = 16
+MAX_ACKNOWLEDGED_RUNS = 256
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,3 +56,38 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     message: str
     serving_step: int | None = None
+
+
+class SnapshotEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One state that is served now; lengths in bytes. `phase` is live, detaching, detached or relay."""
+
+    step: int
+    snapshot: str
+    total_bytes: int
+    num_tensors: int
+    num_blocks: int
+    phase: str
+    num_receivers: int
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server serves now, newest first. `newest_step` is the newest that it ever served."""
+
+    format: str
+    version: int
+    newest_step: int | None
+    snapshots: list[SnapshotEntry]
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """One receiver of a snapshot: where it serves, and the blocks that it holds as `0-3,7`."""
+
+    address: str
+    held: str
+
+
+class Peers(msgspec.Struct, frozen=True, kw_only=True):
+    """The other receivers of a snapshot, and the blocks that the source has sent to anybody or is sending."""
+
+    peers: list[Peer]
+    sent: str

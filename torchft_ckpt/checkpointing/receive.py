@@ -1,7 +1,8 @@
 """The memory that a state is received into, and the state made of it once it is whole.
 
-It knows the format; it does not know where the bytes come from. Each segment has memory of its own, so that a tensor that
-outlives the others does not keep them.
+Each segment of the byte space goes into one memory: that of a local tensor where the state is received in place and it fits,
+else memory of its own, so that a tensor that outlives the others does not keep them. It knows the format; it does not know
+where the bytes come from, and not which of them are there.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import xxhash
 
-from torchft_ckpt.checkpointing.blocks import block_range, count_blocks
+from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, start_digest
+from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.tree import decode_tree
-from torchft_ckpt.errors import DigestMismatchError, TransferError
+from torchft_ckpt.errors import TransferError
 
+SLICE_BYTES = 1024 * 1024
 _KEEP_FROM_BYTES = 64 * 1024
+_SCATTER_BELOW_BYTES = 128 * 1024
+"""Blocks whose pieces are smaller on average are received as one and then copied to where they belong."""
+
+ReadInto = Callable[[memoryview], None]
 
 
 def _num_references(buffers: list[np.ndarray], index: int) -> int:
@@ -33,14 +43,15 @@ _UNREFERENCED = _num_references([np.empty(1, dtype=np.uint8)], 0)
 class BufferShelf:
     """Keeps the memory of a receive for the next one: fresh memory costs more than the network. From any thread.
 
-    Only memory that nobody refers to any more is handed out again.
+    Only memory that nobody refers to any more is handed out again. What a failed receive had got is in it, and is found
+    there: memory of the same length is handed out in the order in which it was kept.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[int, list[np.ndarray]] = {}
 
-    def keep(self, buffers: list[np.ndarray]) -> None:
+    def keep(self, buffers: Sequence[np.ndarray]) -> None:
         """Keep these for the next receive, instead of what was kept before."""
         with self._lock:
             self._kept = {}
@@ -50,12 +61,19 @@ class BufferShelf:
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Return uint8 memory of that length with undefined contents."""
-        with self._lock:
-            candidates = self._kept.get(num_bytes, [])
-            for index in range(len(candidates)):
-                if _num_references(candidates, index) == _UNREFERENCED:
-                    return candidates.pop(index)
+        if num_bytes >= _KEEP_FROM_BYTES:
+            with self._lock:
+                candidates = self._kept.get(num_bytes, [])
+                for index in range(len(candidates)):
+                    if _num_references(candidates, index) == _UNREFERENCED:
+                        return candidates.pop(index)
         return np.empty(num_bytes, dtype=np.uint8)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        with self._lock:
+            return not any(self._kept.values())
 
     def clear(self) -> None:
         """Free what is kept."""
@@ -68,77 +86,232 @@ class Destination:
     Args:
         manifest: a manifest that has been checked.
         shelf: where memory is taken from.
+        local: the state that is here, if there is one.
+        in_place: whether to receive into the tensors of `local`.
 
     Raises:
         TransferError: there is not enough memory.
+        StateMismatchError: a tensor of `local` that should be received into has another shape or dtype.
     """
 
-    def __init__(self, manifest: Manifest, shelf: BufferShelf) -> None:
+    def __init__(
+        self, manifest: Manifest, shelf: BufferShelf, *, local: LocalState | None = None, in_place: bool = False
+    ) -> None:
         self.manifest = manifest
         self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
+        self.has_old_contents = not shelf.is_empty
+        self.is_overwritten = False
         self._starts = [offset for offset, _ in manifest.segments]
+        self._local = local
+        self._direct = local.memories_for(manifest) if local is not None and in_place else {}
+        self._old = local.memories_for(manifest) if local is not None and not in_place else {}
+        self._buffers: dict[int, np.ndarray] = {}
+        views: list[memoryview] = []
         try:
-            self.buffers = [shelf.take(length) for _, length in manifest.segments]
+            for index, (_, length) in enumerate(manifest.segments):
+                direct = self._direct.get(index)
+                if direct is None:
+                    buffer = self._buffers[index] = shelf.take(length)
+                    views.append(buffer.data)
+                else:
+                    views.append(direct.view)
         except MemoryError as error:
             raise TransferError(
                 f"no memory for the {manifest.total_bytes} bytes that the source announces", party="memory"
             ) from error
+        self._views = views
 
-    def pieces(self, block: int) -> list[memoryview]:
+    def retarget(self, manifest: Manifest) -> None:
+        """Take the plain values from another source's manifest; its tensors lie in the same places."""
+        self.manifest = manifest
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether anything is received into local tensors."""
+        return bool(self._direct)
+
+    @property
+    def may_hold_blocks(self) -> bool:
+        """Whether there is local memory that may hold some of the blocks already."""
+        return bool(self._direct or self._old or self.has_old_contents)
+
+    def views(self, block: int) -> list[memoryview]:
         """Return the memory of a block, in order: parts of segments, and throw-away bytes for the padding between them.
 
         What is written there counts for nothing until every block has been verified.
         """
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        pieces: list[memoryview] = []
+        return self._cut(self._views, start, stop)
+
+    def receive(self, block: int, read_into: ReadInto, scratch: memoryview) -> bytes:
+        """Receive a block; return its digest. `scratch` has `SLICE_BYTES` for this thread alone."""
+        self.is_overwritten = self.is_overwritten or bool(self._direct)
+        hasher = start_digest(block)
+        views = self.views(block)
+        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        if stop - start < _SCATTER_BELOW_BYTES * len(views):
+            _receive_scattered(views, stop - start, read_into, scratch, hasher)
+        else:
+            for view in views:
+                for at in range(0, len(view), SLICE_BYTES):
+                    part = view[at : at + SLICE_BYTES]
+                    read_into(part)
+                    hasher.update(part)
+        return hasher.digest()
+
+    def take_local(self, block: int, wanted: bytes) -> bool:
+        """Take a block from the local state if it has the wanted digest; whether it did.
+
+        Where it is not received in place it is copied first, so that a state that changes meanwhile does no harm.
+        """
+        views = self.views(block)
+        if self._old:
+            start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+            old = self._cut(
+                [self._old[i].view if i in self._old else None for i in range(len(self._starts))], start, stop
+            )
+            if len(old) != len(views):
+                return False
+            for view, known in zip(views, old, strict=True):
+                view[:] = known
+        hasher = start_digest(block)
+        for view in views:
+            hasher.update(view)
+        return hasher.digest() == wanted
+
+    def probe_groups(self) -> list[range]:
+        """Return the blocks as groups that are likely to be equal to the local state's as a whole, or not at all."""
+        block_bytes = self.manifest.block_bytes
+        groups: list[range] = []
+        done = 0
+        for offset, length in self.manifest.segments:
+            first, stop = -(-offset // block_bytes), (offset + length) // block_bytes
+            if stop - first >= 2:
+                groups += _in_eights(done, first)
+                groups.append(range(first, stop))
+                done = stop
+        return groups + _in_eights(done, self.num_blocks)
+
+    def names_of(self, blocks: Sequence[int]) -> list[str]:
+        """Return the names of the tensors that have bytes in these blocks."""
+        block_bytes = self.manifest.block_bytes
+        segments = set()
+        for block in blocks:
+            index = max(bisect.bisect_right(self._starts, block * block_bytes) - 1, 0)
+            while index < len(self._starts) and self._starts[index] < (block + 1) * block_bytes:
+                offset, length = self.manifest.segments[index]
+                if offset + length > block * block_bytes:
+                    segments.add(index)
+                index += 1
+        return [entry.fqn for entry in self.manifest.tensors if entry.chunks[0].segment in segments]
+
+    def give_up(self) -> list[np.ndarray]:
+        """Return the memory of its own, to which this object does not refer any more."""
+        buffers = list(self._buffers.values())
+        self._buffers, self._views = {}, []
+        return buffers
+
+    def buffers(self) -> list[np.ndarray]:
+        """The memory that is not that of local tensors."""
+        return list(self._buffers.values())
+
+    def assemble(self) -> object:
+        """Return the state; call it once every block is in. Tensors of one segment share its memory.
+
+        Where it was received in place these are the local tensors themselves, where there is one of that name.
+        """
+        with collector_paused():
+            tensors = self._assemble_tensors()
+            if self._local is not None and self.is_in_place:
+                tensors = self._local.adopt(self.manifest, tensors, self._direct)
+            return decode_tree(self.manifest.tree, tensors)
+
+    def _assemble_tensors(self) -> list[torch.Tensor]:
+        num_entries = [0] * len(self.manifest.segments)
+        for entry in self.manifest.tensors:
+            num_entries[entry.chunks[0].segment] += 1
+        storages: dict[int, torch.UntypedStorage] = {}
+        tensors = []
+        for entry in self.manifest.tensors:
+            index = entry.chunks[0].segment
+            direct = self._direct.get(index)
+            if direct is not None and num_entries[index] == 1:
+                tensors.append(direct.tensor)
+            elif direct is None and num_entries[index] == 1:
+                tensors.append(_only_tensor(entry, self._buffers[index]))
+            else:
+                if index not in storages:
+                    memory = torch.from_numpy(self._buffers[index]) if direct is None else direct.tensor
+                    storages[index] = memory.untyped_storage()
+                base = 0 if direct is None else int(direct.tensor.storage_offset()) * direct.tensor.element_size()
+                tensors.append(_tensor(entry, storages[index], base))
+        return tensors
+
+    def _cut(self, memories: Sequence[memoryview | None], start: int, stop: int) -> list[memoryview]:
+        """Return the memory of bytes [start, stop); incomplete where a segment has none."""
+        views: list[memoryview] = []
         at = start
-        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        while at < stop and index < len(self._starts):
-            begin, length = self.manifest.segments[index]
+        segments, starts = self.manifest.segments, self._starts
+        index = max(bisect.bisect_right(starts, start) - 1, 0)
+        while at < stop and index < len(starts):
+            begin, length = segments[index]
             if at < begin:
                 gap = min(begin, stop) - at
-                pieces.append(memoryview(bytearray(gap)))
+                views.append(memoryview(bytearray(gap)))
                 at += gap
             end = min(stop, begin + length)
             if at < end:
-                pieces.append(self.buffers[index].data[at - begin : end - begin])
+                memory = memories[index]
+                if memory is not None:
+                    views.append(memory[at - begin : end - begin])
                 at = end
             index += 1
         if at < stop:
-            pieces.append(memoryview(bytearray(stop - at)))
-        return pieces
-
-    def give_up(self) -> list[np.ndarray]:
-        """Return the memory, to which this object does not refer any more."""
-        buffers, self.buffers = self.buffers, []
-        return buffers
-
-    def assemble(self) -> object:
-        """Return the state; call it once every block is in. Tensors of one segment share its memory."""
-        whole = [torch.from_numpy(buffer) for buffer in self.buffers]
-        tensors = [_tensor(entry, whole[entry.chunks[0].segment]) for entry in self.manifest.tensors]
-        return decode_tree(self.manifest.tree, tensors)
+            views.append(memoryview(bytearray(stop - at)))
+        return views
 
 
-def verify(block: int, actual: bytes, announced: bytes, party: str) -> None:
-    """Check a block's digest against the one that came with it.
+def _receive_scattered(
+    views: list[memoryview], num_bytes: int, read_into: ReadInto, scratch: memoryview, hasher: xxhash.xxh3_128
+) -> None:
+    index, filled = 0, 0
+    for at in range(0, num_bytes, SLICE_BYTES):
+        part = scratch[: min(SLICE_BYTES, num_bytes - at)]
+        read_into(part)
+        hasher.update(part)
+        taken = 0
+        while taken < len(part):
+            view = views[index]
+            count = min(len(view) - filled, len(part) - taken)
+            view[filled : filled + count] = part[taken : taken + count]
+            taken += count
+            filled += count
+            if filled == len(view):
+                index, filled = index + 1, 0
 
-    Raises:
-        DigestMismatchError: they differ.
-    """
-    if actual != announced:
-        raise DigestMismatchError(
-            f"block {block} from {party} does not have the digest that came with it: it was changed on the way",
-            party=party,
-        )
+
+def _in_eights(first: int, stop: int) -> list[range]:
+    return [range(at, min(at + 8, stop)) for at in range(first, stop, 8)]
 
 
-def _tensor(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
+def _only_tensor(entry: TensorEntry, memory: np.ndarray) -> torch.Tensor:
+    """Return the only tensor of a segment."""
     chunk = entry.chunks[0]
     dtype = parse_dtype(entry.dtype)
-    empty = torch.empty(0, dtype=dtype)
+    if chunk.strides is not None or not memory.nbytes or chunk.byte_offset or chunk.sizes.count(0):
+        return _tensor(entry, torch.from_numpy(memory).untyped_storage(), 0)
+    flat = torch.frombuffer(memory, dtype=dtype)
+    if len(chunk.sizes) == 1:
+        return flat
+    return flat.view(chunk.sizes)
+
+
+def _tensor(entry: TensorEntry, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
+    """Return one tensor of a segment that begins `base` bytes into a storage."""
+    chunk = entry.chunks[0]
+    dtype = parse_dtype(entry.dtype)
     if 0 in chunk.sizes:
         return torch.empty(chunk.sizes, dtype=dtype)
-    start = chunk.byte_offset // dtype.itemsize
+    start = (base + chunk.byte_offset) // dtype.itemsize
     strides = torch.empty(chunk.sizes, device="meta").stride() if chunk.strides is None else tuple(chunk.strides)
-    return empty.set_(memory.untyped_storage(), start, tuple(chunk.sizes), strides)
+    return torch.empty(0, dtype=dtype).set_(storage, start, tuple(chunk.sizes), strides)

@@ -1,4 +1,4 @@
-"""The snapshots that one process serves, newest first: which one answers for a step, and when each one ends.
+"""What one process serves: its snapshots, newest first, and relays of others'. Which one answers, and when each one ends.
 
 It knows steps, receivers and leases; it does not know HTTP, and time is handed in.
 """
@@ -9,7 +9,13 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
+from torchft_ckpt.checkpointing.format import FORMAT_NAME, FORMAT_VERSION
+from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
+from torchft_ckpt.checkpointing.relay import Relay
+from torchft_ckpt.checkpointing.served import Served
 from torchft_ckpt.checkpointing.snapshot import Snapshot
+
+MAX_RELAYS = 4
 
 
 class Answer(Enum):
@@ -37,13 +43,16 @@ class Shelf:
         self._max_snapshots = max_snapshots
         self._lock = threading.Lock()
         self._leases: list[_Lease] = []  # newest first
+        self._relays: list[tuple[Relay, float]] = []
         self._newest_step: int | None = None
+        self._wished_at: float | None = None
 
     def put(self, snapshot: Snapshot, *, lease_ends: float) -> list[Snapshot]:
         """Serve a snapshot until `lease_ends`; return those that had to be closed for it."""
         with self._lock:
             self._leases.insert(0, _Lease(snapshot, lease_ends))
             self._newest_step = snapshot.step
+            self._wished_at = None
             closing = [lease.snapshot for lease in self._leases[self._max_snapshots :]]
             del self._leases[self._max_snapshots :]
         for old in closing:
@@ -62,11 +71,69 @@ class Shelf:
                 return Answer.NOT_YET, None
             return Answer.OVER, None
 
-    def find_by_id(self, snapshot_id: str) -> Snapshot | None:
-        """Return an open snapshot by its id."""
+    def find_latest(self, now: float) -> Snapshot | None:
+        """Return the newest open snapshot; where there is none, note the wish for one."""
         with self._lock:
             self._drop_closed()
-            return next((lease.snapshot for lease in self._leases if lease.snapshot.id == snapshot_id), None)
+            if self._leases:
+                return self._leases[0].snapshot
+            self._wished_at = now
+            return None
+
+    def is_wished_for(self, now: float, max_age_s: float) -> bool:
+        """Whether somebody has asked for the newest state lately and there was none."""
+        with self._lock:
+            return self._wished_at is not None and now - self._wished_at <= max_age_s
+
+    def find_by_id(self, snapshot_id: str) -> Served | None:
+        """Return an open snapshot or relay by its id."""
+        with self._lock:
+            self._drop_closed()
+            for lease in self._leases:
+                if lease.snapshot.id == snapshot_id:
+                    return lease.snapshot
+            return next((relay for relay, _ in self._relays if relay.id == snapshot_id), None)
+
+    def add_relay(self, relay: Relay, *, ends: float) -> None:
+        """Serve what a receive has, until `ends`."""
+        with self._lock:
+            self._relays.insert(0, (relay, ends))
+            closing = [old for old, _ in self._relays[MAX_RELAYS:]]
+            del self._relays[MAX_RELAYS:]
+        for old in closing:
+            old.close()
+
+    def index(self) -> Index:
+        """Return what is served now."""
+        with self._lock:
+            self._drop_closed()
+            snapshots = [lease.snapshot for lease in self._leases]
+            relays = [relay for relay, _ in self._relays]
+        entries = [
+            SnapshotEntry(
+                step=snapshot.step,
+                snapshot=snapshot.id,
+                total_bytes=snapshot.total_bytes,
+                num_tensors=snapshot.num_tensors,
+                num_blocks=snapshot.num_blocks,
+                phase=snapshot.phase.value,
+                num_receivers=snapshot.statistics().num_receivers_seen,
+            )
+            for snapshot in snapshots
+        ]
+        entries += [
+            SnapshotEntry(
+                step=relay.step,
+                snapshot=relay.id,
+                total_bytes=relay.total_bytes,
+                num_tensors=relay.num_tensors,
+                num_blocks=relay.num_blocks,
+                phase="relay",
+                num_receivers=0,
+            )
+            for relay in relays
+        ]
+        return Index(format=FORMAT_NAME, version=FORMAT_VERSION, newest_step=self._newest_step, snapshots=entries)
 
     def serving_step(self) -> int | None:
         """The newest step that is open."""
@@ -74,9 +141,9 @@ class Shelf:
             self._drop_closed()
             return self._leases[0].snapshot.step if self._leases else None
 
-    def register(self, snapshot: Snapshot, receiver: str) -> bool:
+    def register(self, snapshot: Snapshot, receiver: str, now: float) -> bool:
         """Start a receiver on a snapshot, and take it off the others: it fetches one state at a time."""
-        if not snapshot.register(receiver):
+        if not snapshot.register(receiver, now):
             return False
         for other in self.open_snapshots():
             if other is not snapshot:
@@ -85,11 +152,30 @@ class Shelf:
 
     def detach_all(self) -> None:
         """Return once the live state may be mutated."""
+        self._close_relays(float("inf"))
         for snapshot in self.open_snapshots():
             snapshot.detach()
 
+    def withdraw_all(self) -> None:
+        """Return once the live state may be mutated: nobody who was told to fetch it needs it any more.
+
+        What was served without naming receivers is for those who look on from outside: these still get it.
+        """
+        self._close_relays(float("inf"))
+        for snapshot in self.open_snapshots():
+            if snapshot.statistics().num_receivers_expected:
+                snapshot.close()
+            else:
+                snapshot.detach()
+
+    def lapse(self, silent_since: float) -> None:
+        """End the leases of receivers that have not been heard of since."""
+        for snapshot in self.open_snapshots():
+            snapshot.lapse(silent_since)
+
     def expire(self, now: float) -> list[Snapshot]:
-        """Close the snapshots whose lease has ended; return them."""
+        """Close the snapshots and relays whose time has ended; return the snapshots."""
+        self._close_relays(now)
         with self._lock:
             ended = [lease.snapshot for lease in self._leases if lease.ends <= now]
             self._leases = [lease for lease in self._leases if lease.ends > now]
@@ -98,7 +184,7 @@ class Shelf:
         return ended
 
     def close_all(self) -> None:
-        """Close every snapshot."""
+        """Close everything."""
         self.expire(float("inf"))
 
     def open_snapshots(self) -> list[Snapshot]:
@@ -107,5 +193,13 @@ class Shelf:
             self._drop_closed()
             return [lease.snapshot for lease in self._leases]
 
+    def _close_relays(self, now: float) -> None:
+        with self._lock:
+            ended = [relay for relay, ends in self._relays if ends <= now]
+            self._relays = [(relay, ends) for relay, ends in self._relays if ends > now]
+        for relay in ended:
+            relay.close()
+
     def _drop_closed(self) -> None:
         self._leases = [lease for lease in self._leases if not lease.snapshot.closed]
+        self._relays = [(relay, ends) for relay, ends in self._relays if not relay.closed]

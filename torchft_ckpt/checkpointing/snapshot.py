@@ -1,12 +1,13 @@
 """The state of one step, fixed while it is served, without a copy as long as nobody mutates it.
 
-A snapshot is *live* at first: reads copy small slices out of the trainer's own memory, under the read side of the state
-dict lock. `detach` makes it *detaching*: what receivers still need is copied aside, block by block, while reads go on out of
-the live memory, which nobody mutates before `detach` has returned. Then it is *detached*: reads come from the copies.
-`close` frees it. It decides who still needs what; it does not know the network or the time.
+A snapshot is *live* at first: senders borrow small slices of the trainer's own memory, under the read side of the state
+dict lock, for as long as one non-blocking send takes. `detach` makes it *detaching*: what receivers still need is copied
+aside, block by block, while lending goes on out of the live memory, which nobody mutates before `detach` has returned. Then
+it is *detached*: bytes come from the copies. `close` frees it. What is needed is decided in `receivers`; this file knows
+where bytes are. It does not know the network or the time.
 
-Locks: the state dict lock first, then `_mutex`, never the other way. `detach` takes only `_mutex`, so a thread that holds the
-write side can call it; both hold `_mutex` for one copy, of a slice or a block, so that is what one waits for the other.
+Locks: the state dict lock first, then `_changed`, never the other way. `detach` takes only `_changed`, so a thread that holds
+the write side can call it; it waits at last until no slice of live memory is lent any more.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import bisect
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 
-import torch
-
 from torchft_ckpt.checkpointing.blocks import block_range, count_blocks
-from torchft_ckpt.checkpointing.buffers import BufferPool
+from torchft_ckpt.checkpointing.buffers import Buffer, BufferPool
+from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.format import Manifest, build_manifest, encode_manifest
 from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.space import Memory, plan_space
 from torchft_ckpt.checkpointing.staging import Staging
 from torchft_ckpt.checkpointing.tree import TreeEncoder
@@ -33,6 +36,9 @@ from torchft_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 _STAGING_TIMEOUT = timedelta(seconds=120)
+_RETRY_S = 0.002
+_LENT_TIMEOUT_S = 10.0
+_PADDING = memoryview(bytes(64))
 
 
 class Phase(Enum):
@@ -76,87 +82,153 @@ class Snapshot:
     """
 
     def __init__(self, state: object, *, step: int, lock: StateDictLock, pool: BufferPool, num_expected: int) -> None:
-        encoder = TreeEncoder()
-        tree = encoder.encode(state)
-        space = plan_space(encoder.tensors)
+        with collector_paused():
+            encoder = TreeEncoder()
+            self._tree = encoder.encode(state)
+            space = plan_space(encoder.tensors)
         self.step = step
         self.id = uuid.uuid4().hex
-        self.manifest: Manifest = build_manifest(
-            step=step, snapshot=self.id, block_bytes=pool.block_bytes, tree=tree, space=space
-        )
+        self.block_bytes = pool.block_bytes
         self.total_bytes = space.total_bytes
         self.num_blocks = count_blocks(space.total_bytes, pool.block_bytes)
+        self.num_tensors = len(space.placed)
         self.digests: dict[int, bytes] = {}
-        self._encode_lock = threading.Lock()
+        self._layout = replace(space, memories=[])
+        self._manifest_lock = threading.Lock()
+        self._manifest: Manifest | None = None
         self._encoded: bytes | None = None
         self._lock = lock
         self._pool = pool
         self._starts = space.starts
         self._memories: list[Memory | None] = list(space.memories)
+        self._lengths = space.lengths
         self._num_on_cpu = sum(memory.device.type == "cpu" for memory in space.memories)
         staged = space.memories[self._num_on_cpu :]
         self._staging = Staging(staged) if staged else None
-        self._staged: list[torch.Tensor] = []
+        self._staged: list[Memory] = []
         self._detaching = threading.Lock()
-        self._mutex = threading.Lock()
+        self._changed = threading.Condition()
+        # All below belong to `_changed`.
         self._phase = Phase.LIVE
-        self._copies: dict[int, torch.Tensor] = {}
-        self._num_expected = num_expected
-        self._seen: set[str] = set()
-        self._done: set[str] = set()
-        self._received: dict[str, set[int]] = {}  # of receivers at work: blocks that they have verified
+        self._copies: dict[int, Buffer] = {}
+        self._receivers = Receivers(self.num_blocks, num_expected)
+        self._sent = 0
+        self._num_lent_live = 0
+        self._lent: Counter[int] = Counter()
         pool.open(self.id)
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {self._phase.value}, {self.total_bytes} bytes, id={self.id[:8]})"
 
+    @property
+    def manifest(self) -> Manifest:
+        """All of the state but its bytes; built when it is first asked for."""
+        with self._manifest_lock:
+            if self._manifest is None:
+                with collector_paused():
+                    self._manifest = build_manifest(
+                        step=self.step,
+                        snapshot=self.id,
+                        block_bytes=self.block_bytes,
+                        tree=self._tree,
+                        space=self._layout,
+                    )
+            return self._manifest
+
     def manifest_bytes(self) -> bytes:
         """Return the manifest as JSON; encoded once."""
-        with self._encode_lock:
+        manifest = self.manifest
+        with self._manifest_lock:
             if self._encoded is None:
-                self._encoded = encode_manifest(self.manifest)
+                self._encoded = encode_manifest(manifest)
             return self._encoded
 
     # Who needs what
 
-    def register(self, receiver: str) -> bool:
+    def register(self, receiver: str, now: float = 0.0) -> bool:
         """Note that a receiver starts from the first block; False if not everything is there any more."""
-        with self._mutex:
+        with self._changed:
             if not self._can_begin():
                 return False
-            self._seen.add(receiver)
-            self._done.discard(receiver)
-            self._received[receiver] = set()
+            self._receivers.add(receiver, now)
             return True
 
-    def acknowledge(self, receiver: str, blocks: Iterable[int]) -> None:
-        """Note that a receiver has these blocks, verified; copies that nobody needs any more are freed."""
-        with self._mutex:
-            received = self._received.get(receiver)
-            if received is None:
-                return
-            received.update(blocks)
-            if self._phase is Phase.DETACHED:
-                self._free_unneeded()
+    def is_revoked(self, receiver: str | None) -> bool:
+        """Whether the receiver's lease was ended because it was too slow."""
+        with self._changed:
+            return self._receivers.is_revoked(receiver)
+
+    def contact(self, receiver: str, now: float, *, received: int = 0, address: str | None = None) -> None:
+        """Note that a receiver is alive, has these blocks (a bit set), and serves them at an address.
+
+        Copies that nobody needs any more are freed.
+        """
+        with self._changed:
+            self._receivers.contact(receiver, now, address)
+            if received:
+                self._receivers.acknowledge(receiver, received)
+                if self._phase is Phase.DETACHED:
+                    self._free_unneeded()
+
+    def begin_response(self, receiver: str | None) -> None:
+        """Note that a receiver is being sent something."""
+        if receiver is not None:
+            with self._changed:
+                self._receivers.begin_response(receiver)
+
+    def end_response(self, receiver: str | None, now: float) -> None:
+        """Note that a response has ended."""
+        if receiver is not None:
+            with self._changed:
+                self._receivers.end_response(receiver, now)
 
     def finish(self, receiver: str) -> None:
         """Note that a receiver has everything, or has given up; the last one closes a detached snapshot."""
-        with self._mutex:
-            if self._received.pop(receiver, None) is not None:
-                self._done.add(receiver)
+        with self._changed:
+            self._receivers.finish(receiver)
             if self._phase is Phase.DETACHED:
                 self._free_unneeded()
 
+    def lapse(self, silent_since: float) -> None:
+        """End the leases of receivers that have not been heard of since."""
+        with self._changed:
+            for name in self._receivers.lapse(silent_since):
+                logger.info("%r: the lease of receiver %s has lapsed, it is silent", self, name)
+            if self._phase is Phase.DETACHED:
+                self._free_unneeded()
+
+    def share_of(self, receiver: str) -> tuple[int, int]:
+        """Return which receiver this is, from 0 on, and of how many."""
+        with self._changed:
+            return self._receivers.share_of(receiver)
+
+    def peers_of(self, receiver: str) -> list[PeerBlocks]:
+        """Return other receivers that serve what they hold."""
+        with self._changed:
+            return self._receivers.peers_of(receiver)
+
+    def note_sent(self, block: int) -> None:
+        """Note that a block is being sent to somebody."""
+        with self._changed:
+            self._sent |= 1 << block
+
+    def sent(self) -> int:
+        """The blocks that have been sent to anybody, as a bit set."""
+        with self._changed:
+            return self._sent
+
     def touch_buffer_ahead(self) -> bool:
         """Touch one buffer that a `detach` now would fill; False if there is nothing left to prepare."""
-        with self._mutex:
+        with self._changed:
             if self._phase is not Phase.LIVE:
                 return False
-            # An upper bound in constant time, because this is asked once a buffer.
-            num_needed = self._num_live_blocks()
-            if len(self._seen) >= self._num_expected:
-                num_needed -= min((len(received) for received in self._received.values()), default=num_needed)
+            num_needed = (self._receivers.needed() & self._live_blocks()).bit_count()
         return self._pool.touch_one(self.id, num_needed)
+
+    @property
+    def phase(self) -> Phase:
+        """Where its bytes are."""
+        return self._phase
 
     @property
     def closed(self) -> bool:
@@ -165,169 +237,210 @@ class Snapshot:
 
     def statistics(self) -> SnapshotStatistics:
         """What it is doing now."""
-        with self._mutex:
+        with self._changed:
             return SnapshotStatistics(
                 step=self.step,
                 phase=self._phase,
                 num_blocks=self.num_blocks,
                 num_blocks_copied_aside=len(self._copies),
-                num_receivers_expected=self._num_expected,
-                num_receivers_seen=len(self._seen),
-                num_receivers_done=len(self._done),
+                num_receivers_expected=self._receivers.num_expected,
+                num_receivers_seen=self._receivers.num_seen,
+                num_receivers_done=self._receivers.num_done,
             )
 
     # Reading
 
     def holds(self, start: int, stop: int) -> bool:
         """Whether bytes [start, stop) can be read now."""
-        with self._mutex:
+        with self._changed:
             return self._holds(start, stop)
 
-    def try_read(self, start: int, stop: int) -> bytes | None:
-        """Return a copy of bytes [start, stop), or None if that would mean waiting for a lock or for staging.
+    @contextmanager
+    def lend(self, start: int, stop: int) -> Iterator[list[memoryview]]:
+        """Lend the memory of bytes [start, stop): views in order. Give it back at once, the trainer may wait for it.
+
+        Waits for a writer that has not detached this snapshot, and for staging.
 
         Raises:
             BlockGoneError: they are not there any more.
         """
         staging = self._staging
-        if staging is not None and not staging.ready():
-            return None
-        with self._lock.try_read() as readable:
-            if not self._mutex.acquire(blocking=False):
-                return None
-            try:
-                if self._phase is Phase.LIVE and not readable:
-                    return None
-                return self._copy_out(start, stop)
-            finally:
-                self._mutex.release()
+        if staging is not None:
+            staging.wait(_STAGING_TIMEOUT)
+        while True:
+            with self._lock.try_read() as readable:
+                with self._changed:
+                    lent = self._views(start, stop) if readable or self._phase is not Phase.LIVE else None
+                    if lent is None:
+                        self._changed.wait(_RETRY_S)
+                        continue
+                    is_live = self._note_lent(start, stop)
+                try:
+                    yield lent
+                finally:
+                    with self._changed:
+                        self._note_returned(start, stop, is_live)
+                return
 
     def read(self, start: int, stop: int) -> bytes:
         """Return a copy of bytes [start, stop); keep the range small, the trainer may wait for it.
 
         Raises:
             BlockGoneError: they are not there any more.
-            LockTimeoutError: the lock was not free in time.
         """
-        staging = self._staging
-        if staging is not None:
-            staging.wait(_STAGING_TIMEOUT)
-        with self._mutex:
-            if self._phase is not Phase.LIVE:
-                return self._copy_out(start, stop)
-        with self._lock.read():
-            with self._mutex:
-                return self._copy_out(start, stop)
+        with self.lend(start, stop) as views:
+            return b"".join(views)
 
     # Ending
 
     def detach(self) -> None:
         """Return once the live state may be mutated: copy aside what receivers still need. May be called again.
 
-        Reads go on between the blocks. Never waits for a receiver. Where the copies cannot be made the snapshot is closed;
-        nothing is raised, because the caller is the trainer.
+        Lending goes on between the blocks. Never waits for a receiver. Where the copies cannot be made the snapshot is
+        closed; nothing is raised, because the caller is the trainer. Over budget, the slowest receivers lose their lease.
         """
         with self._detaching:
-            with self._mutex:
+            with self._changed:
                 if self._phase is not Phase.LIVE:
                     return
                 self._phase = Phase.DETACHING
+                self._changed.notify_all()
+                self._fit_into_budget()
                 staging = self._staging
             try:
                 if staging is not None:
                     staging.order_mutation_after(_STAGING_TIMEOUT)
                 for block in range(self._num_live_blocks()):
                     self._copy_aside_if_needed(block)
-            except (CheckpointError, RuntimeError, MemoryError) as error:
+            except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
                 # The trainer must not pay for a receiver: that one learns that the state is gone, and asks again.
                 logger.warning("%r cannot be kept for its receivers and is closed: %s", self, error)
                 self.close()
                 return
-            with self._mutex:
+            with self._changed:
                 if self._phase is Phase.DETACHING:
                     self._memories = [None] * len(self._memories)
                     self._phase = Phase.DETACHED
+                    self._changed.notify_all()
                     logger.debug("%r: %d of %d blocks copied aside", self, len(self._copies), self.num_blocks)
                     self._free_unneeded()
+                if not self._changed.wait_for(lambda: not self._num_lent_live, _LENT_TIMEOUT_S):
+                    logger.error("%r: live memory is still lent after %g s", self, _LENT_TIMEOUT_S)
+                    self._close()
 
     def close(self) -> None:
-        """Free everything; reads fail from now on. May be called again."""
-        with self._mutex:
+        """Free everything; reads fail from now on. Returns once no live memory is lent. May be called again."""
+        with self._changed:
             self._close()
+            self._changed.wait_for(lambda: not self._num_lent_live, _LENT_TIMEOUT_S)
+
+    # All below: with `_changed` held, but `_copy_aside_if_needed`
 
     def _close(self) -> None:
         if self._phase is Phase.CLOSED:
             return
         self._phase = Phase.CLOSED
         self._memories = [None] * len(self._memories)
-        for buffer in self._copies.values():
-            self._pool.give(buffer)
-        self._copies.clear()
+        for block in list(self._copies):
+            self._free(block)
         self._staging = None
         self._staged = []
         self._pool.close(self.id)
-
-    # All below: with _mutex held
+        self._changed.notify_all()
 
     def _can_begin(self) -> bool:
         """Whether a receiver that starts now will find every block."""
         if self._phase is Phase.DETACHING:
-            return len(self._seen) < self._num_expected  # then everything is being copied aside
+            return self._receivers.awaits_more  # then everything is being copied aside
         return self._holds(0, self.total_bytes)
 
     def _holds(self, start: int, stop: int) -> bool:
         if self._phase is not Phase.DETACHED:
             return self._phase is not Phase.CLOSED
-        blocks = range(start // self._pool.block_bytes, count_blocks(stop, self._pool.block_bytes))
-        return all(block in self._copies or not self._has_live_bytes(block) for block in blocks)
-
-    def _has_live_bytes(self, block: int) -> bool:
-        """Whether the block has bytes of CPU segments: staged ones need no copy. These come first in the space."""
-        return block < self._num_live_blocks()
+        last = min(count_blocks(stop, self.block_bytes), self._num_live_blocks())
+        return all(block in self._copies for block in range(start // self.block_bytes, last))
 
     def _num_live_blocks(self) -> int:
+        """Blocks with bytes of CPU segments, which come first in the space; staged ones need no copy."""
         if self._num_on_cpu == len(self._starts):
             return self.num_blocks
-        return count_blocks(self._starts[self._num_on_cpu], self._pool.block_bytes) if self._num_on_cpu else 0
+        return count_blocks(self._starts[self._num_on_cpu], self.block_bytes) if self._num_on_cpu else 0
 
-    def _is_needed(self, block: int) -> bool:
-        if len(self._seen) < self._num_expected:
-            return True
-        return any(block not in received for received in self._received.values())
+    def _live_blocks(self) -> int:
+        return (1 << self._num_live_blocks()) - 1
+
+    def _fit_into_budget(self) -> None:
+        num_available = self._pool.num_available()
+        while (
+            num_available is not None and (self._receivers.needed() & self._live_blocks()).bit_count() > num_available
+        ):
+            revoked = self._receivers.revoke_slowest()
+            if revoked is None:
+                return
+            logger.warning(
+                "%r: the copies for %s would exceed staging_budget_bytes=%d; its lease is revoked",
+                self,
+                revoked,
+                self._pool.budget_bytes,
+            )
 
     def _free_unneeded(self) -> None:
-        if len(self._seen) < self._num_expected:
-            return
-        if not self._received:
+        needed = self._receivers.needed()
+        if not needed and not self._receivers.num_active:
             self._close()
             return
-        for block in [block for block in self._copies if not self._is_needed(block)]:
-            self._pool.give(self._copies.pop(block))
+        for block in [block for block in self._copies if not needed >> block & 1]:
+            self._free(block)
+
+    def _free(self, block: int) -> None:
+        buffer = self._copies.pop(block)
+        self._pool.give(None if self._lent[block] else buffer)
+
+    def _copy_aside_if_needed(self, block: int) -> None:
+        with self._changed:
+            if self._phase is Phase.DETACHING and self._receivers.needed() >> block & 1:
+                self._copies[block] = self._copy_aside(block)
+
+    def _copy_aside(self, block: int) -> Buffer:
+        """Copy the CPU bytes of a block into a buffer. Padding and staged bytes are left undefined: reads don't use them."""
+        start, stop = block_range(block, self.total_bytes, self.block_bytes)
+        buffer = self._pool.take()
+        try:
+            for index, low, high, position in self._pieces(start, stop):
+                if index < self._num_on_cpu:
+                    self._live(index).copy_to(low, high, buffer.address + position - start)
+        except BaseException:
+            self._pool.give(buffer)
+            raise
+        return buffer
+
+    def _note_lent(self, start: int, stop: int) -> bool:
+        if self._phase is not Phase.DETACHED:
+            self._num_lent_live += 1
+            return True
+        self._lent.update(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
+        return False
+
+    def _note_returned(self, start: int, stop: int, is_live: bool) -> None:
+        if is_live:
+            self._num_lent_live -= 1
+            if not self._num_lent_live:
+                self._changed.notify_all()
+            return
+        for block in range(start // self.block_bytes, count_blocks(stop, self.block_bytes)):
+            self._lent[block] -= 1
+            if not self._lent[block]:
+                del self._lent[block]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (segment, first byte in it, byte after the last in it, position in the space)."""
-        segments = self.manifest.segments
         index = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        while index < len(segments) and self._starts[index] < stop:
-            begin, length = segments[index]
-            low, high = max(start, begin), min(stop, begin + length)
+        while index < len(self._starts) and self._starts[index] < stop:
+            begin = self._starts[index]
+            low, high = max(start, begin), min(stop, begin + self._lengths[index])
             if low < high:
                 yield index, low - begin, high - begin, low
             index += 1
-
-    def _copy_aside_if_needed(self, block: int) -> None:
-        with self._mutex:
-            if self._phase is Phase.DETACHING and self._is_needed(block):
-                self._copies[block] = self._copy_aside(block)
-
-    def _copy_aside(self, block: int) -> torch.Tensor:
-        """Copy the CPU bytes of a block into a buffer. Padding and staged bytes are left undefined: reads don't use them."""
-        start, stop = block_range(block, self.total_bytes, self._pool.block_bytes)
-        buffer = self._pool.take()
-        for index, low, high, position in self._pieces(start, stop):
-            if index < self._num_on_cpu:
-                self._live(index).copy_to(low, high, buffer[position - start : position - start + high - low])
-        return buffer
 
     def _live(self, index: int) -> Memory:
         memory = self._memories[index]
@@ -335,36 +448,37 @@ class Snapshot:
             raise BlockGoneError(f"step {self.step}: the live state is not available any more", party="snapshot")
         return memory
 
-    def _copy_out(self, start: int, stop: int) -> bytes:
+    def _views(self, start: int, stop: int) -> list[memoryview]:
         if not self._holds(start, stop):
             raise BlockGoneError(f"step {self.step}: bytes {start} to {stop} are not served any more", party="snapshot")
-        parts: list[bytes] = []
+        views: list[memoryview] = []
         at = start
+        is_detached = self._phase is Phase.DETACHED
         for index, low, high, position in self._pieces(start, stop):
             if position > at:
-                parts.append(bytes(position - at))
+                views.append(_PADDING[: position - at])
             at = position + high - low
             if index >= self._num_on_cpu:
-                parts.append(self._staged_memory(index).copy_out(low, high))
-            elif self._phase is not Phase.DETACHED:
-                parts.append(self._live(index).copy_out(low, high))
+                views.append(self._staged_memory(index).view(low, high))
+            elif is_detached:
+                views += self._copied_views(position, at)
             else:
-                parts += self._copied_parts(position, at)
+                views.append(self._live(index).view(low, high))
         if at < stop:
-            parts.append(bytes(stop - at))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            views.append(_PADDING[: stop - at])
+        return views
 
-    def _copied_parts(self, start: int, stop: int) -> Iterator[bytes]:
-        block_bytes = self._pool.block_bytes
+    def _copied_views(self, start: int, stop: int) -> Iterator[memoryview]:
         while start < stop:
-            block = start // block_bytes
-            end = min(stop, (block + 1) * block_bytes)
-            memory = Memory(self._copies[block], block_bytes, packed=False)
-            yield memory.copy_out(start - block * block_bytes, end - block * block_bytes)
+            block = start // self.block_bytes
+            offset = block * self.block_bytes
+            end = min(stop, offset + self.block_bytes)
+            yield self._copies[block].view[start - offset : end - offset]
             start = end
 
     def _staged_memory(self, index: int) -> Memory:
         if not self._staged and self._staging is not None:
-            self._staged = self._staging.wait(_STAGING_TIMEOUT)
-        pinned = self._staged[index - self._num_on_cpu]
-        return Memory(pinned, pinned.numel(), packed=False)
+            self._staged = [
+                Memory(pinned, pinned.numel(), packed=False) for pinned in self._staging.wait(_STAGING_TIMEOUT)
+            ]
+        return self._staged[index - self._num_on_cpu]

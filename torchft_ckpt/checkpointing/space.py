@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchft_ckpt.checkpointing.boxes import is_dtensor, local_box
-from torchft_ckpt.checkpointing.dtypes import DTYPES, dtype_name
+from torchft_ckpt.checkpointing.dtypes import CARRIED_DTYPES
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 ALIGN_BYTES = 64
@@ -43,8 +43,10 @@ class Memory:
         self.tensor = tensor
         self.length = length
         self._packed = packed
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self._storage_end = (int(tensor.storage_offset()) + span + 1) * tensor.element_size()
+        self._view: memoryview | None = None
+        self._viewed_address = 0
+        num_elements = tensor.numel() if not packed else _span(tensor) + 1
+        self._storage_end = (int(tensor.storage_offset()) + num_elements) * tensor.element_size()
 
     @property
     def device(self) -> torch.device:
@@ -72,18 +74,35 @@ class Memory:
             return data[start - first * itemsize : stop - first * itemsize]
         return ctypes.string_at(self.tensor.data_ptr() + start, stop - start)
 
-    def copy_to(self, start: int, stop: int, target: torch.Tensor) -> None:
-        """Copy bytes [start, stop) into a contiguous uint8 CPU tensor of that length.
+    def copy_to(self, start: int, stop: int, address: int) -> None:
+        """Copy bytes [start, stop) to an address on the CPU.
 
         Not by `Tensor.copy_`: that splits over all of OpenMP's threads and waits for the slowest, which on a machine with
         busy cores took up to a hundred times as long as one thread does.
         """
         if self._packed:
             data = self.copy_out(start, stop)
-            ctypes.memmove(target.data_ptr(), data, len(data))
+            ctypes.memmove(address, data, len(data))
             return
         self._check_alive()
-        ctypes.memmove(target.data_ptr(), self.tensor.data_ptr() + start, stop - start)
+        ctypes.memmove(address, self.tensor.data_ptr() + start, stop - start)
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) as memory: the live one, or a copy where it is strided. On the CPU.
+
+        The view does not keep the tensor alive, nor `Tensor.numpy` in its way: that would fix the storage's size for good.
+
+        Raises:
+            CheckpointError: the storage was freed or shrunk since the state was handed over.
+        """
+        if self._packed:
+            return memoryview(self.copy_out(start, stop))
+        self._check_alive()
+        address = self.tensor.data_ptr()
+        if self._view is None or address != self._viewed_address:  # a storage may have been freed and filled again
+            self._view = memoryview((ctypes.c_char * self.length).from_address(address)).cast("B")
+            self._viewed_address = address
+        return self._view[start:stop]
 
     def _check_alive(self) -> None:
         if self.length and self.tensor.untyped_storage().nbytes() < self._storage_end:
@@ -96,6 +115,7 @@ class Space:
 
     memories: list[Memory]
     starts: list[int]
+    lengths: list[int]
     placed: list[Placed]
     total_bytes: int
 
@@ -103,7 +123,7 @@ class Space:
 class _Piece:
     """One tensor on its way into the space: what it is, and the addresses [low, high) of its bytes."""
 
-    __slots__ = ("global_shape", "high", "index", "low", "nbytes", "offsets", "path", "tensor")
+    __slots__ = ("global_shape", "high", "index", "is_contiguous", "low", "nbytes", "offsets", "path", "tensor")
 
     def __init__(
         self, index: int, path: str, tensor: torch.Tensor, global_shape: tuple[int, ...], offsets: tuple[int, ...]
@@ -116,11 +136,8 @@ class _Piece:
         itemsize = tensor.element_size()
         self.nbytes = tensor.numel() * itemsize
         self.low = tensor.data_ptr()
-        if tensor.is_contiguous():
-            self.high = self.low + self.nbytes
-        else:
-            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            self.high = self.low + (span + 1) * itemsize
+        self.is_contiguous = tensor.is_contiguous()
+        self.high = self.low + (self.nbytes if self.is_contiguous else (_span(tensor) + 1) * itemsize)
 
     def same_view(self, other: _Piece) -> bool:
         a, b = self.tensor, other.tensor
@@ -139,7 +156,7 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
     pieces = [_piece(index, path, tensor) for index, (path, tensor) in enumerate(tensors)]
     groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
     groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
-    groups.sort(key=lambda group: (group[0].tensor.device.type != "cpu", min(piece.index for piece in group)))
+    groups.sort(key=lambda group: (group[0].tensor.device.type != "cpu", min([piece.index for piece in group])))
 
     memories: list[Memory] = []
     starts: list[int] = []
@@ -161,7 +178,9 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
                 strides,
             )
         memories.append(memory)
-    return Space(memories, starts, [placed[index] for index in range(len(pieces))], end)
+    return Space(
+        memories, starts, [memory.length for memory in memories], [placed[index] for index in range(len(pieces))], end
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,13 +203,20 @@ def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _refuse(path, f"a tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}")
     tensor = tensor.detach()
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise _refuse(path, f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''}")
-    if tensor.is_quantized or dtype_name(tensor.dtype) not in DTYPES:
+    if tensor.dtype not in CARRIED_DTYPES or tensor.is_quantized:
         raise _refuse(path, f"a tensor of dtype {tensor.dtype}")
-    if tensor.device.type != "cpu" and not _stageable(tensor.device):
+    if not tensor.is_cpu and not _stageable(tensor.device):
         raise _refuse(path, f"a tensor on device {tensor.device}")
-    return _Piece(index, path, tensor.resolve_conj().resolve_neg(), global_shape, offsets)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return _Piece(index, path, tensor, global_shape, offsets)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements between the first and the last one of a tensor that has some."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _stageable(device: torch.device) -> bool:
@@ -210,11 +236,12 @@ def _overlaps_itself(piece: _Piece) -> bool:
 def _group_overlapping(pieces: list[_Piece]) -> list[list[_Piece]]:
     """Put pieces that share bytes into one group."""
     groups: list[list[_Piece]] = []
-    reach, device = 0, None
-    for piece in sorted(pieces, key=lambda piece: (str(piece.tensor.device), piece.low)):
-        if piece.tensor.device != device or piece.low >= reach:
+    reach, device = 0, ""
+    devices = {piece: str(piece.tensor.device) for piece in pieces}
+    for piece in sorted(pieces, key=lambda piece: (devices[piece], piece.low)):
+        if devices[piece] != device or piece.low >= reach:
             groups.append([])
-            reach, device = 0, piece.tensor.device
+            reach, device = 0, devices[piece]
         groups[-1].append(piece)
         reach = max(reach, piece.high)
     return groups
@@ -224,7 +251,7 @@ def _segment(group: list[_Piece]) -> tuple[Memory, list[tuple[int, tuple[int, ..
     """Return the memory of one segment, and for each piece its byte offset and strides in it."""
     first = group[0]
     if len(group) == 1 or all(piece.same_view(first) for piece in group):
-        memory = Memory(first.tensor, first.nbytes, packed=not first.tensor.is_contiguous())
+        memory = Memory(first.tensor, first.nbytes, packed=not first.is_contiguous)
         return memory, [(0, None)] * len(group)
     # The hull starts where every piece is a whole number of its own items away from it.
     storage_start = first.tensor.untyped_storage().data_ptr()

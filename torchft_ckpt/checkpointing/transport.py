@@ -7,9 +7,14 @@ check that any implementation can be put through.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar
+
+from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.errors import CheckpointError, StateFormatError, TransferCancelledError, TransferError
 
 T = TypeVar("T")
 
@@ -72,6 +77,46 @@ class CheckpointTransport(Generic[T], ABC):
             TransferError: a subclass says why nothing was received.
             StateFormatError: the source sent something that is not a state.
         """
+
+    def fetch_checkpoint(
+        self,
+        sources: Sequence[str],
+        step: int,
+        timeout: timedelta,
+        *,
+        local_state: T | None = None,
+        in_place: bool = False,
+        on_progress: ProgressCallback | None = None,
+    ) -> T:
+        """Fetch the state of a step from whichever of several sources can give it; return it whole or raise.
+
+        A transport that knows no better asks one source after another, and ignores what is here already.
+
+        Args:
+            sources: what the sources' `metadata()` returned. The first is the primary: the state received is its own.
+            step: the step wanted.
+            timeout: the overall deadline, counted from this call.
+            local_state: the state that is here; what is equal in it need not be sent.
+            in_place: allow to receive into the tensors of `local_state`, which is then undefined if this raises an error
+                whose `state_overwritten` is true. What is returned has those tensors in it.
+            on_progress: called now and then, on any thread; it should return at once.
+
+        Raises:
+            TransferError: a subclass says why nothing was received.
+            StateFormatError: a source sent something that is not a state.
+            StateMismatchError: the state does not fit `local_state`.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        failure: CheckpointError = TransferError("no source to fetch from was named", party="sources")
+        for rank, metadata in enumerate(sources):
+            remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.0))
+            try:
+                return self.recv_checkpoint(rank, metadata, step, remaining)
+            except TransferCancelledError:
+                raise
+            except (TransferError, StateFormatError) as error:
+                failure = error
+        raise failure
 
     def cancel_recv(self) -> None:
         """Give up the receives in progress: each raises `TransferCancelledError` soon. From any thread.

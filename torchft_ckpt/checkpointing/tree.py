@@ -68,9 +68,9 @@ class TreeEncoder:
         if kind is torch.Size:
             return {"s": list(value)}  # type: ignore[call-overload]
         if kind is torch.dtype:
-            if dtype_name(value) not in DTYPES:  # type: ignore[arg-type]
+            if dtype_name(value) not in DTYPES:
                 raise UnsupportedValueError(f"state dict{_at(path)}: dtype {value} cannot be carried", path)
-            return {"y": dtype_name(value)}  # type: ignore[arg-type]
+            return {"y": dtype_name(value)}
         if kind is np.ndarray:
             return {"a": self._array(value, path)}  # type: ignore[arg-type]
         if isinstance(value, (np.floating, np.integer, np.bool_)) and value.dtype.itemsize <= 8:

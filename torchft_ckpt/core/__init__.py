@@ -9,4 +9,5 @@ recollection  what a lighthouse that was restarted learns from the members of th
 group       one replica group's ranks towards the lighthouse: all of them or none
 replica     the life of one rank's step: what state it holds, whether it may contribute, vote and commit
 patience    back-off schedules, and when a collective counts as stalled behind a joiner
+rate        how many requests of one client are let through
 """

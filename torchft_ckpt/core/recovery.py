@@ -9,7 +9,8 @@ The rules, in this order:
    quorum.
 3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
    load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
-4. All ranks of a group heal from the same source. Sources serve evenly many; one that has captured its state comes first.
+4. All ranks of a group heal from the same sources, of which the first is the primary. Sources serve evenly many; one that has
+   captured its state comes first.
 5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
    rule: it has no name, gets none, and its holder heals.
 6. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
@@ -23,8 +24,9 @@ from dataclasses import dataclass
 
 from torchft_ckpt.core.messages import Role, StateVersion
 
-MAX_SOURCES = 1
-"""Sources named to one healing member. Each of them has to hold a snapshot for it, so no more than it will use."""
+MAX_SOURCES = 4
+"""Sources named to one healing member, the first of which is the primary. Each of them opens a snapshot for it, which costs
+it nothing while it is not mutated, and is withdrawn when the step is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +184,12 @@ def _assignment(
     sources: dict[int, tuple[int, ...]] = {}
     destinations: dict[int, list[int]] = {}
     healing = [rank for rank, role in enumerate(roles) if role in (Role.INLINE, Role.JOINER)]
+    num_sources = min(MAX_SOURCES, len(servers))
     for turn, rank in enumerate(healing):
-        mine = tuple(servers[(turn + i) % len(servers)] for i in range(min(MAX_SOURCES, len(servers))))
+        # The next ones in turn, so that each serves evenly many; which of them is the primary changes from turn to turn.
+        mine = tuple(
+            servers[(turn * num_sources + (turn + place) % num_sources) % len(servers)] for place in range(num_sources)
+        )
         sources[rank] = mine
         for server in mine:
             destinations.setdefault(server, []).append(rank)

@@ -309,7 +309,8 @@ class Conversation:
                     error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
                     self._error = ExceptionWithTraceback(error)
                 sources = replica.quorum.sources if replica.quorum is not None else []
-                return message.reason, message.lost and any(s.replica_id == message.replica_id for s in sources)
+                is_only_source = [source.replica_id for source in sources] == [message.replica_id]
+                return message.reason, message.lost and is_only_source
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, JoinerWaiting):

@@ -17,8 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
-from torchft_ckpt.core.messages import QuorumFormed, Source
+from torchft_ckpt.core.messages import QuorumFormed
 from torchft_ckpt.errors import (
+    CheckpointError,
     ConfigError,
     SourceLostError,
     SourceRefusedError,
@@ -29,6 +30,12 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.manager.worker import Worker
 
 logger = logging.getLogger(__name__)
+_CANCEL_TIMEOUT_S = 30.0
+
+
+def is_torn_by(error: BaseException) -> bool:
+    """Whether a fetch that failed has overwritten a part of the state that is here."""
+    return isinstance(error, CheckpointError) and error.state_overwritten
 
 
 class StateRegistry:
@@ -88,7 +95,7 @@ class StateRegistry:
 
 
 class Healing:
-    """One fetch at a time, on a thread of its own.
+    """One fetch at a time, on a thread of its own, from all sources that the quorum names.
 
     Args:
         transport: fetches.
@@ -102,14 +109,22 @@ class Healing:
         self._fetch: Future[Any] | None = None
         self._formed: QuorumFormed | None = None
         self._is_cancelled = False
+        self._is_in_place = False
         self.took_s = 0.0
 
-    def start(self, formed: QuorumFormed) -> None:
-        """Begin to fetch the state that a quorum trains from."""
+    def start(self, formed: QuorumFormed, local: dict[str, Any] | None, in_place: bool) -> None:
+        """Begin to fetch the state that a quorum trains from.
+
+        Args:
+            formed: the quorum.
+            local: what the registered functions return here: what is equal in it is not fetched.
+            in_place: receive into it; the training thread waits for `wait` before it does anything with it.
+        """
         self.cancel()
         self._formed = formed
         self._is_cancelled = False
-        self._fetch = self._worker.submit(lambda: self._run(formed))
+        self._is_in_place = in_place and local is not None
+        self._fetch = self._worker.submit(lambda: self._run(formed, local))
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.
@@ -135,6 +150,15 @@ class Healing:
             if isinstance(self._transport, CheckpointTransport):  # torchft's own transports cannot be cancelled
                 self._transport.cancel_recv()
 
+    def cancel_and_check(self) -> bool:
+        """Give up a fetch in progress; return whether it has left the state that it was received into torn."""
+        self.cancel()
+        fetch = self._fetch
+        if fetch is None or not self._is_in_place:
+            return False
+        error = fetch.exception(timeout=_CANCEL_TIMEOUT_S)
+        return error is None or is_torn_by(error)
+
     def withdraw(self) -> None:
         """Stop serving: the step is committed, and who has not loaded its state by now was left behind."""
         if isinstance(self._transport, CheckpointTransport):
@@ -147,27 +171,34 @@ class Healing:
         self.cancel()
         self._worker.shutdown(timeout_s=5.0)
 
-    def _run(self, formed: QuorumFormed) -> Any:
+    def _run(self, formed: QuorumFormed, local: dict[str, Any] | None) -> Any:
         if self._is_cancelled or self._formed is not formed:
             raise TransferCancelledError("the step that this transfer was for is over")
-        source = self._source(formed)
+        sources = [
+            source for source in formed.sources if source.checkpoint_addresses and source.checkpoint_addresses[0]
+        ]
+        if not sources:
+            raise SourceLostError(f"quorum {formed.quorum_id} names no source that can be reached for this rank")
+        names = ", ".join(source.replica_id for source in sources)
+        step = formed.version.step
         started = time.monotonic()
-        logger.info("fetching step %d from %s", formed.version.step, source.replica_id)
-        state = self._transport.recv_checkpoint(
-            src_rank=source.replica_rank,
-            metadata=source.checkpoint_addresses[0],
-            step=formed.version.step,
-            timeout=self._timeout,
-        )
+        logger.info("fetching step %d from %s", step, names)
+        if isinstance(self._transport, CheckpointTransport):
+            state = self._transport.fetch_checkpoint(
+                [source.checkpoint_addresses[0] for source in sources],
+                step,
+                self._timeout,
+                local_state=None if local is None else {"user": local},
+                in_place=self._is_in_place,
+            )
+        else:  # one of torchft's own
+            first = sources[0]
+            state = self._transport.recv_checkpoint(
+                src_rank=first.replica_rank, metadata=first.checkpoint_addresses[0], step=step, timeout=self._timeout
+            )
         self.took_s = time.monotonic() - started
-        logger.info("fetched step %d from %s in %.3f s", formed.version.step, source.replica_id, self.took_s)
+        logger.info("fetched step %d from %s in %.3f s", step, names, self.took_s)
         return state
-
-    def _source(self, formed: QuorumFormed) -> Source:
-        for source in formed.sources:
-            if source.checkpoint_addresses and source.checkpoint_addresses[0]:
-                return source
-        raise SourceLostError(f"quorum {formed.quorum_id} names no source that can be reached for this rank")
 
     def _source_name(self) -> str:
         return self._formed.sources[0].replica_id if self._formed and self._formed.sources else "the source"

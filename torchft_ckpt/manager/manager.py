@@ -41,7 +41,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
-from torchft_ckpt.manager.healing import Healing, StateRegistry
+from torchft_ckpt.manager.healing import Healing, StateRegistry, is_torn_by
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.worker import Worker
 
@@ -108,6 +108,9 @@ class Manager:
             for. (torchft gives up after the first; a job that waits for a node to come back should not end.)
         join_budget: how long healthy replica groups wait for one that joins, beyond their own step; 5 s. One that takes
             longer is left behind and tries again later.
+        heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
+            thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
+            load a tensor from itself.
         transfer_timeout: overall deadline of fetching the state; 10 min. It binds the joiner, not the others.
         token: shared secret of the job.
 
@@ -143,6 +146,7 @@ class Manager:
         quorum_retries: int | None = None,
         *,
         join_budget: timedelta | None = None,
+        heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
     ) -> None:
@@ -214,6 +218,7 @@ class Manager:
             lock=self._state_dict_lock,
         )
         self._worker = Worker("torchft_ckpt-quorum")
+        self._heal_in_place = heal_in_place
         self._healing = Healing(self._transport, self._timeouts.transfer)
         self._link: GroupService | RankSession
         try:
@@ -367,7 +372,8 @@ class Manager:
         if self._registry.is_empty:
             raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
         if self._is_load_pending:
-            self._healing.cancel()
+            if self._healing.cancel_and_check():
+                self._talk.load_torn()
             self._is_load_pending = False
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
@@ -375,6 +381,8 @@ class Manager:
             self._store_prepared = None
         self._step_started_at = time.monotonic()
         has_to_wait, has_to_capture = self._talk.wants()
+        is_wished_for = isinstance(self._transport, HTTPTransport) and self._transport.is_wished_for
+        has_to_capture = has_to_capture or is_wished_for
         captured = self._registry.capture() if self._use_async_quorum and has_to_capture else None
         request = self._talk.begin(
             allow_heal=allow_heal,
@@ -385,7 +393,9 @@ class Manager:
         request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()])
         self._link.send(request)
         limit = timeout or self._timeouts.quorum
-        self._quorum_future = self._worker.submit(lambda: self._run_quorum(captured, limit))
+        self._quorum_future = self._worker.submit(
+            lambda: self._run_quorum(captured, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
+        )
         if has_to_wait:
             self.wait_quorum()
             plan = self._talk.plan()
@@ -406,16 +416,21 @@ class Manager:
         if future is not None:
             future.exception()  # it was raised from wait_quorum already, or its step was abandoned
 
-    def _run_quorum(self, captured: dict[str, Any] | None, limit: timedelta) -> None:
+    def _run_quorum(
+        self, captured: dict[str, Any] | None, limit: timedelta, *, trainer_waits: bool, is_wished_for: bool
+    ) -> None:
         """On the quorum thread."""
         plan = self._talk.await_plan(limit, self._quorum_retries, self._link.waiting_for)
         formed = plan.formed
         self._collectives.begin_step(formed.join_budget_s)
         if plan.serve:
             self._serve(formed, captured)
+        elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
+            self._serve(formed, captured)  # to whoever looks at this job from outside
         if plan.load:
+            local = self._registry.capture() if captured is None and trainer_waits else captured
             self._is_load_pending = True
-            self._healing.start(formed)
+            self._healing.start(formed, local, self._heal_in_place and trainer_waits and plan.load_before_forward)
         if plan.configure:
             self._configure(formed)
 
@@ -576,6 +591,8 @@ class Manager:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
             logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
+            if is_torn_by(error):
+                self._talk.load_torn()
             self.report_error(error)
             return
         try:

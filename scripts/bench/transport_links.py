@@ -1,0 +1,138 @@
+"""Members in network namespaces of their own, joined by a switch; what a member sends can be limited to a rate.
+
+The switch is in a namespace too, so the machine's own network is not touched, and taking the namespaces away takes
+everything away. That happens on leaving the `with` block, by whatever exception. Needs root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+LINK_RATE = "200mbit"
+LINK_BYTES_PER_S = 200e6 / 8
+_PREFIX = "tftb"
+_NEW_NETWORK = 0x40000000
+_FOLDER = Path("/var/run/netns")
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LinksUnavailableError(RuntimeError):
+    """Namespaces or rate limits cannot be had here."""
+
+
+class Links:
+    """One switch and some members.
+
+    Args:
+        limits: for each member, whether what it sends is limited to `LINK_RATE`.
+
+    Raises:
+        LinksUnavailableError: not root, no `ip` or `tc`, or the system refuses.
+    """
+
+    def __init__(self, limits: Sequence[bool]) -> None:
+        self._limits = list(limits)
+        self._made: list[str] = []
+        self.namespaces = [_name(str(member)) for member in range(len(self._limits))]
+        self.hosts = [f"10.99.0.{member + 1}" for member in range(len(self._limits))]
+
+    def __enter__(self) -> Links:
+        if os.geteuid() != 0:
+            raise LinksUnavailableError("needs root, for network namespaces and tc")
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                raise LinksUnavailableError(f"there is no `{tool}` (package iproute2)")
+        _remove_left_behind()
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._remove()
+
+    def _make(self) -> None:
+        switch = _name("switch")
+        self._add(switch)
+        _call("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        _call("ip", "-n", switch, "link", "set", "switch", "up")
+        for member, namespace in enumerate(self.namespaces):
+            port = f"port{member}"
+            self._add(namespace)
+            _call("ip", "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            _call("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+            _call("ip", "-n", namespace, "address", "add", f"{self.hosts[member]}/24", "dev", "eth0")
+            _call("ip", "-n", namespace, "link", "set", "lo", "up")
+            _call("ip", "-n", namespace, "link", "set", "eth0", "up")
+            if self._limits[member]:
+                limit = ("rate", LINK_RATE, "burst", "256kb", "latency", "50ms")
+                _call("tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+
+    def _add(self, namespace: str) -> None:
+        self._made.append(namespace)
+        _call("ip", "netns", "add", namespace)
+
+    def _remove(self) -> None:
+        # A second Ctrl-C must not keep what the first one was to take away.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING_SIGNALS}
+        try:
+            for namespace in reversed(self._made):
+                subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+            self._made.clear()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and all threads that it starts later, into a network namespace.
+
+    Raises:
+        OSError: there is none of that name, or this is not root.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (_FOLDER / namespace).open("rb") as file:
+        if libc.setns(file.fileno(), _NEW_NETWORK) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns {namespace}: {os.strerror(number)}")
+
+
+def received() -> tuple[int, int]:
+    """Return the bytes and the packets that the member in whose namespace this runs has received over its link."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            fields = counters.split()
+            return int(fields[0]), int(fields[1])
+    raise LinksUnavailableError("there is no eth0 in this namespace")
+
+
+def _name(what: str) -> str:
+    return f"{_PREFIX}-{os.getpid()}-{what}"
+
+
+def _remove_left_behind() -> None:
+    """Remove the namespaces of earlier runs that were killed: their process is gone."""
+    if not _FOLDER.is_dir():
+        return
+    for path in _FOLDER.iterdir():
+        prefix, _, rest = path.name.partition("-")
+        pid = rest.partition("-")[0]
+        if prefix == _PREFIX and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            subprocess.run(["ip", "netns", "delete", path.name], check=False, capture_output=True)
+
+
+def _call(*command: str) -> None:
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    if result.returncode != 0:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise LinksUnavailableError(f"`{' '.join(command)}` failed: {said[-1] if said else result.returncode}")

@@ -1,0 +1,552 @@
+"""What one client may take of a server, and that the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import http.client
+import itertools
+import json
+import logging
+import os
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import trustme
+from support.certificates import client_context, server_context
+
+from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.buffers import BufferPool
+from torchft_ckpt.checkpointing.connection import SourceConnection
+from torchft_ckpt.checkpointing.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.limits import ClientLimits, GuardedConnection, ServerLimits, SparseLog
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.shelf import Shelf
+from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.errors import ConfigError, SourceLostError
+
+PATH = "/v1/checkpoint/3/manifest"
+HEAD = f"GET {PATH} HTTP/1.1\r\nHost: h\r\n".encode()
+SHORT_S = 0.2
+other_addresses = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs all of 127.0.0.0/8 on the loopback interface"
+)
+
+
+@contextlib.contextmanager
+def serving(
+    state: object = None, *, token: str | None = None, context: ssl.SSLContext | None = None, **limits: float
+) -> Iterator[SourceAddress]:
+    server = CheckpointServer(
+        Shelf(), bind="127.0.0.1", port=0, token=token, ssl_context=context, limits=ServerLimits(**limits)
+    )
+    try:
+        if state is not None:
+            lock = StateDictLock(datetime.timedelta(seconds=20))
+            snapshot = Snapshot(state, step=3, lock=lock, pool=BufferPool(4096), num_expected=1)
+            server.publish(snapshot, lease_s=60)
+        yield SourceAddress("127.0.0.1", server.port, "http" if context is None else "https")
+    finally:
+        server.stop()
+
+
+def connected(source: SourceAddress, from_host: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection((source.host, source.port), timeout=20, source_address=(from_host, 0))
+
+
+def ended(sock: socket.socket) -> bool:
+    """Read to the end; whether nothing but the end came."""
+    try:
+        return sock.recv(65536) == b""
+    except ConnectionResetError:
+        return True
+
+
+def answer_to(sock: socket.socket, request: bytes) -> tuple[int, dict[str, object]]:
+    """Send a request and return the status and the refusal in its answer."""
+    sock.sendall(request)
+    response = http.client.HTTPResponse(sock)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
+@contextlib.contextmanager
+def receiver(
+    source: SourceAddress, context: ssl.SSLContext | None = None, stall_timeout_s: float = 20
+) -> Iterator[SourceConnection]:
+    connection = SourceConnection(
+        source, headers={}, connect_timeout_s=20, stall_timeout_s=stall_timeout_s, ssl_context=context
+    )
+    try:
+        yield connection
+    finally:
+        connection.release()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# Time
+
+
+def test_a_head_that_drips_is_cut_off_while_others_are_served():
+    started = time.monotonic()
+    with serving(head_timeout_s=SHORT_S) as source, receiver(source) as other, connected(source) as slow:
+        statuses = set()
+        slow.settimeout(0.02)
+        with contextlib.suppress(ConnectionError):
+            for byte in HEAD.ljust(500, b"a"):
+                slow.sendall(bytes([byte]))
+                with contextlib.suppress(TimeoutError):
+                    if slow.recv(1) == b"":
+                        break
+                answer = other.get(PATH)
+                answer.read(4096)
+                statuses.add(answer.status)
+        took_s = time.monotonic() - started
+    assert (SHORT_S <= took_s < 5, statuses) == (True, {404})
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HEAD, HEAD + b"X-Long: "])
+def test_a_connection_that_does_not_finish_its_request_is_closed(sent):
+    with serving(head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        sock.sendall(sent)
+        assert ended(sock)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16", b"\x16\x03\x01"])
+def test_a_tls_handshake_that_does_not_come_is_given_up(sent):
+    with serving(context=server_context(trustme.CA(), "127.0.0.1"), head_timeout_s=SHORT_S) as source:
+        with connected(source) as sock:
+            sock.sendall(sent)
+            assert ended(sock)
+
+
+def test_a_connection_is_closed_when_nothing_more_is_asked_on_it():
+    with serving(head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        assert answer_to(sock, HEAD + b"\r\n")[0] == 404
+        assert ended(sock)
+
+
+def test_a_request_that_is_held_up_by_the_server_is_not_idle():
+    with serving(head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        request = f"GET {PATH}?wait_s={3 * SHORT_S} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        assert answer_to(sock, request)[1]["error"] == "not_yet"
+
+
+def large_state() -> dict[str, str]:
+    """A state whose manifest is longer than what kernels keep for a connection."""
+    return {"text": "x" * 12_000_000}
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_an_answer_that_is_read_slowly_arrives_whole(tls):
+    authority = trustme.CA()
+    context = server_context(authority, "127.0.0.1") if tls else None
+    with serving(large_state(), context=context, head_timeout_s=0.25) as source:
+        with receiver(source, client_context(authority) if tls else None) as link:
+            answer = link.get(PATH)
+            body = bytearray(answer.length or 0)
+            for at in range(0, len(body), 500_000):
+                time.sleep(0.03)
+                answer.read_into(memoryview(body)[at : at + 500_000])
+    assert len(json.loads(body)["tree"]) > 0
+
+
+def test_an_answer_that_nobody_reads_is_given_up():
+    with serving(large_state(), head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        sock.sendall(HEAD + b"\r\n")
+        time.sleep(4 * SHORT_S)
+        response = http.client.HTTPResponse(sock)
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.begin()
+            response.read()
+
+
+# Connections
+
+
+@other_addresses
+def test_idle_connections_of_one_client_do_not_keep_another_one_out():
+    with serving() as source, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connected(source, "127.0.0.2")) for _ in range(300)]
+        for sock in idle:
+            sock.settimeout(0)
+        with receiver(source) as link:
+            status = link.get(PATH).status
+
+        def num_closed() -> int:
+            closed = 0
+            for sock in idle:
+                with contextlib.suppress(BlockingIOError):
+                    closed += ended(sock)
+            return closed
+
+        eventually(lambda: num_closed() >= 300 - 64)
+        assert (status, num_closed()) == (404, 300 - 64)
+
+
+@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_client"])
+def test_a_connection_too_many_is_closed_at_once_and_there_is_room_again_later(limit):
+    with serving(**{limit: 2}) as source, connected(source) as first, connected(source) as second:
+        assert [answer_to(sock, HEAD + b"\r\n")[0] for sock in (first, second)] == [404, 404]
+        with connected(source) as third:
+            assert ended(third)
+        second.close()
+
+        def admitted() -> bool:
+            with receiver(source) as link, contextlib.suppress(SourceLostError):
+                return link.get(PATH).status == 404
+            return False
+
+        assert eventually(admitted)
+
+
+def test_a_receiver_that_finds_no_room_is_told_what_it_may_be():
+    with serving(max_connections=1) as source, connected(source) as only:
+        answer_to(only, HEAD + b"\r\n")
+        with receiver(source) as link, pytest.raises(SourceLostError, match="too many connections"):
+            link.get(PATH)
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"X-Long: " + b"a" * 20_000 + b"\r\n\r\n", 413),
+        (b"X-Long: " + b"a" * 20_000, 431),
+        (b"".join(b"X-%d: %s\r\n" % (number, b"a" * 900) for number in range(20)), 431),
+        (b"Content-Length: 2000\r\n\r\n", 413),
+        (b"Content-Length: 100000\r\n\r\n" + b"a" * 100_000, 413),
+        (b"Transfer-Encoding: chunked\r\n\r\n", 413),
+    ],
+)
+def test_a_request_that_is_too_long_is_refused_and_ends_the_connection(rest, status):
+    with serving(head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        answered, refusal = answer_to(sock, HEAD + rest)
+        assert (answered, refusal["error"]) == (status, "too_large")
+        with contextlib.suppress(ConnectionError):
+            assert ended(sock)
+
+
+def test_a_short_body_is_accepted():
+    with serving() as source, connected(source) as sock:
+        assert answer_to(sock, HEAD + b"Content-Length: 1024\r\n\r\n" + b"a" * 1024)[0] == 404
+        assert answer_to(sock, HEAD + b"\r\n")[0] == 404
+
+
+def test_a_long_but_permitted_head_is_accepted():
+    with serving() as source, connected(source) as sock:
+        assert answer_to(sock, HEAD + b"X-Long: " + b"a" * 16_000 + b"\r\n\r\n")[0] == 404
+
+
+def test_bytes_without_end_while_a_request_is_answered_end_the_connection():
+    with serving() as source, connected(source) as sock:
+        sock.sendall(HEAD.replace(PATH.encode(), PATH.encode() + b"?wait_s=10") + b"\r\n")
+        time.sleep(0.1)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(b"a" * 100_000)
+            while data := sock.recv(65536):
+                answer += data
+    assert b"not_yet" not in answer
+
+
+def test_requests_that_come_together_are_answered_one_after_the_other():
+    with serving() as source, connected(source) as sock:
+        sock.sendall(3 * (HEAD + b"\r\n"))
+        answers = b""
+        while answers.count(b'"not_yet"') < 3:
+            answers += sock.recv(65536)
+        assert answers.count(b"HTTP/1.1 404") == 3
+
+
+# Rate
+
+
+def ask_until_refused(link: SourceConnection, most: int = 500) -> tuple[str, str]:
+    """Ask until an answer has status 429; return its `Retry-After` and its error."""
+    for _ in range(most):
+        answer = link.get(PATH)
+        refusal = answer.refusal()
+        if answer.status == 429:
+            return answer.header("Retry-After"), refusal.error
+    return f"no refusal in {most} answers", ""
+
+
+def test_who_asks_too_often_is_refused_until_it_has_waited():
+    with serving(max_requests_per_s=5) as source, receiver(source) as link:
+        refused = ask_until_refused(link)
+        time.sleep(1)
+        afterwards = link.get(PATH).status
+    assert (refused, afterwards) == (("1", "too_many_requests"), 404)
+
+
+def test_requests_without_the_token_count_too():
+    with serving(token="secret", max_requests_per_s=1) as source, receiver(source) as link:
+        assert ask_until_refused(link) == ("1", "too_many_requests")
+
+
+@other_addresses
+def test_one_client_that_asks_too_often_costs_another_one_nothing():
+    with serving(max_requests_per_s=1) as source, receiver(source) as link, connected(source, "127.0.0.2") as other:
+        ask_until_refused(link)
+        assert answer_to(other, HEAD + b"\r\n")[0] == 404
+
+
+# The receiver's side of a kept-alive connection
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_connection_that_was_closed_while_it_was_idle_is_opened_again(tls):
+    authority = trustme.CA()
+    context = server_context(authority, "127.0.0.1") if tls else None
+    with serving(context=context, head_timeout_s=0.1) as source:
+        with receiver(source, client_context(authority) if tls else None) as link:
+            statuses = []
+            for method in ("GET", "POST", "GET"):
+                answer = link.get(PATH if method == "GET" else "/v1/checkpoint/3/done", method=method)
+                answer.read(4096)
+                statuses.append(answer.status)
+                time.sleep(0.2)
+    assert (statuses[0], len(statuses), statuses[2]) == (404, 3, 404)
+
+
+@contextlib.contextmanager
+def answering_a_few(num_answers: int) -> Iterator[tuple[SourceAddress, list[int]]]:
+    """Answers so many requests on its first connection and none on the others; counts requests by connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    requests: list[int] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client:
+                requests.append(0)
+                while client.recv(65536):
+                    requests[-1] += 1
+                    if len(requests) > 1 or requests[-1] > num_answers:
+                        break
+                    client.sendall(b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\n\r\n")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield SourceAddress("127.0.0.1", listener.getsockname()[1]), requests
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(20)
+
+
+@pytest.mark.parametrize(("num_answers", "requests"), [(0, [1]), (1, [2, 1]), (2, [3, 1])])
+def test_an_unanswered_request_is_sent_again_once_and_only_if_the_connection_had_answered(num_answers, requests):
+    with answering_a_few(num_answers) as (source, seen), receiver(source) as link:
+        link.open()
+        with pytest.raises(SourceLostError, match="unanswered"):
+            for _ in range(num_answers + 1):
+                link.get(PATH).read(0)
+    assert seen == requests
+
+
+def test_a_connection_that_this_side_closed_is_not_opened_again():
+    with serving() as source, receiver(source) as link:
+        link.get(PATH).read(4096)
+        link.close()
+        with pytest.raises(SourceLostError):
+            link.get(PATH)
+
+
+# Nothing is left
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_server_that_stops_leaves_no_thread_and_no_descriptor(tls):
+    authority = trustme.CA()
+    context = server_context(authority, "127.0.0.1") if tls else None
+
+    def held() -> tuple[int, set[threading.Thread]]:
+        return len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+
+    before = held()
+    with contextlib.ExitStack() as clients:
+        with serving(large_state(), context=context, max_connections_per_client=20) as source:
+            idle = [clients.enter_context(connected(source)) for _ in range(25)]
+            for sock, sent in zip(idle, itertools.cycle([b"", b"\x16\x03\x01", HEAD, HEAD + b"\r\n"]), strict=False):
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(sent)
+            idle[0].close()
+
+            def admitted() -> bool:
+                with receiver(source, client_context(authority) if tls else None) as link:
+                    with contextlib.suppress(SourceLostError):
+                        return link.get(PATH).status == 200
+                return False
+
+            assert eventually(admitted)
+        with contextlib.suppress(ConnectionError):
+            for sock in idle[1:]:
+                while sock.recv(1024 * 1024):
+                    pass
+
+    def left() -> tuple[int, set[threading.Thread]]:
+        num_descriptors, threads = held()
+        return max(num_descriptors - before[0], 0), threads - before[1]
+
+    assert eventually(lambda: left() == (0, set())), left()
+
+
+# With time handed in
+
+
+class HandedTime:
+    """The part of an event loop that a guarded connection uses, with a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> HandedTimer:
+        self._timers.append((when, callback))
+        return HandedTimer(lambda: self._timers.remove((when, callback)))
+
+    def advance_to(self, now: float) -> None:
+        """Fire what is due on the way, each at its time."""
+        while due := sorted(timer for timer in self._timers if timer[0] <= now):
+            self.now = max(self.now, due[0][0])
+            self._timers.remove(due[0])
+            due[0][1]()
+        self.now = now
+
+    def hang_until(self, now: float) -> None:
+        """Fire what was due meanwhile only now."""
+        due, self.now = [timer for timer in self._timers if timer[0] <= now], now
+        for timer in due:
+            self._timers.remove(timer)
+            timer[1]()
+
+
+class HandedTimer:
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        with contextlib.suppress(ValueError):  # fired
+            self._cancel()
+
+
+class HeldTransport(asyncio.Transport):
+    """A transport to nowhere that still holds `num_held` bytes."""
+
+    num_held = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted_at: float | None = None
+        self.loop: HandedTime | None = None
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_held
+
+    def abort(self) -> None:
+        self.aborted_at = self.loop.now if self.loop else -1.0
+
+
+@pytest.fixture
+def guarded() -> tuple[GuardedConnection, HeldTransport, HandedTime]:
+    loop, transport = HandedTime(), HeldTransport()
+    transport.loop = loop
+    clients = ClientLimits(ServerLimits(head_timeout_s=10), loop)  # type: ignore[arg-type]
+    clients.admit("client")
+    connection = GuardedConnection(asyncio.Protocol(), clients, "client")
+    connection.connection_made(transport)
+    return connection, transport, loop
+
+
+def test_bytes_of_a_first_head_do_not_extend_its_time(guarded):
+    connection, transport, loop = guarded
+    for second in range(1, 15):
+        loop.advance_to(second)
+        connection.data_received(b"a")
+    assert transport.aborted_at == 10
+
+
+def test_a_next_head_has_its_time_from_its_first_byte_on(guarded):
+    connection, transport, loop = guarded
+    with connection.answering():
+        loop.advance_to(100)
+    for second in (109, 112, 115, 118):
+        loop.advance_to(second)
+        connection.data_received(b"a")
+    loop.advance_to(200)
+    assert transport.aborted_at == 119
+
+
+def test_no_time_passes_while_a_request_is_answered(guarded):
+    connection, transport, loop = guarded
+    with connection.answering():
+        loop.advance_to(1000)
+        connection.data_received(b"a")
+    loop.advance_to(1009)
+    assert transport.aborted_at is None
+
+
+def test_an_answer_on_its_way_keeps_a_connection_as_long_as_it_gets_shorter(guarded):
+    connection, transport, loop = guarded
+    with connection.answering():
+        pass
+    for num_held in (500, 400, 399):
+        transport.num_held = num_held
+        loop.advance_to(loop.now + 10)
+    loop.advance_to(200)
+    assert transport.aborted_at == 40
+
+
+def test_a_server_that_was_held_up_itself_does_not_blame_its_clients(guarded):
+    connection, transport, loop = guarded
+    loop.hang_until(60)
+    connection.data_received(b"a")
+    loop.advance_to(69)
+    assert transport.aborted_at is None
+    loop.advance_to(71)
+    assert transport.aborted_at == 70
+
+
+def test_what_peers_do_wrong_is_logged_once_a_second(caplog):
+    now = [0.0]
+    log = SparseLog(logging.getLogger("test"), clock=lambda: now[0])
+    for now[0] in (0.0, 0.1, 0.9, 1.0, 1.5, 3.0):
+        log.warning("at %g", now[0])
+    assert [record.getMessage() for record in caplog.records] == [
+        "at 0",
+        "at 1 (2 more such lines were left out before)",
+        "at 3 (1 more such lines were left out before)",
+    ]
+
+
+@pytest.mark.parametrize("field", ["max_connections", "max_requests_per_s", "head_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_limits_that_are_none_are_named(field, value):
+    with pytest.raises(ConfigError, match=field):
+        ServerLimits(**{field: value})

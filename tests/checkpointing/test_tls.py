@@ -1,0 +1,306 @@
+"""TLS between a source and a receiver: who is believed, and what is said where it does not come about."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import trustme
+from support.certificates import client_context, server_context
+
+from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
+from torchft_ckpt.checkpointing.buffers import BufferPool
+from torchft_ckpt.checkpointing.connection import SourceConnection
+from torchft_ckpt.checkpointing.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.shelf import Shelf
+from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
+
+PATH = "/v1/checkpoint/3/bytes"
+MIB = 1024 * 1024
+LONG = datetime.timedelta(seconds=20)
+LONG_AGO = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def stranger() -> trustme.CA:
+    return trustme.CA()
+
+
+@contextlib.contextmanager
+def serving(context: ssl.SSLContext | None, state: object = None, bind: str = "127.0.0.1") -> Iterator[SourceAddress]:
+    """A server that serves `state` as step 3, and its address."""
+    server = CheckpointServer(Shelf(), bind=bind, port=0, token=None, ssl_context=context)
+    try:
+        if state is not None:
+            lock = StateDictLock(datetime.timedelta(seconds=20))
+            server.publish(
+                Snapshot(state, step=3, lock=lock, pool=BufferPool(MIB), num_expected=1),
+                lease_s=60,
+            )
+        yield SourceAddress(bind, server.port, "http" if context is None else "https")
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def connecting(
+    source: SourceAddress, context: ssl.SSLContext | None = None, *, connect_timeout_s: float = 20
+) -> Iterator[SourceConnection]:
+    connection = SourceConnection(
+        source, headers={}, connect_timeout_s=connect_timeout_s, stall_timeout_s=20, ssl_context=context
+    )
+    try:
+        yield connection
+    finally:
+        connection.release()
+
+
+@contextlib.contextmanager
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[SourceAddress]:
+    """Something else than a checkpoint server: `talk` is called with each connection, on a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                client.settimeout(20)
+                talk(client)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield SourceAddress("127.0.0.1", listener.getsockname()[1], "https")
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(20)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_state_arrives_bit_equal_over_tls(authority, version):
+    tensor = torch.randint(-(2**62), 2**62, (MIB,), generator=torch.Generator().manual_seed(7))  # 8 MiB
+    raw = tensor.numpy().tobytes()
+    context = client_context(authority)
+    context.maximum_version = context.minimum_version = version
+    with serving(server_context(authority, "127.0.0.1"), {"w": tensor}) as source, connecting(source, context) as link:
+        received = bytearray(len(raw))
+        for start in range(0, len(raw), 3 * MIB):
+            answer = link.get(PATH, {"Range": f"bytes={start}-{start + 3 * MIB - 1}"})
+            assert answer.status == 206
+            for at in range(start, min(start + 3 * MIB, len(raw)), MIB):
+                answer.read_into(memoryview(received)[at : at + MIB])
+    assert received == raw
+
+
+def transport(server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> HTTPTransport:
+    return HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", ssl_context=server, client_ssl_context=client)
+
+
+def test_a_transport_with_contexts_serves_and_fetches_over_tls(authority):
+    state = {"w": torch.randn(MIB, generator=torch.Generator().manual_seed(8)), "step": 3}
+    source = transport(server_context(authority, "127.0.0.1"), None)
+    destination = transport(None, client_context(authority))
+    try:
+        source.send_checkpoint([1], 3, state, LONG)
+        received = destination.recv_checkpoint(0, source.metadata(), 3, LONG)
+    finally:
+        destination.shutdown()
+        source.shutdown()
+    assert source.metadata().startswith("https://")
+    assert (received["step"], torch.equal(received["w"].view(torch.int32), state["w"].view(torch.int32))) == (3, True)
+
+
+def test_a_transport_does_not_fetch_from_a_source_that_it_cannot_verify(authority, stranger):
+    source = transport(server_context(stranger, "127.0.0.1"), None)
+    destination = transport(None, client_context(authority))
+    try:
+        source.send_checkpoint([1], 3, {"w": torch.zeros(4)}, LONG)
+        with pytest.raises(SourceRefusedError, match="does not verify"):
+            destination.recv_checkpoint(0, source.metadata(), 3, LONG)
+    finally:
+        destination.shutdown()
+        source.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_source_is_believed_under_each_name_that_its_certificate_has(authority, host):
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip(f"no {host} here")
+    bind = host if ":" in host else "127.0.0.1"
+    with serving(server_context(authority, "127.0.0.1", "::1", "localhost"), bind=bind) as source:
+        named = parse_metadata(str(SourceAddress(host, source.port, "https")))
+        with connecting(named, client_context(authority)) as link:
+            assert link.get(PATH).status == 404
+
+
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        ("another authority", "unable to get local issuer|self.signed"),
+        ("expired", "expired"),
+        ("another host", "mismatch|not valid for"),
+        ("an authority that only we know", "unable to get local issuer|self.signed"),
+    ],
+)
+def test_a_certificate_that_does_not_verify_is_refused_with_the_reason(authority, stranger, why, text):
+    server = {
+        "another authority": lambda: server_context(stranger, "127.0.0.1"),
+        "expired": lambda: server_context(authority, "127.0.0.1", not_after=LONG_AGO),
+        "another host": lambda: server_context(authority, "127.0.0.2", "localhost"),
+        "an authority that only we know": lambda: server_context(authority, "127.0.0.1"),
+    }[why]()
+    context = None if why == "an authority that only we know" else client_context(authority)
+    with serving(server) as source, connecting(source, context) as link:
+        with pytest.raises(SourceRefusedError, match=f"does not verify.*({text})") as raised:
+            link.get(PATH)
+    assert raised.value.party == str(source)
+
+
+def test_a_source_that_should_speak_tls_is_never_asked_without(authority):
+    heard: list[bytes] = []
+
+    def talk(client: socket.socket) -> None:
+        heard.append(client.recv(65536))
+        client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+
+    with listening(talk) as source, connecting(source, client_context(authority)) as link:
+        with pytest.raises(SourceRefusedError, match="plain http"):
+            link.get(PATH)
+    assert [data[:1] for data in heard] == [b"\x16"]
+
+
+def test_asking_a_plain_server_over_tls_is_named(authority):
+    with serving(None) as source:
+        with connecting(SourceAddress(source.host, source.port, "https"), client_context(authority)) as link:
+            with pytest.raises(SourceRefusedError, match="plain http"):
+                link.get(PATH)
+
+
+def test_asking_a_tls_server_without_tls_is_answered_with_what_to_do(authority):
+    with serving(server_context(authority, "127.0.0.1")) as source:
+        with connecting(SourceAddress(source.host, source.port)) as link:
+            answer = link.get(PATH)
+            refusal = answer.refusal()
+            assert (answer.status, refusal.error) == (400, "https_only")
+            assert "https://" in str(answer.refused(refusal))
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_handshake_that_does_not_end_is_given_up_at_the_connect_timeout(authority, drips):
+    over = threading.Event()
+
+    def talk(client: socket.socket) -> None:
+        client.sendall(b"\x16\x03\x03\x3f\xff")  # a long record begins
+        while not over.wait(0.02):
+            if drips:
+                client.sendall(b"\x02")
+
+    started = time.monotonic()
+    with listening(talk) as source, connecting(source, client_context(authority), connect_timeout_s=0.3) as link:
+        try:
+            with pytest.raises(SourceLostError, match="timed out"):
+                link.get(PATH)
+        finally:
+            over.set()
+    assert 0.3 <= time.monotonic() - started < 5
+
+
+def test_a_handshake_is_woken_by_close(authority):
+    begun, over = threading.Event(), threading.Event()
+
+    def talk(client: socket.socket) -> None:
+        client.recv(65536)
+        begun.set()
+        over.wait(20)
+
+    with listening(talk) as source, connecting(source, client_context(authority)) as link:
+        failures: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                link.get(PATH)
+            except SourceLostError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert begun.wait(20)
+        link.close()
+        thread.join(10)
+        over.set()
+        assert [type(failure) for failure in failures] == [SourceLostError]
+
+
+def test_a_read_over_tls_is_woken_by_close(authority):
+    with (
+        serving(server_context(authority, "127.0.0.1")) as source,
+        connecting(source, client_context(authority)) as link,
+    ):
+        link.get(PATH).read(MIB)
+        threading.Timer(0.2, link.close).start()
+        with pytest.raises(SourceLostError):
+            link.get("/v1/checkpoint/3/manifest?wait_s=10")
+
+
+def test_with_client_certificates_those_that_have_one_are_served(authority, stranger):
+    with serving(server_context(authority, "127.0.0.1", clients=stranger), {"w": torch.arange(5)}) as source:
+        with connecting(source, client_context(authority, vouched_for_by=stranger)) as link:
+            assert link.get(PATH).read(MIB) == torch.arange(5).numpy().tobytes()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("has_one", [False, True])
+def test_with_client_certificates_others_are_turned_away(authority, stranger, has_one, version):
+    context = client_context(authority, vouched_for_by=trustme.CA() if has_one else None)
+    context.maximum_version = version
+    with (
+        serving(server_context(authority, "127.0.0.1", clients=stranger)) as source,
+        connecting(source, context) as link,
+    ):
+        with pytest.raises((SourceLostError, SourceRefusedError), match=r"TLS|certificate"):
+            link.get(PATH)
+
+
+def test_a_server_that_stops_closes_its_tls_connections(authority):
+    with serving(server_context(authority, "127.0.0.1")) as source:
+        link = SourceConnection(
+            source, headers={}, connect_timeout_s=20, stall_timeout_s=20, ssl_context=client_context(authority)
+        )
+        link.get(PATH).read(MIB)
+    with pytest.raises(SourceLostError):
+        link.get(PATH)
+    link.release()
+
+
+def test_a_context_for_the_other_side_is_named(authority):
+    with pytest.raises(ConfigError, match="ssl_context"):
+        CheckpointServer(Shelf(), bind="127.0.0.1", port=0, token=None, ssl_context=client_context(authority))
+    with pytest.raises(ConfigError, match="ssl_context"):
+        with connecting(SourceAddress("127.0.0.1", 1, "https"), server_context(authority, "127.0.0.1")):
+            pass
+
+
+@pytest.mark.parametrize("metadata", ["http://h:1", "https://h:1", "https://[::1]:443", "http://10.0.0.1:65535"])
+def test_metadata_is_read_and_written_with_its_scheme(metadata):
+    assert str(parse_metadata(metadata)) == metadata

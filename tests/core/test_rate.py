@@ -1,0 +1,78 @@
+"""How many requests of one client are let through."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from torchft_ckpt.core.rate import RateLimiter
+
+
+def test_a_burst_passes_at_once_and_the_next_request_is_told_how_long_to_wait() -> None:
+    limiter = RateLimiter(rate_per_s=10.0, burst=3.0)
+    assert [limiter.take("a", 5.0) for _ in range(4)] == [0.0, 0.0, 0.0, pytest.approx(0.1)]
+
+
+def test_a_client_that_waits_as_long_as_it_was_told_is_let_through() -> None:
+    limiter = RateLimiter(rate_per_s=10.0, burst=1.0)
+    limiter.take("a", 0.0)
+    wait_s = limiter.take("a", 0.03)
+    assert limiter.take("a", 0.03 + wait_s + 1e-9) == 0.0
+
+
+def test_refused_requests_cost_the_client_nothing() -> None:
+    limiter = RateLimiter(rate_per_s=10.0, burst=1.0)
+    limiter.take("a", 0.0)
+    for tick in range(99):
+        assert limiter.take("a", tick / 1000) > 0.0
+    assert limiter.take("a", 0.1) == 0.0
+
+
+def test_clients_have_buckets_of_their_own() -> None:
+    limiter = RateLimiter(rate_per_s=1.0, burst=1.0)
+    assert [limiter.take("a", 0.0), limiter.take("b", 0.0), limiter.take("a", 0.0)] == [0.0, 0.0, 1.0]
+
+
+def test_a_clock_that_goes_back_gives_no_tokens() -> None:
+    limiter = RateLimiter(rate_per_s=1.0, burst=1.0)
+    limiter.take("a", 100.0)
+    assert limiter.take("a", 0.0) == 1.0
+    assert limiter.take("a", 101.0) == 0.0
+
+
+def test_a_long_silence_saves_up_no_more_than_a_burst() -> None:
+    limiter = RateLimiter(rate_per_s=10.0, burst=5.0)
+    limiter.take("a", 0.0)
+    assert sum(limiter.take("a", 1e9) == 0.0 for _ in range(100)) == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_over_any_span_no_more_than_the_burst_and_the_rate_pass(seed: int) -> None:
+    rng = random.Random(seed)
+    rate, burst = rng.uniform(0.5, 50.0), rng.uniform(1.0, 20.0)
+    limiter = RateLimiter(rate, burst)
+    now, passed = 0.0, []
+    for _ in range(500):
+        now += rng.expovariate(rate * 2)
+        if limiter.take("a", now) == 0.0:
+            passed.append(now)
+    for first, start in enumerate(passed):
+        for count, end in enumerate(passed[first:], start=1):
+            assert count <= burst + rate * (end - start) + 1e-6, f"seed {seed}"
+
+
+def test_clients_that_went_away_are_forgotten() -> None:
+    limiter = RateLimiter(rate_per_s=1.0, burst=2.0)
+    for client in range(10_000):
+        limiter.take(client, now=client / 10)
+    assert len(limiter) <= 64
+
+
+def test_a_client_that_has_used_its_tokens_is_not_forgotten_for_others() -> None:
+    limiter = RateLimiter(rate_per_s=0.001, burst=2.0)
+    limiter.take("a", 0.0)
+    limiter.take("a", 0.0)
+    for client in range(1000):
+        limiter.take(client, now=1.0)
+    assert limiter.take("a", 1.0) > 0.0

@@ -1,0 +1,137 @@
+"""Accepts connections for an event loop: counts each one in before anything else is done for it, then speaks TLS with it.
+
+asyncio's own server would do a TLS handshake before it asks whether the connection is wanted, and would answer a client that
+speaks plain HTTP to a TLS port with silence. What is served, and to whom, is decided elsewhere. On the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from torchft_ckpt.checkpointing.limits import ClientLimits, GuardedConnection, raw_refusal
+
+logger = logging.getLogger(__name__)
+_ACCEPTS_AT_ONCE = 32
+_PAUSE_S = 1.0
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_TLS_HANDSHAKE = b"\x16"
+_SPEAKS_HTTPS = raw_refusal(
+    "400 Bad Request", "https_only", "this server speaks https only: its address must begin with https://"
+)
+
+
+class Acceptor:
+    """Accepts connections from `start` until `stop`.
+
+    Args:
+        listener: a listening socket that does not block; stays the caller's.
+        make_protocol: returns aiohttp's protocol for one connection.
+        clients: where connections are counted.
+        ssl_context: speak TLS with this one.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        clients: ClientLimits,
+        ssl_context: ssl.SSLContext | None,
+    ) -> None:
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._clients = clients
+        self._ssl_context = ssl_context
+        self._loop = clients.loop
+        self._resuming: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Accept from now on."""
+        self._resuming = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def stop(self) -> None:
+        """Accept nothing more, and give up what is still being opened."""
+        self._loop.remove_reader(self._listener)
+        if self._resuming is not None:
+            self._resuming.cancel()
+        for task in self._opening:
+            task.cancel()
+
+    async def close(self, timeout_s: float) -> None:
+        """Cut every connection; return when all are closed. After `stop`.
+
+        Raises:
+            asyncio.TimeoutError: some are not.
+        """
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=timeout_s)
+        await self._clients.abort_all(timeout_s)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):  # then others have their turn
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._clients.log.error("the checkpoint server cannot accept connections: %s", error)
+                self._loop.remove_reader(self._listener)
+                self._resuming = self._loop.call_later(_PAUSE_S, self.start)
+                return
+            client = str(address[0])
+            if not self._clients.admit(client):
+                sock.close()
+                continue
+            sock.setblocking(False)
+            connection = GuardedConnection(self._make_protocol(), self._clients, client)
+            task = self._loop.create_task(self._open(sock, connection))
+            self._opening.add(task)
+            task.add_done_callback(functools.partial(self._opened, sock, connection))
+
+    def _opened(self, sock: socket.socket, connection: GuardedConnection, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if task.cancelled():
+            sock.close()
+            connection.leave()
+            return
+        error = task.exception()
+        if error is not None:
+            sock.close()
+            connection.leave()
+            ended = isinstance(error, ConnectionError | asyncio.TimeoutError)
+            level = logging.DEBUG if ended else logging.WARNING
+            self._clients.log.log(level, "a connection of %s was not opened: %r", connection.client, error)
+
+    async def _open(self, sock: socket.socket, connection: GuardedConnection) -> None:
+        if self._ssl_context is None:
+            await self._loop.connect_accepted_socket(lambda: connection, sock)
+            return
+        deadline = self._loop.time() + self._clients.limits.head_timeout_s
+        await asyncio.wait_for(self._readable(sock), deadline - self._loop.time())
+        if sock.recv(1, socket.MSG_PEEK) not in (_TLS_HANDSHAKE, b""):
+            sock.recv(64 * 1024)  # what is left unread would make the kernel take the answer back
+            sock.send(_SPEAKS_HTTPS)
+            raise ConnectionAbortedError("it does not speak TLS")
+        await self._loop.connect_accepted_socket(
+            lambda: connection,
+            sock,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=max(deadline - self._loop.time(), 0.001),
+        )
+
+    async def _readable(self, sock: socket.socket) -> None:
+        readable = asyncio.Event()
+        self._loop.add_reader(sock, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(sock)

@@ -1,0 +1,33 @@
+"""How a fetch is to be done: what the caller of a transport has chosen, in plain numbers."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+
+MAX_STREAMS = 64
+
+
+def default_num_streams() -> int:
+    """Connections to one source: a stream keeps a core busy at both ends, and more of them than cores only take turns."""
+    return max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """Durations in seconds, lengths in bytes.
+
+    `num_streams` are connections to each source. `receiver` names this receiver over all its connections. `address` is where
+    it serves what it holds to other receivers, or None.
+    """
+
+    connect_timeout_s: float
+    stall_timeout_s: float
+    num_streams: int
+    max_manifest_bytes: int
+    max_total_bytes: int | None
+    token: str | None
+    receiver: str
+    address: str | None = None
+    ssl_context: ssl.SSLContext | None = None

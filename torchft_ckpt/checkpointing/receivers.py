@@ -1,0 +1,161 @@
+"""Who receives a snapshot: what each has, where it serves it, and whose lease was revoked or has lapsed.
+
+It decides which blocks are still needed. It knows no bytes, locks or clock: the snapshot calls it under its own mutex, and
+times are handed in. Sets of blocks are integers used as bit sets.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from torchft_ckpt.checkpointing.protocol import MAX_PEERS
+
+
+@dataclass(slots=True)
+class _Receiver:
+    received: int
+    last_contact_s: float
+    address: str = ""
+    num_open: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBlocks:
+    """A receiver that serves what it holds."""
+
+    address: str
+    held: int
+
+
+class Receivers:
+    """The receivers of one snapshot.
+
+    Args:
+        num_blocks: how many blocks the snapshot has.
+        num_expected: how many receivers were told to fetch it.
+    """
+
+    def __init__(self, num_blocks: int, num_expected: int) -> None:
+        self._all = (1 << num_blocks) - 1
+        self._num_expected = num_expected
+        self._seen: dict[str, int] = {}  # by name, in which place they came
+        self._active: dict[str, _Receiver] = {}
+        self._done: dict[str, str] = {}
+        self._revoked: set[str] = set()
+        self._unseen_revoked = False
+
+    @property
+    def num_expected(self) -> int:
+        return self._num_expected
+
+    @property
+    def num_seen(self) -> int:
+        return len(self._seen)
+
+    @property
+    def num_done(self) -> int:
+        return len(self._done)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    @property
+    def awaits_more(self) -> bool:
+        """Whether somebody who was told to come has not come yet, and may."""
+        return len(self._seen) < self._num_expected and not self._unseen_revoked
+
+    def add(self, name: str, now: float) -> None:
+        """A receiver starts from the first block."""
+        self._seen.setdefault(name, len(self._seen))
+        self._done.pop(name, None)
+        self._revoked.discard(name)
+        known = self._active.get(name)
+        self._active[name] = _Receiver(0, now, known.address if known else "", known.num_open if known else 0)
+
+    def share_of(self, name: str) -> tuple[int, int]:
+        """Return which receiver this is, from 0 on, and of how many."""
+        place = self._seen.get(name, 0)
+        return place, max(self._num_expected, len(self._seen), 1)
+
+    def is_revoked(self, name: str | None) -> bool:
+        """Whether this receiver lost its lease; one that was told to come but has not may have lost it, too."""
+        return name in self._revoked or (self._unseen_revoked and name not in self._seen)
+
+    def contact(self, name: str, now: float, address: str | None = None) -> None:
+        """It has asked for something."""
+        receiver = self._active.get(name)
+        if receiver is not None:
+            receiver.last_contact_s = now
+            receiver.address = address or receiver.address
+
+    def begin_response(self, name: str) -> None:
+        """It is being sent something; until `end_response` its lease does not lapse."""
+        if name in self._active:
+            self._active[name].num_open += 1
+
+    def end_response(self, name: str, now: float) -> None:
+        """A response to it has ended."""
+        if name in self._active:
+            self._active[name].num_open -= 1
+            self._active[name].last_contact_s = now
+
+    def acknowledge(self, name: str, blocks: int) -> None:
+        """It has these blocks, verified."""
+        if name in self._active:
+            self._active[name].received |= blocks & self._all
+
+    def finish(self, name: str) -> None:
+        """It has everything, or has given up."""
+        receiver = self._active.pop(name, None)
+        if receiver is not None:
+            self._done[name] = receiver.address
+
+    def needed(self) -> int:
+        """Blocks that somebody may still ask for."""
+        if self.awaits_more:
+            return self._all
+        blocks = 0
+        for receiver in self._active.values():
+            blocks |= self._all & ~receiver.received
+        return blocks
+
+    def lapse(self, silent_since: float) -> list[str]:
+        """End the leases of those who have not been heard of since; return their names."""
+        gone = [
+            name
+            for name, receiver in self._active.items()
+            if receiver.num_open <= 0 and receiver.last_contact_s < silent_since
+        ]
+        for name in gone:
+            del self._active[name]
+            self._revoked.add(name)
+        return gone
+
+    def revoke_slowest(self) -> str | None:
+        """End the lease of who has least: first those who have not even come. Returns who it was, None if nobody is left."""
+        if self.awaits_more:
+            self._unseen_revoked = True
+            return f"{self._num_expected - len(self._seen)} receivers that have not come yet"
+        if not self._active:
+            return None
+        slowest = min(self._active, key=lambda name: (self._active[name].received.bit_count(), name))
+        del self._active[slowest]
+        self._revoked.add(slowest)
+        return f"receiver {slowest}"
+
+    def peers_of(self, name: str) -> list[PeerBlocks]:
+        """Return others that serve what they hold; which ones, where there are many, depends on the name alone."""
+        peers = [
+            (other, PeerBlocks(receiver.address, receiver.received))
+            for other, receiver in self._active.items()
+            if other != name and receiver.address and receiver.received
+        ]
+        peers += [
+            (other, PeerBlocks(address, self._all))
+            for other, address in self._done.items()
+            if other != name and address
+        ]
+        peers.sort(key=lambda peer: zlib.crc32(f"{name} {peer[0]}".encode()))
+        return [peer for _, peer in peers[:MAX_PEERS]]

@@ -1,0 +1,114 @@
+"""Blocks that this process has received, served on to other receivers of the same snapshot while they are unchanged.
+
+A relay lends the memory that a receive wrote to. It ends before that memory may change: when the state is given up, or when
+a trainer is about to write. It copies nothing aside, because whoever loses it has the source. What it sends is verified by
+its receivers against the digests of the source, so a relay is not trusted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torchft_ckpt.checkpointing.blocks import count_blocks
+from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.snapshot import BlockGoneError
+
+_LENT_TIMEOUT_S = 10.0
+
+
+class Relay:
+    """The verified blocks of a receive. Every method may be called from any thread.
+
+    Args:
+        manifest: of the snapshot that is received.
+        views: returns the memory of a block.
+        lock: whose writers may change that memory.
+    """
+
+    def __init__(self, manifest: Manifest, views: Callable[[int], list[memoryview]], lock: StateDictLock) -> None:
+        self.id = manifest.snapshot
+        self.step = manifest.step
+        self.total_bytes = manifest.total_bytes
+        self.block_bytes = manifest.block_bytes
+        self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
+        self.num_tensors = len(manifest.tensors)
+        self.digests: dict[int, bytes] = {}
+        self._views: Callable[[int], list[memoryview]] | None = views
+        self._lock = lock
+        self._changed = threading.Condition()
+        self._num_lent = 0
+
+    def __repr__(self) -> str:
+        return f"Relay(step={self.step}, {len(self.digests)} of {self.num_blocks} blocks, id={self.id[:8]})"
+
+    def add(self, block: int, digest: bytes) -> None:
+        """Serve a block from now on; it has been verified."""
+        self.digests[block] = digest
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be read any more."""
+        return self._views is None
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether bytes [start, stop) can be read now."""
+        blocks = range(start // self.block_bytes, count_blocks(stop, self.block_bytes))
+        return not self.closed and all(block in self.digests for block in blocks)
+
+    @contextmanager
+    def lend(self, start: int, stop: int) -> Iterator[list[memoryview]]:
+        """Lend the memory of bytes [start, stop), within one block.
+
+        Raises:
+            BlockGoneError: they are not here, or a writer is about to change them.
+        """
+        with self._lock.try_read() as readable:
+            with self._changed:
+                if self._views is None or not readable or not self.holds(start, stop):
+                    raise BlockGoneError(f"step {self.step}: bytes {start} to {stop} are not passed on", party="relay")
+                block = start // self.block_bytes
+                lent = _cut(self._views(block), start - block * self.block_bytes, stop - block * self.block_bytes)
+                self._num_lent += 1
+            try:
+                yield lent
+            finally:
+                with self._changed:
+                    self._num_lent -= 1
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """End it; returns once nothing is lent. May be called again."""
+        with self._changed:
+            self._views = None
+            self._changed.wait_for(lambda: not self._num_lent, _LENT_TIMEOUT_S)
+
+    def note_sent(self, block: int) -> None:
+        """Nothing: who has sent what is the source's to know."""
+
+    def contact(self, receiver: str, now: float, *, received: int = 0, address: str | None = None) -> None:
+        """Nothing: a relay keeps nothing for anybody."""
+
+    def begin_response(self, receiver: str | None) -> None:
+        """Nothing, likewise."""
+
+    def end_response(self, receiver: str | None, now: float) -> None:
+        """Nothing, likewise."""
+
+    def is_revoked(self, receiver: str | None) -> bool:
+        """Never: there are no leases on a relay."""
+        return False
+
+
+def _cut(views: list[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return bytes [start, stop) of what the views hold together."""
+    cut = []
+    at = 0
+    for view in views:
+        low, high = max(start - at, 0), min(stop - at, len(view))
+        if low < high:
+            cut.append(view[low:high])
+        at += len(view)
+    return cut

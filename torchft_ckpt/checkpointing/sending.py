@@ -1,0 +1,144 @@
+"""The body of one response, and how it gets into a socket: lent memory goes straight to the system, without a copy of ours.
+
+A body knows where it is and hashes what it sends; a burst sends from a thread until the socket is full, the body is done, or
+its turn is over. Memory is lent for one send that does not wait, so the trainer never waits for a client. It does not know
+HTTP or the event loop.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, block_range, count_blocks, start_digest
+from torchft_ckpt.checkpointing.served import Served
+
+SLICE_BYTES = 1024 * 1024
+_MAX_VIEWS = 1000
+_TURN_S = 0.05
+_FULL_MS = 5
+
+
+class Body:
+    """Bytes [start, stop) of what is served, in order.
+
+    Args:
+        served: where they come from.
+        start, stop: bytes; whole blocks where `framed`.
+        framed: whether each block is followed by its digest, which is computed on the way where it is not known.
+    """
+
+    def __init__(self, served: Served, start: int, stop: int, *, framed: bool) -> None:
+        self._served = served
+        self._at = start
+        self._stop = stop
+        self._framed = framed
+        self._trailer = memoryview(b"")
+        num_blocks = count_blocks(stop, served.block_bytes) - start // served.block_bytes
+        self.length = stop - start + (DIGEST_BYTES * num_blocks if framed else 0)
+        if framed:
+            self._begin_block()
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was taken."""
+        return self._at >= self._stop and not self._trailer
+
+    def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
+        """Hand the next bytes to `send`, which returns how many it took; return that.
+
+        Raises:
+            BlockGoneError: they are not there any more.
+        """
+        if self._trailer:
+            taken = send([self._trailer])
+            self._trailer = self._trailer[taken:]
+            if not self._trailer and self._at < self._stop:
+                self._begin_block()
+            return taken
+        end = min(self._at + max_bytes, self._end if self._framed else self._stop)
+        with self._served.lend(self._at, end) as views:
+            if self._framed and self._hasher is not None and self._hashed < end:
+                self._hash(views, end)
+            taken = send(views)
+        self._at += taken
+        if self._framed and self._at == self._end:
+            self._end_block()
+        return taken
+
+    def _begin_block(self) -> None:
+        self._block = self._at // self._served.block_bytes
+        _, self._end = block_range(self._block, self._served.total_bytes, self._served.block_bytes)
+        self._hasher = None if self._block in self._served.digests else start_digest(self._block)
+        self._hashed = self._at
+        self._served.note_sent(self._block)
+
+    def _hash(self, views: list[memoryview], end: int) -> None:
+        skipped = self._hashed - self._at  # what was hashed before, but did not fit into the socket
+        for view in views:
+            if skipped < len(view):
+                self._hasher.update(view[skipped:] if skipped else view)  # type: ignore[union-attr]
+            skipped = max(skipped - len(view), 0)
+        self._hashed = end
+
+    def _end_block(self) -> None:
+        if self._hasher is not None:
+            self._served.digests[self._block] = self._hasher.digest()
+        self._trailer = memoryview(self._served.digests[self._block])
+
+
+class Turn(Enum):
+    """How a burst ended."""
+
+    DONE = "done"
+    FULL = "full"
+    OVER = "over"
+
+
+def send_burst(body: Body, sock: socket.socket, stop: threading.Event) -> Turn:
+    """Send from the calling thread for one turn. The socket does not block.
+
+    Raises:
+        OSError: the connection has ended.
+        BlockGoneError: bytes of the body are not there any more.
+    """
+
+    def send(views: list[memoryview]) -> int:
+        try:
+            return sock.send(views[0]) if len(views) == 1 else sock.sendmsg(views[:_MAX_VIEWS])
+        except BlockingIOError:
+            return 0
+
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    until = time.monotonic() + _TURN_S
+    while not body.done:
+        if stop.is_set():
+            return Turn.OVER
+        if not body.advance(send) and not poller.poll(_FULL_MS):
+            return Turn.FULL
+        if time.monotonic() > until:
+            return Turn.OVER
+    return Turn.DONE
+
+
+def digest_block(served: Served, block: int) -> bytes:
+    """Return the digest of a block; computed where it is not known, which takes as long as reading it.
+
+    Raises:
+        BlockGoneError: it is not there any more.
+    """
+    known = served.digests.get(block)
+    if known is None:
+        hasher = start_digest(block)
+        start, stop = block_range(block, served.total_bytes, served.block_bytes)
+        for at in range(start, stop, SLICE_BYTES):
+            with served.lend(at, min(at + SLICE_BYTES, stop)) as views:
+                for view in views:
+                    hasher.update(view)
+        known = served.digests[block] = hasher.digest()
+    return known

@@ -1,0 +1,188 @@
+"""What a receiver asks one source, over one connection, and how it takes the answers: checked, or as a named error.
+
+It knows the protocol of `protocol`; it does not know which blocks are wanted, nor other sources. One thread uses a client;
+`close` may come from any.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import xxhash
+
+from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, format_runs
+from torchft_ckpt.checkpointing.connection import Answer, SourceConnection
+from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
+from torchft_ckpt.checkpointing.options import FetchOptions
+from torchft_ckpt.checkpointing.protocol import (
+    ADDRESS_HEADER,
+    DIGEST_HEADER,
+    LATEST,
+    MAX_DIGESTS,
+    MAX_PEERS,
+    MAX_WAIT_S,
+    PREFIX,
+    RECEIVED_HEADER,
+    RECEIVER_HEADER,
+    SHARE_HEADER,
+    Peers,
+    Refusal,
+)
+from torchft_ckpt.errors import (
+    DigestMismatchError,
+    LeaseRevokedError,
+    SourceRefusedError,
+    StateFormatError,
+    TransferCancelledError,
+)
+
+_DONE_TIMEOUT_S = 1.0
+_SHARE = re.compile(r"\A([0-9]{1,6})/([0-9]{1,6})\Z")
+_MAX_DIGESTS_BYTES = 64 * MAX_DIGESTS
+_MAX_PEERS_BYTES = 4 * 1024 * 1024
+
+
+class SourceClient:
+    """One connection to one source.
+
+    Args:
+        address: where it is.
+        step: the step wanted, or None for the newest.
+        options: how to fetch.
+    """
+
+    def __init__(self, address: SourceAddress, step: int | None, options: FetchOptions) -> None:
+        self.address = address
+        self.share = (0, 1)
+        """Which receiver of the state this is, from 0 on, and of how many; known with the manifest."""
+        self.name = str(address)
+        self._step = step
+        self._options = options
+        headers = {RECEIVER_HEADER: options.receiver, "Accept-Encoding": "identity"}
+        if options.token is not None:
+            headers["Authorization"] = f"Bearer {options.token}"
+        self._connection = SourceConnection(
+            address,
+            headers=headers,
+            connect_timeout_s=options.connect_timeout_s,
+            stall_timeout_s=options.stall_timeout_s,
+            ssl_context=options.ssl_context,
+        )
+
+    def close(self) -> None:
+        """Wake and fail whatever waits on the connection. From any thread."""
+        self._connection.close()
+
+    def release(self) -> None:
+        """Close the socket. By the thread that uses it."""
+        self._connection.release()
+
+    def fetch_manifest(
+        self, *, deadline: float, is_over: Callable[[], bool], on_refused: Callable[[SourceRefusedError], None]
+    ) -> Manifest:
+        """Return the checked manifest of the step; wait while the source does not serve it yet.
+
+        Raises:
+            SourceRefusedError: it will not serve it.
+            StateFormatError, DigestMismatchError: what it sent is not a manifest.
+            SourceLostError, TransferStalledError: the connection failed.
+            TransferCancelledError: `is_over` became true.
+        """
+        step = LATEST if self._step is None else self._step
+        while not is_over():
+            wait_s = max(min(MAX_WAIT_S, self._options.stall_timeout_s / 2, deadline - time.monotonic()), 0.0)
+            answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}")
+            if answer.status == 200:
+                return self._read_manifest(answer)
+            refusal = answer.refusal()
+            refused = _as_error(answer, refusal)
+            if (answer.status, refusal.error) != (404, "not_yet"):
+                raise refused
+            on_refused(refused)
+        raise TransferCancelledError(f"fetch from {self.name}: it is over", party="receiver")
+
+    def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
+        """Return the digests of blocks; at most `MAX_DIGESTS` of them."""
+        answer = self._get(manifest, f"digests?blocks={format_runs(blocks)}")
+        try:
+            digests = msgspec.json.decode(answer.read(_MAX_DIGESTS_BYTES + 4096), type=dict[str, str])
+            found = {int(block): bytes.fromhex(digest) for block, digest in digests.items()}
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StateFormatError(
+                f"source {self.name} sent digests that cannot be read: {error}", self.name
+            ) from error
+        if found.keys() != set(blocks) or any(len(digest) != DIGEST_BYTES for digest in found.values()):
+            raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
+        return found
+
+    def fetch_peers(self, manifest: Manifest, received: str, address: str | None) -> Peers:
+        """Tell what this receiver holds and where it serves it; return who else holds what."""
+        headers = {RECEIVED_HEADER: received} if received else {}
+        if address is not None:
+            headers[ADDRESS_HEADER] = address
+        answer = self._get(manifest, "peers", headers)
+        try:
+            peers = msgspec.json.decode(answer.read(_MAX_PEERS_BYTES), type=Peers)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StateFormatError(f"source {self.name} sent peers that cannot be read: {error}", self.name) from error
+        if len(peers.peers) > MAX_PEERS:
+            raise StateFormatError(f"source {self.name} named {len(peers.peers)} peers", self.name)
+        return peers
+
+    def open_blocks(self, manifest: Manifest, run: range, received: str = "") -> Iterator[tuple[int, Answer]]:
+        """Ask for a run of blocks; yield each with the answer at its beginning. The caller reads block and digest."""
+        headers = {RECEIVED_HEADER: received} if received else {}
+        answer = self._get(manifest, f"blocks/{run.start}-{run.stop - 1}", headers)
+        stop = min(run.stop * manifest.block_bytes, manifest.total_bytes)
+        expected = stop - run.start * manifest.block_bytes + DIGEST_BYTES * len(run)
+        if answer.length != expected or answer.header("ETag") != f'"{manifest.snapshot}"':
+            raise StateFormatError(
+                f"source {self.name} answered blocks {run.start} to {run.stop - 1} with {answer.length} bytes of "
+                f'{answer.header("ETag")[:70]}, {expected} of "{manifest.snapshot}" were asked for',
+                party=self.name,
+            )
+        return ((block, answer) for block in run)
+
+    def tell_done(self, manifest: Manifest) -> None:
+        """Say that this receiver needs nothing more."""
+        self._connection.set_stall_timeout(min(_DONE_TIMEOUT_S, self._options.stall_timeout_s))
+        path = self._path(manifest, "done")
+        self._connection.get(path, {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
+
+    def _get(self, manifest: Manifest, what: str, headers: dict[str, str] | None = None) -> Answer:
+        answer = self._connection.get(
+            self._path(manifest, what), {"If-Match": f'"{manifest.snapshot}"', **(headers or {})}
+        )
+        if answer.status != 200:
+            raise _as_error(answer, answer.refusal())
+        return answer
+
+    def _path(self, manifest: Manifest, what: str) -> str:
+        return f"{PREFIX}/{manifest.step}/{what}"
+
+    def _read_manifest(self, answer: Answer) -> Manifest:
+        body = answer.read(self._options.max_manifest_bytes)
+        announced = answer.header(DIGEST_HEADER)
+        if xxhash.xxh3_128_hexdigest(body) != announced:
+            raise DigestMismatchError(
+                f"the manifest from {self.name} does not have the digest {announced[:40]!r} that came with it",
+                party=self.name,
+            )
+        match = _SHARE.match(answer.header(SHARE_HEADER))
+        if match is not None and int(match[1]) < int(match[2]):
+            self.share = (int(match[1]), int(match[2]))
+        manifest = decode_manifest(body, max_total_bytes=self._options.max_total_bytes)
+        if self._step is not None and manifest.step != self._step:
+            raise SourceRefusedError(
+                f"source {self.name} answered a request for step {self._step} with step {manifest.step}", self.name
+            )
+        return manifest
+
+
+def _as_error(answer: Answer, refusal: Refusal) -> SourceRefusedError:
+    refused = answer.refused(refusal)
+    return LeaseRevokedError(str(refused), refused.party) if refusal.error == "revoked" else refused

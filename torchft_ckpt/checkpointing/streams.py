@@ -1,0 +1,71 @@
+"""One stream of blocks: asks the ledger for runs, receives them over one connection, verifies each block.
+
+It decides nothing: what to ask for, and whether to go on, is the ledger's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.connection import Answer
+from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.receive import SLICE_BYTES, Destination
+from torchft_ckpt.checkpointing.source import SourceClient
+from torchft_ckpt.checkpointing.transfer_state import TransferState
+from torchft_ckpt.errors import SourceLostError
+
+
+class RunTakenBackError(SourceLostError):
+    """The rest of a run was given to others: the connection has to be closed, the source is not to blame."""
+
+
+class Stream:
+    """A stream from one source. Used by one thread.
+
+    Args:
+        state: of the fetch.
+        destination: where blocks are received to.
+    """
+
+    def __init__(self, state: TransferState, destination: Destination) -> None:
+        self._state = state
+        self._destination = destination
+        self._scratch = memoryview(bytearray(SLICE_BYTES))
+        self._digest = memoryview(bytearray(DIGEST_BYTES))
+        self._num_unfinished = 0
+
+    def run(self, client: SourceClient, manifest: Manifest, opened: Callable[[int], None]) -> None:
+        """Bring blocks until the fetch is over.
+
+        Raises:
+            RunTakenBackError: bring more over another connection.
+            CheckpointError: the source is lost or sends what it should not.
+        """
+        state = self._state
+        number = state.open_stream(client.name)
+        opened(number)
+        self._num_unfinished = 0
+        try:
+            while True:
+                work = state.next_run(number, client.name)
+                if work is None:
+                    return
+                run, received = work
+                for block, answer in client.open_blocks(manifest, run, received):
+                    goes_on = self._receive(number, client.name, block, answer)
+                    if not goes_on and block != run[-1]:
+                        raise RunTakenBackError(f"blocks {block + 1} to {run[-1]} are not wanted any more", client.name)
+        finally:
+            state.close_stream(number, self._num_unfinished)
+
+    def _receive(self, number: int, name: str, block: int, answer: Answer) -> bool:
+        def read_into(target: memoryview) -> None:
+            answer.read_into(target)
+            self._num_unfinished += len(target)
+
+        actual = self._destination.receive(block, read_into, self._scratch)
+        answer.read_into(self._digest)
+        self._state.check_digest(name, block, actual, bytes(self._digest))
+        self._num_unfinished = 0
+        return self._state.arrived(number, name, block, actual)

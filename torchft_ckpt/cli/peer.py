@@ -1,0 +1,166 @@
+"""The commands about a live peer: `inspect` prints what it serves, `pull` saves its state. torch is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import ssl
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchft_ckpt.errors import ConfigError, TransferTimeoutError
+
+if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing.client import CheckpointClient
+    from torchft_ckpt.checkpointing.format import Manifest
+    from torchft_ckpt.checkpointing.protocol import Index
+
+_URL_HELP = "http://HOST:PORT of the peer's transport, as its HTTPTransport.metadata() returns it"
+_ANSWER_TIMEOUT = timedelta(seconds=30)
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `inspect` and `pull`; each sets `run`, which returns the exit status."""
+    inspect = commands.add_parser("inspect", help="print what a live peer serves")
+    _add_peer(inspect)
+    inspect.add_argument("--json", action="store_true", help="print JSON, with every tensor")
+    inspect.add_argument(
+        "--tensors",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="how many of the largest tensors to print (default: 5)",
+    )
+    inspect.add_argument(
+        "--wait",
+        type=_seconds,
+        default=None,
+        metavar="SECONDS",
+        help="where nothing is served, ask the peer to serve its next step, and wait so long for it",
+    )
+    inspect.set_defaults(run=_run_inspect)
+
+    pull = commands.add_parser("pull", help="save the state of a live peer to a safetensors file")
+    _add_peer(pull)
+    pull.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    pull.add_argument("--step", type=_count, default=None, help="the step wanted (default: the newest)")
+    pull.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=timedelta(seconds=300),
+        metavar="SECONDS",
+        help="give up after so long (default: 300)",
+    )
+    pull.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
+    pull.add_argument("--force", action="store_true", help="replace the file if it is there")
+    pull.set_defaults(run=_run_pull)
+
+
+def _add_peer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help=_URL_HELP)
+    parser.add_argument("--token", help="shared secret of the job (default: TORCHFT_CKPT_TOKEN)")
+    parser.add_argument(
+        "--ca", metavar="FILE", help="certificates to check the peer's with, PEM (default: the system's)"
+    )
+    parser.set_defaults(log_level=logging.WARNING)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    from torchft_ckpt.cli import summary
+
+    client = _client(options)
+    index = client.index()
+    # What it only passes on while it receives it has no manifest here.
+    step = next((entry.step for entry in index.snapshots if entry.phase != "relay"), None)
+    if step is None and options.wait is None:
+        print(_nothing_served(client.url, index, options))
+        return 0
+    manifest = _next_manifest(client, options.wait) if step is None else client.manifest(step, timeout=_ANSWER_TIMEOUT)
+    if step is None:
+        index = client.index()
+    if options.json:
+        print(json.dumps(summary.as_json(client.url, index, manifest, options.tensors), indent=2))
+    else:
+        print(summary.as_text(client.url, index, manifest, 5 if options.tensors is None else options.tensors))
+    return 0
+
+
+def _next_manifest(client: CheckpointClient, wait: timedelta) -> Manifest:
+    try:
+        return client.manifest(None, timeout=wait)
+    except TransferTimeoutError as error:
+        raise TransferTimeoutError(f"{error}; is it training?", client.url) from error
+
+
+def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
+    if options.json:
+        return json.dumps({"url": url, "newest_step": index.newest_step, "snapshots": []}, indent=2)
+    newest = (
+        "it has served none yet" if index.newest_step is None else f"the newest it served was step {index.newest_step}"
+    )
+    return (
+        f"{url} serves no state now; {newest}.\n"
+        "A peer serves its state while another replica heals from it. `pull`, and `inspect` with `--wait SECONDS`, "
+        "ask it to serve its next step."
+    )
+
+
+def _run_pull(options: argparse.Namespace) -> int:
+    from torchft_ckpt.checkpointing.progress import ProgressBar
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten
+    from torchft_ckpt.cli.summary import format_bytes
+
+    client = _client(options)
+    with SafetensorsFile(options.output, force=options.force) as file:
+        if not options.quiet:
+            wanted = "the newest state" if options.step is None else f"step {options.step}"
+            print(f"asking {client.url} for {wanted}", file=sys.stderr)
+        with contextlib.ExitStack() as stack:
+            on_progress = None if options.quiet else stack.enter_context(ProgressBar())
+            pulled = client.pull(options.step, timeout=options.timeout, on_progress=on_progress)
+        content = flatten(pulled.state)
+        num_bytes = file.write(content, pulled.step)
+    if not options.quiet:
+        tied = f" and {len(content.tied)} tied to them" if content.tied else ""
+        print(
+            f"{options.output}: step {pulled.step}, {len(content.tensors)} tensors{tied}, {len(content.values)} values, "
+            f"{format_bytes(num_bytes)}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _client(options: argparse.Namespace) -> CheckpointClient:
+    from torchft_ckpt.checkpointing.client import CheckpointClient
+
+    return CheckpointClient(options.url, token=options.token, ssl_context=_ssl_context(options.url, options.ca))
+
+
+def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:
+    if ca is None:
+        return None
+    if url.startswith("http://"):
+        raise ConfigError("--ca checks a certificate, but an http:// url has none; use https://HOST:PORT", "--ca")
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # also ssl.SSLError
+        raise ConfigError(f"--ca {ca}: no certificates can be read from it: {error}", "--ca") from error
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
+def _seconds(text: str) -> timedelta:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and 0 < seconds < 1e9):
+        raise argparse.ArgumentTypeError(f"{text} is no positive number of seconds")
+    return timedelta(seconds=seconds)

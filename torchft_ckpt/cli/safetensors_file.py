@@ -1,0 +1,220 @@
+"""Saves a state as one safetensors file, whole or not at all.
+
+Tensors are named by their path in the tree. What safetensors has no place for goes into its metadata, as JSON:
+`torchft_ckpt.step`, `torchft_ckpt.values` (path to value, in the state format's nodes), `torchft_ckpt.tied` (name to the
+name of the tensor that it is the same memory as; that one is stored), `torchft_ckpt.arrays` (names that were numpy arrays).
+Views that share only some memory are stored each for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save, save_file
+
+from torchft_ckpt.checkpointing.dtypes import dtype_name
+from torchft_ckpt.checkpointing.tree import TreeEncoder
+from torchft_ckpt.cli.leaves import leaves
+from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
+
+_MAX_HEADER_BYTES = 90_000_000
+"""Readers of safetensors refuse a header of more than 100 MB; some is left for the tensors' own entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What goes into a file."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    arrays: list[str] = field(default_factory=list)
+    values: dict[str, object] = field(default_factory=dict)
+
+
+def flatten(state: object) -> Content:
+    """Return a state as named tensors that safetensors takes, and the rest.
+
+    Raises:
+        UnsupportedValueError: a tensor has a dtype that safetensors cannot hold; the message has its name.
+    """
+    content = Content()
+    taken: set[str] = set()
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, leaf in leaves(state):
+        name = _unused(path, taken)
+        if isinstance(leaf, np.ndarray):
+            content.arrays.append(name)
+            leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, torch.Tensor):
+            found.append((name, leaf))
+        else:
+            content.values[name] = TreeEncoder().encode(leaf, name)
+    _check_dtypes(found)
+    for name, tensor in _tie(found, content.tied):
+        content.tensors[name] = tensor.contiguous()
+    _separate(content.tensors)
+    return content
+
+
+class SafetensorsFile:
+    """The file to be, under a temporary name beside its place until it is whole. A context manager.
+
+    Made first and written last, so that a place that cannot be written to is known before the state is fetched.
+
+    Args:
+        path: its place.
+        force: whether what is there may be replaced.
+
+    Raises:
+        ConfigError: the place is taken or cannot be written to.
+    """
+
+    def __init__(self, path: Path, *, force: bool) -> None:
+        self._path = path
+        self._force = force
+        self._temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}.part")
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory; name a file in it", party=str(path))
+        if not force and os.path.lexists(path):
+            raise self._is_taken()
+        try:
+            descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
+        self._mode = os.fstat(descriptor).st_mode
+        os.close(descriptor)
+
+    def write(self, content: Content, step: int) -> int:
+        """Write it all, put it in its place, and return its length in bytes.
+
+        Raises:
+            CheckpointError: it could not be written, for example because the disk is full; nothing is left behind.
+            ConfigError: another file has come to its place meanwhile.
+            UnsupportedValueError: there are more values than a safetensors header can hold.
+        """
+        metadata = {
+            "format": "pt",
+            "torchft_ckpt.step": str(step),
+            "torchft_ckpt.values": json.dumps(content.values, separators=(",", ":")),
+            "torchft_ckpt.tied": json.dumps(content.tied),
+            "torchft_ckpt.arrays": json.dumps(content.arrays),
+        }
+        if sum(map(len, metadata.values())) > _MAX_HEADER_BYTES:
+            raise UnsupportedValueError(
+                f"{self._path}: the values that are no tensors take more than {_MAX_HEADER_BYTES} bytes of JSON, "
+                "which is more than a safetensors header holds",
+                party=str(self._path),
+            )
+        try:
+            save_file(content.tensors, self._temporary, metadata)
+            self._temporary.chmod(self._mode)  # safetensors makes it readable by its owner alone
+            with self._temporary.open("rb") as written:
+                os.fsync(written.fileno())
+                num_bytes = os.fstat(written.fileno()).st_size
+            self._put_in_place()
+        except FileExistsError as error:
+            raise self._is_taken() from error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._path} could not be written: {error}", party=str(self._path)) from error
+        return num_bytes
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(FileNotFoundError):  # it is in its place
+            self._temporary.unlink()
+
+    def _put_in_place(self) -> None:
+        if self._force:
+            os.replace(self._temporary, self._path)
+        else:
+            self._rename_to_new()
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _rename_to_new(self) -> None:
+        """Rename, but not over another file, as a rename does."""
+        try:
+            os.link(self._temporary, self._path)
+        except FileExistsError:
+            raise
+        except OSError as error:  # a file system without links
+            if os.path.lexists(self._path):
+                raise FileExistsError(error.errno, "is there already", str(self._path)) from error
+            os.replace(self._temporary, self._path)
+        else:
+            self._temporary.unlink()
+
+    def _is_taken(self) -> ConfigError:
+        return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
+
+
+def _unused(path: str, taken: set[str]) -> str:
+    """Return the path, numbered where two leaves have the same one (`{1: a, "1": b}`)."""
+    name, number = path, 1
+    while name in taken:
+        number += 1
+        name = f"{path}#{number}"
+    taken.add(name)
+    return name
+
+
+def _check_dtypes(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    able: dict[torch.dtype, bool] = {}
+    for name, tensor in tensors:
+        if tensor.dtype not in able:
+            able[tensor.dtype] = _can_hold(tensor.dtype)
+        if not able[tensor.dtype]:
+            raise UnsupportedValueError(
+                f"tensor {name!r}: safetensors cannot hold dtype {dtype_name(tensor.dtype)}; nothing was written", name
+            )
+
+
+def _can_hold(dtype: torch.dtype) -> bool:
+    """Whether safetensors takes a dtype and gives it back; asked of itself, because versions differ."""
+    try:
+        return load(save({"x": torch.empty(2, dtype=dtype)}))["x"].dtype == dtype
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError):
+        return False
+
+
+def _tie(tensors: Sequence[tuple[str, torch.Tensor]], tied: dict[str, str]) -> list[tuple[str, torch.Tensor]]:
+    """Return each tensor once; others that are the same view of the same memory are noted in `tied`."""
+    first: dict[tuple[object, ...], str] = {}
+    kept = []
+    for name, tensor in tensors:
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and view in first:
+            tied[name] = first[view]
+            continue
+        first[view] = name
+        kept.append((name, tensor))
+    return kept
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> None:
+    """Give memory of its own to each tensor that overlaps another one: safetensors takes no others."""
+    reach: dict[int, int] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        storage = tensor.untyped_storage().data_ptr()
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if start < reach.get(storage, 0):
+            tensors[name] = tensor.clone()
+        else:
+            reach[storage] = stop

@@ -1,0 +1,164 @@
+"""What `inspect` says about a state: decided from the peer's index and the manifest alone. It prints and fetches nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+import numpy as np
+import torch
+
+from torchft_ckpt.checkpointing.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
+from torchft_ckpt.checkpointing.tree import TreeEncoder, decode_tree
+from torchft_ckpt.cli.leaves import leaves
+
+_MAX_VALUES = 8
+_MAX_VALUE_CHARS = 60
+_PHASES = {
+    "live": "out of the trainer's memory",
+    "detaching": "being copied aside",
+    "detached": "out of copies, the trainer has gone on",
+    "relay": "passed on while it is being received",
+}
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a length for people: `1.50 GiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.995 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.2f} {units[0]}"
+
+
+def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str:
+    """Return a page about one state, and a line about each other one that is served.
+
+    Args:
+        url: the peer's address.
+        index: what it serves.
+        manifest: the state that the page is about.
+        num_tensors: how many of the largest tensors to name.
+    """
+    entry = _entry_of(index, manifest)
+    lines = [f"{url} serves step {manifest.step} (state format {manifest.version}, snapshot {manifest.snapshot[:8]})"]
+    num_blocks = -(-manifest.total_bytes // manifest.block_bytes)
+    lines.append(
+        f"  size     {format_bytes(manifest.total_bytes)} in {_some(num_blocks, 'block')} of {format_bytes(manifest.block_bytes)}"
+    )
+    if entry is not None:
+        lines.append(f"  served   {_served(entry)}")
+    lines.append(f"  tensors  {_tensors_line(manifest)}")
+    lines += _largest(manifest, num_tensors)
+    lines += _values(manifest)
+    for other in index.snapshots:
+        if other.snapshot != manifest.snapshot:
+            lines.append(
+                f"also step {other.step}: {format_bytes(other.total_bytes)}, {_some(other.num_tensors, 'tensor')}, "
+                f"{_served(other)}"
+            )
+    return "\n".join(lines)
+
+
+def as_json(url: str, index: Index, manifest: Manifest, num_tensors: int | None) -> dict[str, object]:
+    """Return the same for programs. Lengths in bytes; values as the state format's nodes; the largest tensors first.
+
+    Args:
+        url: the peer's address.
+        index: what it serves.
+        manifest: the state whose tensors and values are told.
+        num_tensors: how many tensors; None for all.
+    """
+    return {
+        "url": url,
+        "newest_step": index.newest_step,
+        "snapshots": [{name: getattr(entry, name) for name in entry.__struct_fields__} for entry in index.snapshots],
+        "state": {
+            "format": manifest.format,
+            "version": manifest.version,
+            "step": manifest.step,
+            "snapshot": manifest.snapshot,
+            "total_bytes": manifest.total_bytes,
+            "num_tensors": len(manifest.tensors),
+            "tensors": [
+                {
+                    "name": tensor.fqn,
+                    "dtype": tensor.dtype,
+                    "shape": tensor.shape,
+                    "sizes": tensor.chunks[0].sizes,
+                    "bytes": _num_bytes(tensor),
+                }
+                for tensor in _by_size(manifest)[:num_tensors]
+            ],
+            "values": {path: TreeEncoder().encode(value) for path, value in _plain_values(manifest)},
+        },
+    }
+
+
+def _entry_of(index: Index, manifest: Manifest) -> SnapshotEntry | None:
+    return next((entry for entry in index.snapshots if entry.snapshot == manifest.snapshot), None)
+
+
+def _tensors_line(manifest: Manifest) -> str:
+    counts = Counter(tensor.dtype for tensor in manifest.tensors)
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in counts.most_common())
+    num_sharing = len(manifest.tensors) - len(manifest.segments)
+    sharing = f"; {num_sharing} of them share another one's memory" if num_sharing else ""
+    return f"{len(manifest.tensors)}{f': {dtypes}' if dtypes else ''}{sharing}"
+
+
+def _largest(manifest: Manifest, num_tensors: int) -> list[str]:
+    shown = _by_size(manifest)[:num_tensors]
+    rows = [(tensor.fqn or "state", tensor.dtype, _shape(tensor), format_bytes(_num_bytes(tensor))) for tensor in shown]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    lines = [
+        f"    {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}"
+        for name, dtype, shape, size in rows
+    ]
+    if rows and len(rows) < len(manifest.tensors):
+        lines.append(f"    and {len(manifest.tensors) - len(rows)} more, none larger")
+    return lines
+
+
+def _values(manifest: Manifest) -> list[str]:
+    values = _plain_values(manifest)
+    shown = sorted(values, key=lambda item: item[0].count("."))[:_MAX_VALUES]  # those near the root say the most
+    lines = [f"  values   {len(values)}" + (", such as" if len(shown) < len(values) else ":" if values else "")]
+    return lines + [f"    {path} = {_short(value)}" for path, value in shown]
+
+
+def _plain_values(manifest: Manifest) -> list[tuple[str, object]]:
+    """Return the leaves that are neither tensors nor arrays."""
+    state = decode_tree(manifest.tree, [torch.empty(0)] * len(manifest.tensors))
+    return [(path, leaf) for path, leaf in leaves(state) if not isinstance(leaf, (torch.Tensor, np.ndarray))]
+
+
+def _by_size(manifest: Manifest) -> list[TensorEntry]:
+    return sorted(manifest.tensors, key=_num_bytes, reverse=True)
+
+
+def _num_bytes(tensor: TensorEntry) -> int:
+    return prod(tensor.chunks[0].sizes) * parse_dtype(tensor.dtype).itemsize
+
+
+def _shape(tensor: TensorEntry) -> str:
+    """The global shape, and the box of it that the peer holds where that is less."""
+    sizes = tensor.chunks[0].sizes
+    return str(tensor.shape) if sizes == tensor.shape else f"{sizes} of {tensor.shape}"
+
+
+def _served(entry: SnapshotEntry) -> str:
+    return f"to {_some(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

@@ -1,0 +1,73 @@
+"""This file decides how many requests of one client are let through: a token bucket for each. It knows no clock and no network.
+
+A bucket holds at most `burst` tokens and gains `rate_per_s` of them a second; a request takes one. So over any `t` seconds at
+most `burst + rate_per_s * t` requests pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+_SWEEP_FROM = 64
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """One client's tokens: `tokens` of them at `at`, where `at` is on the clock of whoever hands in `now`."""
+
+    rate_per_s: float
+    burst: float
+    tokens: float
+    at: float
+
+    def take(self, now: float) -> float:
+        """Take a token and return 0.0; where there is none, take nothing and return the seconds until there is one.
+
+        A clock that went back gives no tokens and takes none away.
+        """
+        self.tokens = self.level(now)
+        self.at = max(self.at, now)
+        if self.tokens >= 1.0:
+            self.tokens -= 1.0
+            return 0.0
+        return (1.0 - self.tokens) / self.rate_per_s
+
+    def level(self, now: float) -> float:
+        """Return how many tokens there are."""
+        return min(self.burst, self.tokens + max(now - self.at, 0.0) * self.rate_per_s)
+
+
+class RateLimiter:
+    """A bucket for each client, full when the client is first seen.
+
+    A bucket that has filled up again says nothing any more and is forgotten, so what is kept grows with the clients of the
+    last `burst / rate_per_s` seconds, not with all there ever were.
+
+    Args:
+        rate_per_s: requests a second that a client may go on with for ever; positive.
+        burst: requests that it may make at once; at least 1.
+    """
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._buckets: dict[Hashable, TokenBucket] = {}
+        self._sweep_at = _SWEEP_FROM
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, client: Hashable, now: float) -> float:
+        """Count one request of a client: 0.0 lets it through, else it is refused and may be made in so many seconds."""
+        bucket = self._buckets.get(client)
+        if bucket is None:
+            if len(self._buckets) >= self._sweep_at:
+                self._sweep(now)
+            bucket = self._buckets[client] = TokenBucket(self._rate_per_s, self._burst, self._burst, now)
+        return bucket.take(now)
+
+    def _sweep(self, now: float) -> None:
+        """Forget full buckets; the next sweep comes when there are twice as many, so that a request pays O(1) for it."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.level(now) < self._burst}
+        self._sweep_at = max(_SWEEP_FROM, 2 * len(self._buckets))
