@@ -71,7 +71,11 @@ class FaultyProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            source = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                source = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # the source is gone
+                client.close()
+                continue
             connection = Connection(client, source)
             self._connections.append(connection)
             for work in (self._forward, self._back):

@@ -6,7 +6,6 @@ It asks and waits. What the answers mean is `protocol`'s and `format`'s business
 from __future__ import annotations
 
 import contextlib
-import os
 import ssl
 import threading
 import time
@@ -22,7 +21,12 @@ from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.connection import Answer, SourceConnection
 from torchft_ckpt.checkpointing.fetch import Fetch
 from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
-from torchft_ckpt.checkpointing.options import FetchOptions, default_num_streams
+from torchft_ckpt.checkpointing.options import (
+    MAX_MANIFEST_BYTES,
+    FetchOptions,
+    default_num_streams,
+    physical_memory_bytes,
+)
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, LATEST, MAX_WAIT_S, PREFIX, Index
 from torchft_ckpt.checkpointing.receive import BufferShelf
@@ -37,7 +41,6 @@ from torchft_ckpt.errors import (
 )
 
 _MAX_INDEX_BYTES = 1024 * 1024
-_MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _ANSWER_S = 0.5
 _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 5.0
@@ -150,8 +153,8 @@ class CheckpointClient:
             connect_timeout_s=self._connect_timeout_s,
             stall_timeout_s=self._stall_timeout_s,
             num_streams=default_num_streams(),
-            max_manifest_bytes=_MAX_MANIFEST_BYTES,
-            max_total_bytes=_physical_memory_bytes(),
+            max_manifest_bytes=MAX_MANIFEST_BYTES,
+            max_total_bytes=physical_memory_bytes(),
             token=self._token,
             receiver=uuid.uuid4().hex,
             ssl_context=self._ssl_context,
@@ -191,7 +194,7 @@ class CheckpointClient:
 
     def _read_manifest(self, answer: Answer, step: int | None) -> Manifest:
         digest = answer.header(DIGEST_HEADER)
-        body = answer.read(_MAX_MANIFEST_BYTES)
+        body = answer.read(MAX_MANIFEST_BYTES)
         if xxhash.xxh3_128_hexdigest(body) != digest:
             raise DigestMismatchError(
                 f"the manifest from {self._source} does not have the digest that came with it", self.url
@@ -254,10 +257,3 @@ def _retry_after_s(answer: Answer) -> float:
     """Seconds that the peer wants to be left alone for; 0.0 where it does not say."""
     text = answer.header("Retry-After")
     return min(float(text), _MAX_PAUSE_S) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0
-
-
-def _physical_memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -45,6 +45,7 @@ from torchft_ckpt.errors import (
 logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _SWARM_AFTER_S = 0.25
+_TELL_TIMEOUT_S = 0.5
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -57,8 +58,8 @@ class Fetch:
         deadline: on the monotonic clock.
         options: how to fetch.
         shelf: where memory comes from.
-        local: the state that is here: what is equal in it is not fetched.
-        in_place: receive into the tensors of `local`.
+        local_state: the state that is here, or None: what is equal in it is not fetched.
+        in_place: receive into the tensors of `local_state`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
         serve_on: called with what serves the received blocks to other receivers, once there may be some.
     """
@@ -71,7 +72,7 @@ class Fetch:
         deadline: float,
         options: FetchOptions,
         shelf: BufferShelf,
-        local: LocalState | None = None,
+        local_state: object = None,
         in_place: bool = False,
         on_progress: ProgressCallback | None = None,
         serve_on: Callable[[Manifest, Destination], Relay] | None = None,
@@ -82,8 +83,10 @@ class Fetch:
         self._deadline = deadline
         self._options = options
         self._shelf = shelf
-        self._local = local
-        self._in_place = in_place and local is not None
+        self._local_state = local_state
+        self._local: LocalState | None = None
+        self._knows_local = threading.Event()
+        self._in_place = in_place and local_state is not None
         self._on_progress = on_progress
         self._serve_on = serve_on
         self._started_at = time.monotonic()
@@ -93,6 +96,8 @@ class Fetch:
         self._clients: set[SourceClient] = set()
         self._streaming: dict[int, SourceClient] = {}
         self._cut: set[int] = set()
+        self._finishing: set[SourceClient] = set()
+        self._begun: list[Destination] = []
         self._threads: list[threading.Thread] = []
         self._has_swarm = False
         self._heir: str | None = None
@@ -118,9 +123,13 @@ class Fetch:
         for address in self._sources:
             self._spawn(functools.partial(self._run_source, address), str(address))
         try:
+            # While the sources are being asked.
+            self._local = None if self._local_state is None else LocalState(self._local_state)
+            self._knows_local.set()
             self._wait()
         finally:
             state.end(TransferCancelledError(f"fetch of {self._what} was interrupted", party="receiver"))
+            self._knows_local.set()
             self._stop_threads()
             self._report_progress()
         destination, outcome = state.destination, state.outcome
@@ -135,13 +144,17 @@ class Fetch:
                     ReplicaDivergenceWarning,
                     stacklevel=4,
                 )
-            return destination.assemble()
+            try:
+                return destination.assemble()
+            except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
+                outcome = TransferError(f"what was received of {self._what} cannot be assembled: {error}", self._party)
+                outcome.__cause__ = error
         outcome = outcome or TransferError(
             f"fetch of {self._what} from {self._party} ended without a state", self._party
         )
         if destination is not None:
             self._shelf.keep(destination.give_up())
-            if destination.is_overwritten:
+            if any(begun.is_overwritten for begun in self._begun):
                 outcome = type(outcome)(
                     f"{outcome}; the state that it was received into is partly overwritten and must not be used",
                     outcome.party,
@@ -223,27 +236,53 @@ class Fetch:
         """Fetch the manifest; be the primary, or compare with it; then bring blocks."""
         state = self._state
         with self._connected(address) as client:
-            manifest = client.fetch_manifest(
-                deadline=self._deadline, is_over=lambda: state.over, on_refused=self._note_refusal
-            )
-            if state.elect(client.name, manifest):
-                if state.destination is None:
-                    self._begin(client, manifest)
-                else:
-                    self._take_over(client, manifest)
-            elif not state.over:
-                self._compare(client, manifest)
-                self._spawn(lambda: self._compare_digests(address, manifest), client.name)
+            manifest = client.fetch_manifest(deadline=self._deadline, pause=state.pause, on_refused=self._note_refusal)
+            if not self._take_part(client, manifest):
+                return
             for _ in range(self._options.num_streams - 1):
                 self._spawn(functools.partial(self._bring_blocks, address, manifest), client.name)
+            with self._lock:
+                self._finishing.add(client)
             if self._run_stream(client, manifest):
                 self._tell_done(client, manifest)
                 return
         self._bring_blocks(address, manifest)
+        with self._connected(address) as client:
+            with self._lock:
+                self._finishing.add(client)
+            self._tell_done(client, manifest)
+
+    def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
+        """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""
+        state = self._state
+        is_elected = state.elect(client.name, manifest)
+        destination = state.destination
+        if state.over:
+            return False
+        if destination is None:
+            self._begin(client, manifest)
+        elif not _same_layout(manifest, destination.manifest):
+            if not is_elected:
+                state.note_divergence(client.name, "its tensors have other names, shapes or dtypes")
+            # The one that began may be the one that lies: then this one begins again.
+            if not state.await_restart(client.name):
+                return False
+            self._begin(client, manifest)
+        elif is_elected:
+            self._take_over(client, manifest)
+        else:
+            if manifest.tree != destination.manifest.tree:
+                state.note_divergence(client.name, "values that are no tensors differ")
+            state.add_replica(client.name)
+            self._spawn(lambda: self._compare_digests(client.address, manifest), client.name)
+        return True
 
     def _begin(self, client: SourceClient, manifest: Manifest) -> None:
+        self._knows_local.wait()  # it is known, or this thread's work is not wanted any more
         with collector_paused():
             destination = Destination(manifest, self._shelf, local=self._local, in_place=self._in_place)
+        with self._lock:
+            self._begun.append(destination)
         digests, held = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
         self._state.begin(client.name, destination, digests, held, client.share)
 
@@ -255,7 +294,7 @@ class Fetch:
                 f"source {client.name} holds other tensors than the one that was lost", client.name
             )
         digests: dict[int, bytes] = {}
-        for batch in fetch_digests(client, manifest, (1 << destination.num_blocks) - 1):
+        for batch in fetch_digests(client, manifest, (1 << self._state.num_blocks()) - 1):
             digests.update(batch)
         self._state.adopt(client.name, digests)
 
@@ -264,18 +303,6 @@ class Fetch:
         if manifest is not None:
             with self._connected(address) as client:
                 self._take_over(client, manifest)
-
-    def _compare(self, client: SourceClient, manifest: Manifest) -> None:
-        """Let blocks come from this source, as far as its digests will turn out to be the primary's."""
-        state, destination = self._state, self._state.destination
-        if destination is None:
-            return
-        if not _same_layout(manifest, destination.manifest):
-            state.note_divergence(client.name, "its tensors have other names, shapes or dtypes")
-            raise SourceRefusedError(f"source {client.name} holds other tensors than the primary source", client.name)
-        if manifest.tree != destination.manifest.tree:
-            state.note_divergence(client.name, "values that are no tensors differ")
-        state.add_replica(client.name)
 
     def _compare_digests(self, address: SourceAddress, manifest: Manifest) -> None:
         """Fetch a source's digests and the primary's, batch by batch, each from its own."""
@@ -365,6 +392,7 @@ class Fetch:
             client.release()
             with self._lock:
                 self._clients.discard(client)
+                self._finishing.discard(client)
 
     def _spawn(self, work: Callable[[], None], name: str | None, *, is_peer: bool = False) -> None:
         thread = threading.Thread(target=self._work, args=(work, name, is_peer), name="torchft_ckpt-fetch", daemon=True)
@@ -389,19 +417,35 @@ class Fetch:
                 self._state.fail_peer(name)
             else:
                 self._state.fail_source(name, error)
+            if name is not None:
+                self._close_clients(name)
         except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
             _forget_locals(error)
             failure = TransferError(f"fetch of {self._what} failed: {type(error).__name__}: {error}", name)
             failure.__cause__ = error
             self._state.end(failure)
 
+    def _close_clients(self, name: str) -> None:
+        """End what other streams of a source are waiting for: nothing of it is wanted any more."""
+        with self._lock:
+            clients = [client for client in self._clients if client.name == name]
+        for client in clients:
+            client.close()
+
     def _stop_threads(self) -> None:
         is_success = self._state.outcome is None
         with self._lock:
             # Where all is here, the streams are idle, and tell their sources so.
-            busy = [client for client in self._clients if not is_success or client not in self._streaming.values()]
+            busy = [client for client in self._clients if not is_success or client not in self._finishing]
             threads = list(self._threads)
         for client in busy:
+            client.close()
+        until = time.monotonic() + (_TELL_TIMEOUT_S if is_success else 0.0)
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        with self._lock:
+            late = list(self._clients)
+        for client in late:
             client.close()
         until = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in threads:

@@ -56,6 +56,8 @@ from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 FORMAT_NAME = "torchft_ckpt.state"
 FORMAT_VERSION = 1
 MAX_DIMS = 64
+MAX_CONTAINERS = 4_000_000
+"""Of JSON: an empty list of 3 bytes costs some hundred in memory, so the length of a manifest alone is no bound."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Dims = Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)]
@@ -148,23 +150,32 @@ def decode_manifest(data: bytes, *, max_total_bytes: int | None = None) -> Manif
     """
     if sys.byteorder != "little":
         raise StateFormatError("this machine is big-endian; the state format carries little-endian memory only")
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        raise StateFormatError(f"the manifest has more than {MAX_CONTAINERS} lists and objects", party="source")
     try:
-        header = msgspec.json.decode(data, type=_Header)
-        if header.format != FORMAT_NAME:
-            raise StateFormatError(f"not a state manifest: format {header.format[:64]!r}", party="source")
-        if header.version != FORMAT_VERSION:
-            raise StateFormatError(
-                f"the source speaks state format {header.version}, this side {FORMAT_VERSION}: run one version on both",
-                party="source",
-            )
         with collector_paused():
-            manifest = msgspec.json.decode(data, type=Manifest)
+            try:
+                manifest = msgspec.json.decode(data, type=Manifest)
+            except msgspec.ValidationError:
+                _check_version(msgspec.json.decode(data, type=_Header))
+                raise
+            _check_version(manifest)
             check_manifest(manifest, max_total_bytes=max_total_bytes)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StateFormatError(f"the manifest cannot be read: {error}", party="source") from error
     except RecursionError as error:
         raise StateFormatError("the manifest is nested too deeply", party="source") from error
     return manifest
+
+
+def _check_version(header: _Header | Manifest) -> None:
+    if header.format != FORMAT_NAME:
+        raise StateFormatError(f"not a state manifest: format {header.format[:64]!r}", party="source")
+    if header.version != FORMAT_VERSION:
+        raise StateFormatError(
+            f"the source speaks state format {header.version}, this side {FORMAT_VERSION}: run one version on both",
+            party="source",
+        )
 
 
 def check_manifest(manifest: Manifest, *, max_total_bytes: int | None = None) -> None:
@@ -186,24 +197,31 @@ def check_manifest(manifest: Manifest, *, max_total_bytes: int | None = None) ->
         end = offset + length
     if end != manifest.total_bytes:
         raise StateFormatError(f"segments end at {end}, total_bytes is {manifest.total_bytes}", party="source")
-    reached = [0 if length else -1 for _, length in manifest.segments]
-    touched = [False] * len(reached)
-    for tensor in manifest.tensors:
+    lengths = [length for _, length in manifest.segments]
+    reached = [-1] * len(lengths)
+    dtypes = [parse_dtype(tensor.dtype) for tensor in manifest.tensors]
+    for tensor, dtype in zip(manifest.tensors, dtypes, strict=True):
         chunk = tensor.chunks[0]
-        if chunk.segment >= len(reached):
+        if chunk.segment >= len(lengths):
             raise StateFormatError(f"tensor {_name(tensor)} lies in a segment that does not exist", party="source")
-        last = _check_chunk(tensor, chunk, manifest.segments[chunk.segment][1])
-        reached[chunk.segment] = max(reached[chunk.segment], last)
-        touched[chunk.segment] = True
-    for index, (_, length) in enumerate(manifest.segments):
-        if not touched[index] or max(reached[index], 0) != length:
-            raise StateFormatError(f"segment {index} has {length} bytes that no tensor reaches", party="source")
-    check_tree(manifest.tree, len(manifest.tensors))
+        last = _check_chunk(tensor, chunk, dtype.itemsize, lengths[chunk.segment])
+        if last > reached[chunk.segment]:
+            reached[chunk.segment] = last
+    if reached != lengths:
+        index = next(index for index, length in enumerate(lengths) if reached[index] != length)
+        raise StateFormatError(f"segment {index} has {lengths[index]} bytes that no tensor reaches", party="source")
+    check_tree(manifest.tree, dtypes)
 
 
-def _check_chunk(tensor: TensorEntry, chunk: Chunk, length: int) -> int:
+def _check_chunk(tensor: TensorEntry, chunk: Chunk, itemsize: int, length: int) -> int:
     """Check one chunk against its segment's length; return the byte after the last one that it reaches."""
-    itemsize = parse_dtype(tensor.dtype).itemsize
+    if chunk.strides is None and not chunk.byte_offset and chunk.sizes == tensor.shape and len(chunk.sizes) <= 4:
+        # A whole tensor in C order, as nearly all are.
+        num_bytes = itemsize
+        for size in chunk.sizes:
+            num_bytes *= size
+        if 0 < num_bytes == length and not any(chunk.offsets) and len(chunk.offsets) == len(chunk.sizes):
+            return num_bytes
     if not len(tensor.shape) == len(chunk.offsets) == len(chunk.sizes):
         raise StateFormatError(f"tensor {_name(tensor)}: shape, offsets and sizes differ in length", party="source")
     for whole, offset, size in zip(tensor.shape, chunk.offsets, chunk.sizes, strict=True):

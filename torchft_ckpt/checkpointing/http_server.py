@@ -35,6 +35,8 @@ _LINGER_S = 1.0
 _BACKLOG = 1024  # one more than fits waits a second for its next attempt
 _TOUCH_AFTER_S = 0.25
 _TOUCH_PAUSE_S = 0.001
+_SILENT_S = 30.0
+_NUM_THREADS = 4
 
 
 class CheckpointServer:
@@ -72,8 +74,8 @@ class CheckpointServer:
         self._listener = _listen(bind, port)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        # Two threads: reads that would have to wait, and touching buffers ahead.
-        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="torchft_ckpt-serve-read")
+        # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
+        self._executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="torchft_ckpt-serve")
         self._handlers = CheckpointHandlers(shelf, self._executor, token=token, on_registered=self._touch_buffers)
         self._runner: web.AppRunner | None = None
         self._stop_lock = threading.Lock()
@@ -95,7 +97,7 @@ class CheckpointServer:
                     "the checkpoint server was stopped, it serves nothing any more", party="transport"
                 )
             revoked = self._shelf.put(snapshot, lease_ends=time.monotonic() + lease_s)
-            self._loop.call_soon_threadsafe(self._published, lease_s)
+            self._loop.call_soon_threadsafe(self._published, snapshot, lease_s)
         for closed in revoked:
             logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)
 
@@ -138,6 +140,7 @@ class CheckpointServer:
             auto_decompress=False,
         )
         await self._runner.setup()
+        self._loop.call_later(_SILENT_S / 4, self._lapse)
         if self._runner.server is None:  # only before `setup`
             raise OSError("aiohttp gave no server")
         self._acceptor = Acceptor(self._listener, self._runner.server, clients, self._ssl_context)
@@ -158,7 +161,10 @@ class CheckpointServer:
             self._listener.close()
             self._loop.stop()
 
-    def _published(self, lease_s: float) -> None:
+    def _published(self, snapshot: Snapshot, lease_s: float) -> None:
+        if self._stopping.is_set():
+            return
+        self._executor.submit(snapshot.manifest_bytes)  # its receivers ask for it any moment now
         self._handlers.wake_waiting()
         # A little later than the lease, so that the clock has certainly passed it.
         self._loop.call_later(lease_s + 0.01, self._expire)
@@ -167,6 +173,12 @@ class CheckpointServer:
         for snapshot in self._shelf.expire(time.monotonic()):
             logger.info("the lease of %r has ended", snapshot)
         self._handlers.cancel_closed()
+
+    def _lapse(self) -> None:
+        """Keep nothing for receivers that are gone without a word."""
+        self._shelf.lapse(time.monotonic() - _SILENT_S)
+        if not self._stopping.is_set():
+            self._loop.call_later(_SILENT_S / 4, self._lapse)
 
     def _touch_buffers(self, snapshot: Snapshot) -> None:
         """A receiver has come: if the trainer mutates before it is done, buffers should be at hand.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import ssl
 import threading
 import time
@@ -23,9 +22,14 @@ from torchft_ckpt.checkpointing.fetch import Fetch
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.http_server import CheckpointServer
 from torchft_ckpt.checkpointing.limits import ServerLimits
-from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.options import MAX_STREAMS, FetchOptions, default_num_streams
+from torchft_ckpt.checkpointing.options import (
+    MAX_MANIFEST_BYTES,
+    MAX_STREAMS,
+    FetchOptions,
+    default_num_streams,
+    physical_memory_bytes,
+)
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.relay import Relay
@@ -92,7 +96,7 @@ class HTTPTransport(CheckpointTransport[T]):
         stall_timeout: timedelta = timedelta(seconds=15),
         connect_timeout: timedelta | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
-        max_manifest_bytes: int = 256 * 1024 * 1024,
+        max_manifest_bytes: int = MAX_MANIFEST_BYTES,
         max_total_bytes: int | None = None,
         reuse_buffers: bool = False,
         staging_budget_bytes: int | None = None,
@@ -115,7 +119,7 @@ class HTTPTransport(CheckpointTransport[T]):
         connect = resolve(connect_timeout, CONNECT_TIMEOUT, timedelta(seconds=10), parse_seconds)
         _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
         token = resolve(token, TOKEN, "", str) or None
-        memory = _physical_memory_bytes()
+        memory = physical_memory_bytes()
         self._lock = lock or StateDictLock(timeout)
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._shelf = Shelf()
@@ -244,7 +248,7 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline=started + timeout.total_seconds(),
             options=self._options,
             shelf=self._buffer_shelf,
-            local=None if local_state is None else LocalState(local_state),
+            local_state=local_state,
             in_place=in_place,
             on_progress=on_progress or self._on_progress,
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
@@ -307,10 +311,3 @@ def _limits(
     for argument, value in given.items():
         _check(value is None or value > 0, argument, value, "a positive number")
     return ServerLimits(**{argument: value for argument, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-
-def _physical_memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None

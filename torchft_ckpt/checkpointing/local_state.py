@@ -6,8 +6,8 @@ Tensors are matched by their path in the tree. It does not know blocks or the ne
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from torchft_ckpt.errors import StateMismatchError
 _NAMED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class LocalMemory:
+class LocalMemory(NamedTuple):
     """The memory of one contiguous local tensor on the CPU. `tensor` keeps it; `view` are its bytes."""
 
     tensor: torch.Tensor
@@ -45,8 +44,7 @@ class LocalState:
             encoder.encode(state)
         self._given = dict(encoder.tensors)
         self._local = {
-            path: (local_box(tensor, path)[0] if is_dtensor(tensor) else tensor).detach()
-            for path, tensor in encoder.tensors
+            path: local_box(tensor, path)[0] if is_dtensor(tensor) else tensor for path, tensor in encoder.tensors
         }
 
     def memories_for(self, manifest: Manifest) -> dict[int, LocalMemory]:
@@ -60,17 +58,21 @@ class LocalState:
         """
         self._check(manifest)
         found: dict[int, LocalMemory] = {}
+        spans: list[tuple[int, int, int]] = []
+        lengths = [length for _, length in manifest.segments]
         for entry in manifest.tensors:
             chunk = entry.chunks[0]
+            segment = chunk.segment
+            length = lengths[segment]
             tensor = self._local.get(entry.fqn)
-            length = manifest.segments[chunk.segment][1]
-            if tensor is None or chunk.segment in found or chunk.strides is not None or not length:
+            if tensor is None or chunk.strides is not None or not length or segment in found:
                 continue
-            num_bytes = tensor.numel() * tensor.element_size()
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and num_bytes == length and not _is_lazy(tensor):
-                view = memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
-                found[chunk.segment] = LocalMemory(tensor, view)
-        self._check_apart(manifest, found)
+            if tensor.is_cpu and tensor.nbytes == length and tensor.is_contiguous() and not _is_lazy(tensor):
+                address = tensor.data_ptr()
+                view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+                found[segment] = LocalMemory(tensor, view)
+                spans.append((address, address + length, segment))
+        self._check_apart(manifest, spans)
         return found
 
     def adopt(
@@ -78,6 +80,7 @@ class LocalState:
     ) -> list[torch.Tensor]:
         """Return the tensors of a state that was received in place: local ones, filled, wherever there is one of that name."""
         adopted = []
+        written = []
         with torch.no_grad():
             for entry, tensor in zip(manifest.tensors, received, strict=True):
                 local = self._local.get(entry.fqn)
@@ -85,19 +88,22 @@ class LocalState:
                     adopted.append(tensor)
                     continue
                 memory = direct.get(entry.chunks[0].segment)
-                if memory is None or local.data_ptr() != memory.tensor.data_ptr():
+                if memory is None or (local is not memory.tensor and local.data_ptr() != memory.tensor.data_ptr()):
                     local.copy_(tensor)
                 else:
-                    torch.autograd.graph.increment_version(local)  # it was written to behind autograd's back
+                    written.append(local)
                 adopted.append(self._given[entry.fqn])
+            torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
         return adopted
 
     def _check(self, manifest: Manifest) -> None:
         wrong = []
         for entry in manifest.tensors:
             local = self._local.get(entry.fqn)
+            if local is None:
+                continue
             sizes = entry.chunks[0].sizes
-            if local is not None and (list(local.shape) != sizes or dtype_name(local.dtype) != entry.dtype):
+            if [*local.shape] != sizes or dtype_name(local.dtype) != entry.dtype:
                 wrong.append(
                     f"{entry.fqn[:120]} is {dtype_name(local.dtype)}{list(local.shape)} here, {entry.dtype}{sizes} there"
                 )
@@ -108,11 +114,8 @@ class LocalState:
                 party="local_state",
             )
 
-    def _check_apart(self, manifest: Manifest, found: dict[int, LocalMemory]) -> None:
-        spans = sorted(
-            (memory.tensor.data_ptr(), memory.tensor.data_ptr() + len(memory.view), index)
-            for index, memory in found.items()
-        )
+    def _check_apart(self, manifest: Manifest, spans: list[tuple[int, int, int]]) -> None:
+        spans.sort()
         for (_, end, index), (start, _, other) in pairwise(spans):
             if start < end:
                 names = [e.fqn[:120] for e in manifest.tensors if e.chunks[0].segment in (index, other)][:_NAMED]

@@ -7,11 +7,21 @@ import ssl
 from dataclasses import dataclass
 
 MAX_STREAMS = 64
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+"""Some three hundred thousand tensors."""
 
 
 def default_num_streams() -> int:
     """Connections to one source: a stream keeps a core busy at both ends, and more of them than cores only take turns."""
     return max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+def physical_memory_bytes() -> int | None:
+    """Memory of this machine, or None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

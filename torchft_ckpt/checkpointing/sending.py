@@ -19,6 +19,7 @@ from torchft_ckpt.checkpointing.served import Served
 
 SLICE_BYTES = 1024 * 1024
 _MAX_VIEWS = 1000
+_GATHER_FROM_VIEWS = 16
 _TURN_S = 0.05
 _FULL_MS = 5
 
@@ -38,6 +39,8 @@ class Body:
         self._stop = stop
         self._framed = framed
         self._trailer = memoryview(b"")
+        self._gathered = memoryview(b"")
+        self._scratch: memoryview | None = None
         num_blocks = count_blocks(stop, served.block_bytes) - start // served.block_bytes
         self.length = stop - start + (DIGEST_BYTES * num_blocks if framed else 0)
         if framed:
@@ -46,7 +49,7 @@ class Body:
     @property
     def done(self) -> bool:
         """Whether everything was taken."""
-        return self._at >= self._stop and not self._trailer
+        return self._at >= self._stop and not self._trailer and not self._gathered
 
     def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
         """Hand the next bytes to `send`, which returns how many it took; return that.
@@ -60,15 +63,38 @@ class Body:
             if not self._trailer and self._at < self._stop:
                 self._begin_block()
             return taken
+        if self._gathered:
+            taken = send([self._gathered])
+            self._gathered = self._gathered[taken:]
+            return self._advanced(taken)
         end = min(self._at + max_bytes, self._end if self._framed else self._stop)
         with self._served.lend(self._at, end) as views:
+            if len(views) > _GATHER_FROM_VIEWS:
+                self._gather(views)
+                views = [self._gathered]
             if self._framed and self._hasher is not None and self._hashed < end:
                 self._hash(views, end)
-            taken = send(views)
+            taken = 0 if self._gathered else send(views)
+        if self._gathered:
+            taken = send([self._gathered])
+            self._gathered = self._gathered[taken:]
+        return self._advanced(taken)
+
+    def _advanced(self, taken: int) -> int:
         self._at += taken
         if self._framed and self._at == self._end:
             self._end_block()
         return taken
+
+    def _gather(self, views: list[memoryview]) -> None:
+        """Copy many small pieces into one, so that a socket that takes a part at a time does not cost a lending each."""
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(SLICE_BYTES))
+        scratch, at = self._scratch, 0
+        for view in views:
+            scratch[at : at + len(view)] = view
+            at += len(view)
+        self._gathered = scratch[:at]
 
     def _begin_block(self) -> None:
         self._block = self._at // self._served.block_bytes

@@ -41,6 +41,8 @@ from torchft_ckpt.errors import (
 )
 
 _DONE_TIMEOUT_S = 1.0
+_PAUSE_S = 0.1
+_MARGIN_S = 0.2
 _SHARE = re.compile(r"\A([0-9]{1,6})/([0-9]{1,6})\Z")
 _MAX_DIGESTS_BYTES = 64 * MAX_DIGESTS
 _MAX_PEERS_BYTES = 4 * 1024 * 1024
@@ -82,27 +84,36 @@ class SourceClient:
         self._connection.release()
 
     def fetch_manifest(
-        self, *, deadline: float, is_over: Callable[[], bool], on_refused: Callable[[SourceRefusedError], None]
+        self, *, deadline: float, pause: Callable[[float], bool], on_refused: Callable[[SourceRefusedError], None]
     ) -> Manifest:
         """Return the checked manifest of the step; wait while the source does not serve it yet.
+
+        Args:
+            deadline: on the monotonic clock; a source is not made to wait longer.
+            pause: waits for some seconds; returns False where the fetch is over.
+            on_refused: told each time that the step is not there yet.
 
         Raises:
             SourceRefusedError: it will not serve it.
             StateFormatError, DigestMismatchError: what it sent is not a manifest.
             SourceLostError, TransferStalledError: the connection failed.
-            TransferCancelledError: `is_over` became true.
+            TransferCancelledError: `pause` returned False.
         """
         step = LATEST if self._step is None else self._step
-        while not is_over():
-            wait_s = max(min(MAX_WAIT_S, self._options.stall_timeout_s / 2, deadline - time.monotonic()), 0.0)
+        pause_s = 0.0
+        while pause(pause_s):
+            asked_at = time.monotonic()
+            wait_s = max(min(MAX_WAIT_S, self._options.stall_timeout_s / 2, deadline - asked_at - _MARGIN_S), 0.0)
             answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}")
             if answer.status == 200:
                 return self._read_manifest(answer)
             refusal = answer.refusal()
             refused = _as_error(answer, refusal)
-            if (answer.status, refusal.error) != (404, "not_yet"):
+            if (answer.status, refusal.error) not in ((404, "not_yet"), (429, "too_many_requests")):
                 raise refused
             on_refused(refused)
+            # A source that does not hold the request until there is something to say is not asked all the time.
+            pause_s = _PAUSE_S if time.monotonic() - asked_at < max(wait_s / 2, _PAUSE_S) else 0.0
         raise TransferCancelledError(f"fetch from {self.name}: it is over", party="receiver")
 
     def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:

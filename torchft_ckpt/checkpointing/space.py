@@ -7,7 +7,9 @@ are sent once and tied again. Nothing is copied here. It does not know JSON, the
 from __future__ import annotations
 
 import ctypes
+import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +19,11 @@ from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 ALIGN_BYTES = 64
 _MAX_ITEMSIZE = 16
+_ZEROS = (0,) * 64
+_WHOLE: list[tuple[int, tuple[int, ...] | None]] = [(0, None)]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Where one tensor lies: global shape, its box, and the bytes of the box inside a segment.
 
     `strides` (elements) is None where the box is the segment's bytes in C order.
@@ -39,14 +42,14 @@ class Placed:
 class Memory:
     """The live bytes of one segment: a run of one storage, or a strided tensor read in C order."""
 
+    __slots__ = ("_address", "_packed", "_view", "length", "tensor")
+
     def __init__(self, tensor: torch.Tensor, length: int, *, packed: bool) -> None:
         self.tensor = tensor
         self.length = length
         self._packed = packed
         self._view: memoryview | None = None
-        self._viewed_address = 0
-        num_elements = tensor.numel() if not packed else _span(tensor) + 1
-        self._storage_end = (int(tensor.storage_offset()) + num_elements) * tensor.element_size()
+        self._address = 0
 
     @property
     def device(self) -> torch.device:
@@ -97,15 +100,18 @@ class Memory:
         """
         if self._packed:
             return memoryview(self.copy_out(start, stop))
-        self._check_alive()
         address = self.tensor.data_ptr()
-        if self._view is None or address != self._viewed_address:  # a storage may have been freed and filled again
+        if self._view is None or address != self._address:  # a storage may have been freed, and filled again elsewhere
+            self._check_alive()
             self._view = memoryview((ctypes.c_char * self.length).from_address(address)).cast("B")
-            self._viewed_address = address
-        return self._view[start:stop]
+            self._address = address
+        return self._view[start:stop] if stop - start != self.length else self._view
 
     def _check_alive(self) -> None:
-        if self.length and self.tensor.untyped_storage().nbytes() < self._storage_end:
+        tensor = self.tensor
+        num_elements = _span(tensor) + 1 if self._packed else tensor.numel()
+        end = (int(tensor.storage_offset()) + num_elements) * tensor.element_size()
+        if self.length and tensor.untyped_storage().nbytes() < end:
             raise CheckpointError("a tensor's storage was freed while its state was being served", party="state_dict")
 
 
@@ -123,25 +129,47 @@ class Space:
 class _Piece:
     """One tensor on its way into the space: what it is, and the addresses [low, high) of its bytes."""
 
-    __slots__ = ("global_shape", "high", "index", "is_contiguous", "low", "nbytes", "offsets", "path", "tensor")
+    __slots__ = (
+        "device",
+        "global_shape",
+        "high",
+        "index",
+        "is_contiguous",
+        "low",
+        "nbytes",
+        "offsets",
+        "path",
+        "sizes",
+        "tensor",
+    )
 
     def __init__(
-        self, index: int, path: str, tensor: torch.Tensor, global_shape: tuple[int, ...], offsets: tuple[int, ...]
+        self,
+        index: int,
+        path: str,
+        tensor: torch.Tensor,
+        global_shape: tuple[int, ...] | None,
+        offsets: tuple[int, ...] | None,
     ) -> None:
         self.index = index
         self.path = path
         self.tensor = tensor
-        self.global_shape = global_shape
-        self.offsets = offsets
-        itemsize = tensor.element_size()
-        self.nbytes = tensor.numel() * itemsize
+        self.device = "" if tensor.is_cpu else str(tensor.device)
+        self.sizes = tuple(tensor.shape)
+        self.global_shape = self.sizes if global_shape is None else global_shape
+        self.offsets = _ZEROS[: len(self.sizes)] if offsets is None else offsets
+        self.nbytes = tensor.nbytes
         self.low = tensor.data_ptr()
         self.is_contiguous = tensor.is_contiguous()
-        self.high = self.low + (self.nbytes if self.is_contiguous else (_span(tensor) + 1) * itemsize)
+        self.high = self.low + (self.nbytes if self.is_contiguous else (_span(tensor) + 1) * tensor.element_size())
 
     def same_view(self, other: _Piece) -> bool:
         a, b = self.tensor, other.tensor
         return self.low == other.low and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+
+
+_BY_LOW = operator.attrgetter("low")
+_NOT_PLACED = Placed("", torch.uint8, (), (), (), 0, 0, None)
 
 
 def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
@@ -156,31 +184,32 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
     pieces = [_piece(index, path, tensor) for index, (path, tensor) in enumerate(tensors)]
     groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
     groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
-    groups.sort(key=lambda group: (group[0].tensor.device.type != "cpu", min([piece.index for piece in group])))
+    groups.sort(key=_place_in_space)
 
     memories: list[Memory] = []
     starts: list[int] = []
-    placed: dict[int, Placed] = {}
+    lengths: list[int] = []
+    placed: list[Placed] = [_NOT_PLACED] * len(pieces)
     end = 0
-    for group in groups:
+    for segment, group in enumerate(groups):
         memory, places = _segment(group)
-        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
-        end = starts[-1] + memory.length
+        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        end = start + memory.length
+        starts.append(start)
+        lengths.append(memory.length)
+        memories.append(memory)
         for piece, (byte_offset, strides) in zip(group, places, strict=True):
             placed[piece.index] = Placed(
                 piece.path,
                 piece.tensor.dtype,
                 piece.global_shape,
                 piece.offsets,
-                tuple(piece.tensor.shape),
-                len(memories),
+                piece.sizes,
+                segment,
                 byte_offset,
                 strides,
             )
-        memories.append(memory)
-    return Space(
-        memories, starts, [memory.length for memory in memories], [placed[index] for index in range(len(pieces))], end
-    )
+    return Space(memories, starts, lengths, placed, end)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,14 +224,14 @@ def _storage_bytes(tensor: torch.Tensor, start: int, length: int) -> torch.Tenso
 
 
 def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
-    global_shape: tuple[int, ...]
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
     if is_dtensor(tensor):
         tensor, global_shape, offsets = local_box(tensor, path)
-    else:
-        global_shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _refuse(path, f"a tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}")
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise _refuse(path, f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''}")
     if tensor.dtype not in CARRIED_DTYPES or tensor.is_quantized:
@@ -236,15 +265,24 @@ def _overlaps_itself(piece: _Piece) -> bool:
 def _group_overlapping(pieces: list[_Piece]) -> list[list[_Piece]]:
     """Put pieces that share bytes into one group."""
     groups: list[list[_Piece]] = []
-    reach, device = 0, ""
-    devices = {piece: str(piece.tensor.device) for piece in pieces}
-    for piece in sorted(pieces, key=lambda piece: (devices[piece], piece.low)):
-        if devices[piece] != device or piece.low >= reach:
-            groups.append([])
-            reach, device = 0, devices[piece]
-        groups[-1].append(piece)
-        reach = max(reach, piece.high)
+    reach, device = 0, None
+    pieces = sorted(pieces, key=_BY_LOW)
+    if any(piece.device for piece in pieces):
+        pieces.sort(key=lambda piece: piece.device)
+    for piece in pieces:
+        if piece.low >= reach or piece.device != device:
+            groups.append([piece])
+            reach, device = piece.high, piece.device
+        else:
+            groups[-1].append(piece)
+            reach = max(reach, piece.high)
     return groups
+
+
+def _place_in_space(group: list[_Piece]) -> tuple[bool, int]:
+    """Segments on the CPU come first; then in the order of their first tensor."""
+    first = group[0].index if len(group) == 1 else min(piece.index for piece in group)
+    return bool(group[0].device), first
 
 
 def _segment(group: list[_Piece]) -> tuple[Memory, list[tuple[int, tuple[int, ...] | None]]]:
@@ -252,7 +290,7 @@ def _segment(group: list[_Piece]) -> tuple[Memory, list[tuple[int, tuple[int, ..
     first = group[0]
     if len(group) == 1 or all(piece.same_view(first) for piece in group):
         memory = Memory(first.tensor, first.nbytes, packed=not first.is_contiguous)
-        return memory, [(0, None)] * len(group)
+        return memory, _WHOLE if len(group) == 1 else _WHOLE * len(group)
     # The hull starts where every piece is a whole number of its own items away from it.
     storage_start = first.tensor.untyped_storage().data_ptr()
     low = storage_start + (min(piece.low for piece in group) - storage_start) // _MAX_ITEMSIZE * _MAX_ITEMSIZE

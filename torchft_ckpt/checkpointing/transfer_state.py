@@ -150,6 +150,11 @@ class TransferState:
         `share` says which receiver this is, from 0 on, and of how many.
         """
         with self.changed:
+            if self._relay is not None:
+                self._relay.close()
+                self._relay = None
+            self.primary = name
+            self._announced = {}
             self._destination = destination
             self._ledger = TransferLedger(destination.num_blocks, pick=self._pick)
             self._ledger.add_source(name, SourceKind.PRIMARY)
@@ -163,6 +168,22 @@ class TransferState:
             self.ready_at = time.monotonic()
             self._end_if_done()
             self.changed.notify_all()
+
+    def await_restart(self, name: str) -> bool:
+        """Wait until a source whose tensors lie otherwise may begin again: nobody is left who could complete what was begun.
+
+        Returns False where the fetch is over instead.
+        """
+        with self.changed:
+            while not self._over:
+                is_abandoned = self.primary in (None, name) and not any(
+                    other in self._announced for other in self._expected
+                )
+                if is_abandoned and not self._ledger.num_streams():
+                    self.primary = name
+                    return True
+                self.changed.wait(_WAIT_S)
+            return False
 
     @property
     def destination(self) -> Destination | None:
@@ -322,9 +343,12 @@ class TransferState:
             return self._ledger.open_stream(source, time.monotonic())
 
     def next_run(self, stream: int, source: str) -> tuple[range, str] | None:
-        """Wait for work; return a run of blocks and what to acknowledge with it, or None where the stream is to end."""
+        """Wait for work; return a run of blocks and what to acknowledge with it.
+
+        None where the stream is to end: the fetch is over, or its source was dropped.
+        """
         with self.changed:
-            while not self._over:
+            while not self._over and self._ledger.has_source(source):
                 run = self._ledger.next_run(stream, time.monotonic())
                 if run is not None:
                     return run, self._unreported(source)
@@ -382,9 +406,19 @@ class TransferState:
             return self._arrived_from.get(source, 0)
 
     def overdue(self) -> list[int]:
-        """Streams to cut."""
+        """Return streams to cut; their sources are asked last from now on."""
         with self.changed:
-            return self._ledger.overdue(time.monotonic()) if self._ready and not self._over else []
+            if not self._ready or self._over:
+                return []
+            numbers = self._ledger.overdue(time.monotonic())
+            for number in numbers:
+                self._ledger.demote(number)
+            return numbers
+
+    def pause(self, pause_s: float) -> bool:
+        """Wait for some seconds; return False, at once, where it is over."""
+        with self.changed:
+            return not self.changed.wait_for(lambda: self._over, pause_s)
 
     def unreported(self, source: str) -> str:
         """Return blocks that are held and that a source has not been told of, as `0-3,7`."""

@@ -10,6 +10,7 @@ import base64
 import binascii
 import math
 import struct
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,9 @@ from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 Node = object
 MAX_DEPTH = 64
 _MAX_INT_DIGITS = 4096
+_MAX_ALIKE = 64
+MAX_NAME = 200
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _INT64 = range(-(2**63), 2**63)
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -85,7 +89,23 @@ class TreeEncoder:
         return [self.encode(item, _join(path, index), depth + 1) for index, item in enumerate(values)]
 
     def _pairs(self, mapping: dict[object, object], path: str, depth: int) -> list[Node]:
-        return [[self._key(key, path), self.encode(item, _join(path, key), depth + 1)] for key, item in mapping.items()]
+        pairs: list[Node] = []
+        prefix = f"{path}." if path else ""
+        is_shallow = depth < MAX_DEPTH
+        for key, item in mapping.items():
+            # Nearly everything in a large state is a tensor under a plain name: that is done in place.
+            if (
+                type(key) is str
+                and key.isascii()
+                and len(key) <= MAX_NAME
+                and is_shallow
+                and type(item) in _PLAIN_TENSORS
+            ):
+                pairs.append([key, {"x": len(self.tensors)}])
+                self.tensors.append((prefix + key, item))  # type: ignore[arg-type]
+            else:
+                pairs.append([self._key(key, path), self.encode(item, _join(path, key), depth + 1)])
+        return pairs
 
     def _key(self, key: object, path: str) -> Node:
         if isinstance(key, tuple) and type(key) is tuple:
@@ -145,18 +165,27 @@ def decode_tree(node: Node, tensors: Sequence[torch.Tensor]) -> object:
     return _decode(node, 0, lambda index: tensors[_check_index(index, len(tensors))])
 
 
-def check_tree(node: Node, num_tensors: int) -> None:
+def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
     """Raise what `decode_tree` would raise, before any tensor is there. Every tensor must be referred to.
+
+    Args:
+        node: the tree as JSON values.
+        dtypes: of the tensors.
 
     Raises:
         StateFormatError: a node breaks a rule of the format.
     """
-    placeholder = torch.empty(0)
+    num_tensors = len(dtypes)
+    placeholders: dict[torch.dtype, torch.Tensor] = {}
     seen: set[int] = set()
 
     def note(index: object) -> torch.Tensor:
-        seen.add(_check_index(index, num_tensors))
-        return placeholder
+        checked = _check_index(index, num_tensors)
+        seen.add(checked)
+        dtype = dtypes[checked]
+        if dtype not in placeholders:
+            placeholders[dtype] = _nothing_of(dtype)
+        return placeholders[dtype]
 
     _decode(node, 0, note)
     if len(seen) != num_tensors:
@@ -185,13 +214,24 @@ def _decode(node: Node, depth: int, tensor_of: Callable[[object], torch.Tensor])
 
 def _decode_pairs(content: list[Node], depth: int, tensor_of: Callable[[object], torch.Tensor]) -> dict[object, object]:
     decoded: dict[object, object] = {}
+    hashes: Counter[int] = Counter()
     for pair in content:
         if not isinstance(pair, list) or len(pair) != 2:
             raise StateFormatError("a dict entry is not a pair of key and value", party="source")
-        key = _decode_key(pair[0], depth)
+        key = pair[0]
+        if type(key) is not str:
+            key = _decode_key(key, depth)
+            # Hashes of numbers are no secret: many keys of one hash would make every look-up a search.
+            hashes[hash(key)] += 1
+            if hashes[hash(key)] > _MAX_ALIKE:
+                raise StateFormatError(f"more than {_MAX_ALIKE} keys of one dict have the same hash", party="source")
         if key in decoded:
             raise StateFormatError(f"the key {key!r:.80} appears twice in one dict", party="source")
-        decoded[key] = _decode(pair[1], depth + 1, tensor_of)
+        node = pair[1]
+        if type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
+            decoded[key] = tensor_of(node["x"])
+        else:
+            decoded[key] = _decode(node, depth + 1, tensor_of)
     return decoded
 
 
@@ -245,6 +285,12 @@ def _check_index(index: object, num_tensors: int) -> int:
     return index
 
 
+def _nothing_of(dtype: torch.dtype) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of dtypes that torch calls experimental
+        return torch.empty(0, dtype=dtype)
+
+
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
@@ -262,7 +308,7 @@ def _as_counter(pairs: dict[object, object]) -> Counter[object]:
 
 
 def _join(path: str, key: object) -> str:
-    text = str(key)[:200].encode(errors="backslashreplace").decode()
+    text = str(key)[:MAX_NAME].encode(errors="backslashreplace").decode()
     return f"{path}.{text}" if path else text
 
 

@@ -10,7 +10,8 @@ state itself. Blocks are handed out in runs of neighbours, one run a stream at a
    each block leaves it about once, and the receivers get the rest from each other, the rarest first. While what was sent
    last has not arrived anywhere, nothing is sent a second time. Runs are one block then.
 3. What a lost stream had in flight goes back to the missing; what has arrived stays.
-4. When nothing is missing but in flight, a stream that is expected to need much longer than an idle one would is cut.
+4. When nothing is missing but in flight, a stream that is expected to need much longer than an idle one would is cut, and
+   its source is asked only for what nobody else can give.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Source:
     eligible: int
     sent: int = 0
     sent_changed_at: float = 0.0
+    is_demoted: bool = False
 
 
 @dataclass(slots=True)
@@ -117,6 +119,14 @@ class TransferLedger:
         """Ask it for nothing more; its streams still have to be closed with `close_stream`."""
         self._sources.pop(name, None)
 
+    def has_source(self, name: str) -> bool:
+        """Whether it has been added, and not been dropped."""
+        return name in self._sources
+
+    def num_streams(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
     def num_sources(self) -> int:
         """Sources that have not been dropped."""
         return len(self._sources)
@@ -139,6 +149,8 @@ class TransferLedger:
         self._requeue(this)
         source = self._sources.get(this.source)
         candidates = 0 if source is None else self._missing & source.eligible
+        if source is not None and source.is_demoted:
+            candidates &= ~self._eligible_of_able()
         this.is_idle = not candidates
         if source is None or not candidates:
             return None
@@ -178,6 +190,12 @@ class TransferLedger:
         this = self._streams.pop(stream, None)
         if this is not None:
             self._requeue(this)
+
+    def demote(self, stream: int) -> None:
+        """Ask the source of a stream that was cut for nothing that another source can give."""
+        source = self._sources.get(self._streams[stream].source) if stream in self._streams else None
+        if source is not None:
+            source.is_demoted = True
 
     def overdue(self, now: float) -> list[int]:
         """Return the streams to cut: nothing else is missing, and an idle stream would be done much sooner."""
@@ -293,6 +311,14 @@ class TransferLedger:
         for stream in self._streams.values():
             if stream.is_idle and stream.source in self._sources:
                 blocks |= self._sources[stream.source].eligible
+        return blocks
+
+    def _eligible_of_able(self) -> int:
+        blocks = 0
+        for stream in self._streams.values():
+            source = self._sources.get(stream.source)
+            if source is not None and not source.is_demoted:
+                blocks |= source.eligible
         return blocks
 
     def _run_limit(self, stream: _Stream) -> int:
