@@ -402,6 +402,8 @@ class CheckpointHandlers:
             stop.set()
             if turn is not None and not turn.done():
                 await asyncio.wait({turn})  # a burst does not wait for the network, so this is short
+            if turn is not None and not turn.cancelled():
+                turn.exception()  # it was raised above, or the response is being given up
             sock.close()
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import bisect
 import logging
+import os
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -39,6 +41,8 @@ _STAGING_TIMEOUT = timedelta(seconds=120)
 _RETRY_S = 0.002
 _LENT_TIMEOUT_S = 10.0
 _PADDING = memoryview(bytes(64))
+_MAX_COPY_THREADS = 4
+_SPREAD_FROM_BYTES = 16 * 1024 * 1024
 
 
 class Phase(Enum):
@@ -310,8 +314,7 @@ class Snapshot:
             try:
                 if staging is not None:
                     staging.order_mutation_after(_STAGING_TIMEOUT)
-                for block in range(self._num_live_blocks()):
-                    self._copy_aside_if_needed(block)
+                self._copy_all_aside()
             except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
                 # The trainer must not pay for a receiver: that one learns that the state is gone, and asks again.
                 logger.warning("%r cannot be kept for its receivers and is closed: %s", self, error)
@@ -334,7 +337,7 @@ class Snapshot:
             self._close()
             self._changed.wait_for(lambda: not self._num_lent_live, _LENT_TIMEOUT_S)
 
-    # All below: with `_changed` held, but `_copy_aside_if_needed`
+    # All below: with `_changed` held, but the copying
 
     def _close(self) -> None:
         if self._phase is Phase.CLOSED:
@@ -396,19 +399,40 @@ class Snapshot:
         buffer = self._copies.pop(block)
         self._pool.give(None if self._lent[block] else buffer)
 
-    def _copy_aside_if_needed(self, block: int) -> None:
-        with self._changed:
-            if self._phase is Phase.DETACHING and self._receivers.needed() >> block & 1:
-                self._copies[block] = self._copy_aside(block)
+    def _copy_all_aside(self) -> None:
+        """Copy what is needed; the trainer waits, so large copies are spread over a few threads, as torch does."""
+        blocks = range(self._num_live_blocks())
+        num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
+        if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
+            for block in blocks:
+                self._copy_aside_if_needed(block)
+            return
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="torchft_ckpt-detach") as threads:
+            for _ in threads.map(self._copy_aside_if_needed, blocks):
+                pass
 
-    def _copy_aside(self, block: int) -> Buffer:
+    def _copy_aside_if_needed(self, block: int) -> None:
+        """Copy a block, without holding `_changed`: nobody mutates the live memory before `detach` has returned."""
+        with self._changed:
+            if self._phase is not Phase.DETACHING or not self._receivers.needed() >> block & 1:
+                return
+            memories = self._memories
+        buffer = self._copy_aside(block, memories)
+        with self._changed:
+            if self._phase is Phase.DETACHING:
+                self._copies[block] = buffer
+            else:
+                self._pool.give(buffer)
+
+    def _copy_aside(self, block: int, memories: list[Memory | None]) -> Buffer:
         """Copy the CPU bytes of a block into a buffer. Padding and staged bytes are left undefined: reads don't use them."""
         start, stop = block_range(block, self.total_bytes, self.block_bytes)
         buffer = self._pool.take()
         try:
             for index, low, high, position in self._pieces(start, stop):
-                if index < self._num_on_cpu:
-                    self._live(index).copy_to(low, high, buffer.address + position - start)
+                memory = memories[index]
+                if index < self._num_on_cpu and memory is not None:
+                    memory.copy_to(low, high, buffer.address + position - start)
         except BaseException:
             self._pool.give(buffer)
             raise
