@@ -39,7 +39,7 @@ def _once(run: Run, source: Peer, side: str, by: str, number: int, into: _Held) 
     reader = SlowReader(source.metadata, number + 1, is_ours=side == sides.OURS, bytes_per_s=_READ_BYTES_PER_S)
     reader.wait_until(_READ_BEFORE_BYTES)
     unsent = max(total - reader.num_bytes(), 0)
-    answer = source.ask("mutate_after", by=by, clone_bytes=unsent, clone_first=bool(number % 2))
+    answer = source.ask("mutate_after", by=by, clone_bytes=unsent, clone_first=bool(number // 2 % 2))
     reader.hurry()
     got = reader.finish()
     if side == sides.OURS and got != wanted:

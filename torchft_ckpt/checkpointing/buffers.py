@@ -12,7 +12,7 @@ import mmap
 import threading
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
-TOUCH_AHEAD_BYTES = 48 * 1024 * 1024
+TOUCH_AHEAD_BYTES = 56 * 1024 * 1024
 """At most so much is prepared before anybody knows whether it will be needed."""
 
 
