@@ -21,6 +21,8 @@ the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128 
 
 | status | error               | may the receiver try again?                                    |
 |--------|---------------------|----------------------------------------------------------------|
+| 400    | `https_only`        | with https                                                     |
+| 400    | `lost`              | yes: the connection ended before the request was looked at     |
 | 401    | `unauthorized`      | no: other token                                                |
 | 404    | `not_yet`           | yes, at once: the step may be served later                     |
 | 404    | `not_found`         | no: no such path                                               |
@@ -28,6 +30,7 @@ the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128 
 | 410    | `gone`              | not this snapshot: parts of it have been freed                 |
 | 410    | `revoked`           | not this snapshot: it was too slow for the source's memory     |
 | 412    | `other_snapshot`    | from the manifest on: the step is served from another snapshot |
+| 413    | `too_large`         | no: the body is longer than a request may have; 431: the head  |
 | 416    | `bad_range`         | no: bytes or blocks that do not exist                          |
 | 429    | `too_many_requests` | yes, after `Retry-After` seconds                               |
 """

@@ -217,6 +217,7 @@ class Manager:
             token=self._launch.token or None,
             lock=self._state_dict_lock,
         )
+        logger.info("%s serves its state at %s", self._launch.replica_id, self._transport.metadata())
         self._worker = Worker("torchft_ckpt-quorum")
         self._heal_in_place = heal_in_place
         self._healing = Healing(self._transport, self._timeouts.transfer)
