@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport
+    from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, ProgressBar, TransferProgress
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
     from torchft_ckpt.ddp import DistributedDataParallel
@@ -32,6 +32,8 @@ _HOME = {
     "ProcessGroup": ("torchft_ckpt.process_group", "ProcessGroup"),
     "ProcessGroupGloo": ("torchft_ckpt.process_group", "ProcessGroupGloo"),
     "ProcessGroupNCCL": ("torchft_ckpt.process_group", "ProcessGroupNCCL"),
+    "ProgressBar": ("torchft_ckpt.checkpointing", "ProgressBar"),
+    "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
 }
 
@@ -47,6 +49,8 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "ProgressBar",
+    "TransferProgress",
     "WorldSizeMode",
 ]
 

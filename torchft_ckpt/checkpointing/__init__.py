@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 
-__all__ = ["CheckpointTransport", "HTTPTransport", "StateDictLock"]
+__all__ = ["CheckpointTransport", "HTTPTransport", "ProgressBar", "StateDictLock", "TransferProgress"]

@@ -52,7 +52,12 @@ def format_runs(blocks: Iterable[int]) -> str:
             runs[-1][1] = block
         else:
             runs.append([block, block])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return format_ranges(range(first, last + 1) for first, last in runs)
+
+
+def format_ranges(runs: Iterable[range]) -> str:
+    """Write runs of blocks, in order and apart from each other, as `0-3,7`."""
+    return ",".join(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in runs)
 
 
 def parse_runs(text: str, num_blocks: int) -> list[range]:

@@ -22,7 +22,7 @@ import xxhash
 from aiohttp import web
 
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.blocks import parse_runs
+from torchft_ckpt.checkpointing.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -433,7 +433,7 @@ def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:
 
 
 def _runs_text(mask: int) -> str:
-    return ",".join(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in blocks_of(mask))
+    return format_ranges(blocks_of(mask))
 
 
 def _etag(served: Served) -> str:

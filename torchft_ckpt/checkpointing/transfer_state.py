@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from torchft_ckpt.checkpointing.blocks import block_range
+from torchft_ckpt.checkpointing.blocks import block_range, format_ranges
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
 from torchft_ckpt.checkpointing.receive import Destination
@@ -451,10 +451,15 @@ class TransferState:
     def _unreported(self, source: str) -> str:
         if source in self._peers:
             return ""
-        unreported = self._ledger.held & ~self._reported.get(source, 0)
+        held = self._ledger.held
+        if source != self.primary:
+            # Only what is the same there: if this source is adopted, the rest is needed of it.
+            announced = self._announced.get(source, {})
+            held &= sum(1 << block for block, digest in announced.items() if self._verified.get(block) == digest)
+        unreported = held & ~self._reported.get(source, 0)
         runs = blocks_of(unreported)[:MAX_ACKNOWLEDGED_RUNS]
         self._reported[source] = self._reported.get(source, 0) | sum(mask_of(run) for run in runs)
-        return ",".join(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in runs)
+        return format_ranges(runs)
 
     def _end_if_done(self) -> None:
         if self._ledger.is_done:
