@@ -14,7 +14,7 @@ import torch
 from torchft_ckpt.checkpointing.boxes import is_dtensor, local_box
 from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import dtype_name
-from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.tree import TreeEncoder
 from torchft_ckpt.errors import StateMismatchError
 
@@ -26,6 +26,7 @@ class LocalMemory(NamedTuple):
 
     tensor: torch.Tensor
     view: memoryview
+    address: int
 
 
 class LocalState:
@@ -42,37 +43,42 @@ class LocalState:
         encoder = TreeEncoder()
         with collector_paused():
             encoder.encode(state)
-        self._given = dict(encoder.tensors)
-        self._local = {
-            path: local_box(tensor, path)[0] if is_dtensor(tensor) else tensor for path, tensor in encoder.tensors
-        }
+            self._given = dict(encoder.tensors)
+            self._local = {
+                path: local_box(tensor, path)[0] if is_dtensor(tensor) else tensor for path, tensor in encoder.tensors
+            }
+            self._memories = {path: _memory_of(tensor) for path, tensor in self._local.items()}
 
-    def memories_for(self, manifest: Manifest) -> dict[int, LocalMemory]:
+    def memories_for(self, manifest: Manifest, *, is_strict: bool) -> dict[int, LocalMemory]:
         """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
 
-        Segments without one are left out: no tensor of that name is here, or it is strided or on an accelerator.
+        Segments without one are left out: no tensor of that name is here, or it does not fit, is strided or on an accelerator.
+
+        Args:
+            manifest: of the state that arrives.
+            is_strict: refuse a state that does not fit, because it is to be received into this memory.
 
         Raises:
             StateMismatchError: tensors of the same name have other shapes or dtypes, or tensors that are separate at the
                 source share memory here. The message names the first few.
         """
-        self._check(manifest)
         found: dict[int, LocalMemory] = {}
-        spans: list[tuple[int, int, int]] = []
+        wrong: list[TensorEntry] = []
         lengths = [length for _, length in manifest.segments]
         for entry in manifest.tensors:
-            chunk = entry.chunks[0]
-            segment = chunk.segment
-            length = lengths[segment]
             tensor = self._local.get(entry.fqn)
-            if tensor is None or chunk.strides is not None or not length or segment in found:
+            if tensor is None:
                 continue
-            if tensor.is_cpu and tensor.nbytes == length and tensor.is_contiguous() and not _is_lazy(tensor):
-                address = tensor.data_ptr()
-                view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-                found[segment] = LocalMemory(tensor, view)
-                spans.append((address, address + length, segment))
-        self._check_apart(manifest, spans)
+            chunk = entry.chunks[0]
+            if [*tensor.shape] != chunk.sizes or dtype_name(tensor.dtype) != entry.dtype:
+                wrong.append(entry)
+                continue
+            memory = self._memories[entry.fqn] if chunk.strides is None and chunk.segment not in found else None
+            if memory is not None and len(memory.view) == lengths[chunk.segment]:
+                found[chunk.segment] = memory
+        if is_strict:
+            self._check_fits(wrong)
+            self._check_apart(manifest, found)
         return found
 
     def adopt(
@@ -88,7 +94,7 @@ class LocalState:
                     adopted.append(tensor)
                     continue
                 memory = direct.get(entry.chunks[0].segment)
-                if memory is None or (local is not memory.tensor and local.data_ptr() != memory.tensor.data_ptr()):
+                if memory is None or (local is not memory.tensor and local.data_ptr() != memory.address):
                     local.copy_(tensor)
                 else:
                     written.append(local)
@@ -96,26 +102,22 @@ class LocalState:
             torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
         return adopted
 
-    def _check(self, manifest: Manifest) -> None:
-        wrong = []
-        for entry in manifest.tensors:
-            local = self._local.get(entry.fqn)
-            if local is None:
-                continue
-            sizes = entry.chunks[0].sizes
-            if [*local.shape] != sizes or dtype_name(local.dtype) != entry.dtype:
-                wrong.append(
-                    f"{entry.fqn[:120]} is {dtype_name(local.dtype)}{list(local.shape)} here, {entry.dtype}{sizes} there"
-                )
-        if wrong:
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            raise StateMismatchError(
-                f"the source's state does not fit this replica: {'; '.join(wrong[:_NAMED])}{more}; nothing was received",
-                party="local_state",
-            )
+    def _check_fits(self, wrong: list[TensorEntry]) -> None:
+        if not wrong:
+            return
+        named = [
+            f"{entry.fqn[:120]} is {dtype_name(local.dtype)}{list(local.shape)} here, {entry.dtype}{entry.chunks[0].sizes} there"
+            for entry in wrong[:_NAMED]
+            for local in [self._local[entry.fqn]]
+        ]
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise StateMismatchError(
+            f"the source's state does not fit this replica: {'; '.join(named)}{more}; nothing was received",
+            party="local_state",
+        )
 
-    def _check_apart(self, manifest: Manifest, spans: list[tuple[int, int, int]]) -> None:
-        spans.sort()
+    def _check_apart(self, manifest: Manifest, found: dict[int, LocalMemory]) -> None:
+        spans = sorted((memory.address, memory.address + len(memory.view), index) for index, memory in found.items())
         for (_, end, index), (start, _, other) in pairwise(spans):
             if start < end:
                 names = [e.fqn[:120] for e in manifest.tensors if e.chunks[0].segment in (index, other)][:_NAMED]
@@ -125,6 +127,11 @@ class LocalState:
                 )
 
 
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the bytes are not the values (a lazily conjugated or negated view)."""
-    return tensor.is_conj() or tensor.is_neg()
+def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
+    """Return the memory of a tensor whose values are its bytes in C order, on the CPU; None of any other."""
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    address, length = tensor.data_ptr(), tensor.nbytes
+    if not length:
+        return None
+    return LocalMemory(tensor, memoryview((ctypes.c_char * length).from_address(address)).cast("B"), address)

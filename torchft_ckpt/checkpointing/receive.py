@@ -103,8 +103,8 @@ class Destination:
         self.is_overwritten = False
         self._starts = [offset for offset, _ in manifest.segments]
         self._local = local
-        self._direct = local.memories_for(manifest) if local is not None and in_place else {}
-        self._old = local.memories_for(manifest) if local is not None and not in_place else {}
+        self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
+        self._old = local.memories_for(manifest, is_strict=False) if local is not None and not in_place else {}
         self._buffers: dict[int, np.ndarray] = {}
         views: list[memoryview] = []
         try:
