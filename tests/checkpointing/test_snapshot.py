@@ -262,16 +262,13 @@ def test_a_receiver_that_is_silent_loses_its_lease_and_what_was_kept_for_it():
     assert (scene.snapshot.closed, scene.pool.held_bytes()) == (True, 0)
 
 
-def test_a_receiver_that_is_being_sent_something_is_not_silent():
+def test_a_receiver_that_takes_some_of_what_it_is_sent_is_not_silent():
     scene = Scene()
     scene.snapshot.register("a", now=100.0)
     scene.snapshot.detach()
-    scene.snapshot.begin_response("a")
-    scene.snapshot.lapse(silent_since=1000.0)
+    scene.snapshot.contact("a", 1000.0)
+    scene.snapshot.lapse(silent_since=999.0)
     assert not scene.snapshot.closed
-    scene.snapshot.end_response("a", now=1000.0)
-    scene.snapshot.lapse(silent_since=1000.5)
-    assert scene.snapshot.closed
 
 
 def test_buffers_are_reused_by_the_next_snapshot_and_freed_with_the_last():

@@ -36,9 +36,11 @@ from torchft_ckpt.errors import (
     ReplicaDivergenceWarning,
     SourceLostError,
     SourceRefusedError,
+    StateFormatError,
     StateMismatchError,
     TransferCancelledError,
     TransferError,
+    TransferStalledError,
     TransferTimeoutError,
 )
 
@@ -119,6 +121,24 @@ class Fetch:
             StateFormatError: what the source sends is not a state.
             StateMismatchError: the state does not fit the local one that it was to be received into.
         """
+        try:
+            return self._run()
+        except BaseException as error:
+            relay = self._state.relay
+            if relay is not None:
+                relay.close()
+            with self._lock:
+                is_overwritten = any(begun.is_overwritten for begun in self._begun)
+            if is_overwritten and isinstance(error, CheckpointError):
+                marked = type(error)(
+                    f"{error}; the state that it was received into is partly overwritten and must not be used",
+                    error.party,
+                )
+                marked.state_overwritten = True
+                raise marked from error
+            raise
+
+    def _run(self) -> object:
         state = self._state
         for address in self._sources:
             self._spawn(functools.partial(self._run_source, address), str(address))
@@ -132,35 +152,28 @@ class Fetch:
             self._knows_local.set()
             self._stop_threads()
             self._report_progress()
-        destination, outcome = state.destination, state.outcome
-        relay = state.relay
-        if relay is not None and (outcome is not None or not state.has_seen_peers):
+        destination, outcome, relay = state.destination, state.outcome, state.relay
+        if relay is not None and not state.has_seen_peers:
             relay.close()
         if outcome is None and destination is not None:
-            for name, what in state.divergences().items():
-                warnings.warn(
-                    f"replicas have diverged at {self._what}: {name} differs from {state.primary}, whose state was received: "
-                    f"{what}",
-                    ReplicaDivergenceWarning,
-                    stacklevel=4,
-                )
+            self._warn_of_divergence()
             try:
                 return destination.assemble()
             except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
                 outcome = TransferError(f"what was received of {self._what} cannot be assembled: {error}", self._party)
                 outcome.__cause__ = error
-        outcome = outcome or TransferError(
-            f"fetch of {self._what} from {self._party} ended without a state", self._party
-        )
         if destination is not None:
             self._shelf.keep(destination.give_up())
-            if any(begun.is_overwritten for begun in self._begun):
-                outcome = type(outcome)(
-                    f"{outcome}; the state that it was received into is partly overwritten and must not be used",
-                    outcome.party,
-                )
-                outcome.state_overwritten = True
-        raise outcome
+        raise outcome or TransferError(f"fetch of {self._what} from {self._party} ended without a state", self._party)
+
+    def _warn_of_divergence(self) -> None:
+        for name, what in self._state.divergences().items():
+            warnings.warn(
+                f"replicas have diverged at {self._what}: {name} differs from {self._state.primary}, whose state was received: "
+                f"{what}",
+                ReplicaDivergenceWarning,
+                stacklevel=6,
+            )
 
     def buffers(self) -> list[np.ndarray]:
         """The memory that the state was received into, but that of local tensors."""
@@ -193,6 +206,11 @@ class Fetch:
             if client is not None:
                 logger.info("%s is slow at the end of the transfer; its blocks are taken from others", client.name)
                 client.close()
+        held_up_by = state.is_held_up_by(self._options.stall_timeout_s)
+        if held_up_by is not None:
+            what = f"source {held_up_by} has not brought a block for {self._options.stall_timeout_s:g} s, others are waiting"
+            state.fail_source(held_up_by, TransferStalledError(what, held_up_by))
+            self._close_clients(held_up_by)
         if state.destination is not None and time.monotonic() - state.ready_at > _SWARM_AFTER_S:
             self._start_swarm()
         heir = state.heir()
@@ -205,18 +223,20 @@ class Fetch:
         if self._on_progress is None or self._state.destination is None:
             return
         total, received, skipped, wasted, num_sources = self._state.numbers()
-        manifest = self._state.destination.manifest
-        self._on_progress(
-            TransferProgress(
-                step=manifest.step,
-                total_bytes=total,
-                received_bytes=received,
-                skipped_bytes=skipped,
-                resent_bytes=wasted,
-                num_sources=num_sources,
-                elapsed_s=time.monotonic() - self._started_at,
-            )
+        progress = TransferProgress(
+            step=self._state.destination.manifest.step,
+            total_bytes=total,
+            received_bytes=received,
+            skipped_bytes=skipped,
+            resent_bytes=wasted,
+            num_sources=num_sources,
+            elapsed_s=time.monotonic() - self._started_at,
         )
+        try:
+            self._on_progress(progress)
+        except Exception:  # whatever a callback raises, the transfer goes on; it is not called again
+            logger.exception("on_progress raised")
+            self._on_progress = None
 
     def _start_swarm(self) -> None:
         state, own = self._state, self._options.address
@@ -240,7 +260,7 @@ class Fetch:
             if not self._take_part(client, manifest):
                 return
             for _ in range(self._options.num_streams - 1):
-                self._spawn(functools.partial(self._bring_blocks, address, manifest), client.name)
+                self._spawn(functools.partial(self._bring_more_blocks, address, manifest), client.name)
             with self._lock:
                 self._finishing.add(client)
             if self._run_stream(client, manifest):
@@ -306,26 +326,32 @@ class Fetch:
 
     def _compare_digests(self, address: SourceAddress, manifest: Manifest) -> None:
         """Fetch a source's digests and the primary's, batch by batch, each from its own."""
-        state, primary = self._state, self._state.primary
-        first = None if primary is None else state.manifest_of(primary)
-        if primary is None or first is None:
-            return
-        with self._connected(address) as own, self._connected(self._address_of(primary)) as other:
-            while not state.over and state.primary == primary:
-                blocks = state.unannounced(own.name, BATCH_BLOCKS)
-                if not blocks:
-                    return
+        state = self._state
+        with self._connected(address) as own:
+            while not state.over and (blocks := state.unannounced(own.name, BATCH_BLOCKS)):
                 for digests in fetch_digests(own, manifest, blocks):
                     state.learn_digests(own.name, digests)
-                try:
-                    for digests in fetch_digests(other, first, state.unknown_of(blocks)):
-                        state.learn_digests(primary, digests)
-                except TransferError as error:  # its own streams notice that, too, and say what it means
-                    logger.debug("the digests of %s cannot be compared any more: %s", primary, error)
-                    return
+                self._ask_primary(state.unknown_of(blocks))
+
+    def _ask_primary(self, blocks: int) -> None:
+        """Fetch digests of a bit set of blocks from the primary, if there is one now."""
+        state, primary = self._state, self._state.primary
+        manifest = None if primary is None else state.manifest_of(primary)
+        if not blocks or primary is None or manifest is None:
+            return
+        try:
+            with self._connected(self._address_of(primary)) as client:
+                for digests in fetch_digests(client, manifest, blocks):
+                    state.learn_digests(primary, digests)
+        except (TransferError, StateFormatError) as error:  # its own streams notice that, too, and say what it means
+            logger.debug("the digests of %s cannot be compared: %s", primary, error)
 
     def _run_swarm(self, address: SourceAddress, manifest: Manifest, own: str) -> None:
         def start(peer: SourceAddress) -> None:
+            if peer.scheme != address.scheme:
+                logger.warning("%s names %s as a peer: not over %s, left alone", address, peer, address.scheme)
+                self._state.fail_peer(str(peer))
+                return
             self._spawn(lambda: self._bring_blocks(peer, manifest), str(peer), is_peer=True)
 
         with self._connected(address) as client:
@@ -337,6 +363,13 @@ class Fetch:
             with self._connected(address) as client:
                 if self._run_stream(client, manifest):
                     return
+
+    def _bring_more_blocks(self, address: SourceAddress, manifest: Manifest) -> None:
+        """Be another stream of a source; where it is lost, what that means is the first stream's to find out."""
+        try:
+            self._bring_blocks(address, manifest)
+        except (SourceLostError, TransferStalledError) as error:
+            logger.info("a further connection to %s ended: %s", address, error)
 
     def _run_stream(self, client: SourceClient, manifest: Manifest) -> bool:
         """Bring blocks over one connection; False where another one is to go on.

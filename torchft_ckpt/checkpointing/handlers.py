@@ -337,22 +337,26 @@ class CheckpointHandlers:
         response.headers.update(headers or {})
         response.content_type = "application/octet-stream"
         response.content_length = body.length
-        await response.prepare(request)
         receiver = _receiver(request)
         task = asyncio.current_task()
         transport = request.transport
         if task is None or transport is None:  # aiohttp runs every handler in a task, on a connection
             raise web.HTTPInternalServerError
         self._sending[task] = served
-        served.begin_response(receiver)
+
+        def taken() -> None:
+            if receiver is not None:
+                served.contact(receiver, time.monotonic())
+
         try:
+            await response.prepare(request)
             if transport.get_extra_info("sslcontext") is None:
-                await self._write(response, body, _FIRST_BYTES, max_parts=1)
+                await self._write(response, body, taken, _FIRST_BYTES, max_parts=1)
                 while transport.get_write_buffer_size():
                     await asyncio.sleep(0.001)
-                await self._send_from_threads(transport, body)
+                await self._send_from_threads(transport, body, taken)
             else:
-                await self._write(response, body)
+                await self._write(response, body, taken)
             await response.write_eof()
         except OSError as error:
             logger.debug("a receiver of %r closed its connection: %s", served, error)
@@ -363,12 +367,16 @@ class CheckpointHandlers:
             transport.abort()
             raise
         finally:
-            served.end_response(receiver, time.monotonic())
             del self._sending[task]
         return response
 
     async def _write(
-        self, response: web.StreamResponse, body: Body, max_bytes: int = 256 * 1024, max_parts: int | None = None
+        self,
+        response: web.StreamResponse,
+        body: Body,
+        taken: Callable[[], None],
+        max_bytes: int = 256 * 1024,
+        max_parts: int | None = None,
     ) -> None:
         """Send copies of parts through aiohttp: the head with the first one, and all that has to be encrypted."""
         loop = asyncio.get_running_loop()
@@ -382,8 +390,9 @@ class CheckpointHandlers:
             max_parts = None if max_parts is None else max_parts - 1
             await loop.run_in_executor(self._executor, body.advance, copy, max_bytes)
             await response.write(parts.pop())
+            taken()
 
-    async def _send_from_threads(self, transport: asyncio.BaseTransport, body: Body) -> None:
+    async def _send_from_threads(self, transport: asyncio.BaseTransport, body: Body, taken: Callable[[], None]) -> None:
         """Send straight from the lent memory, on a socket object of its own over the same connection.
 
         Nothing else writes meanwhile: what aiohttp had to write is out, and it writes again after the body.
@@ -398,6 +407,7 @@ class CheckpointHandlers:
                 turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop)
                 if await asyncio.shield(turn) is Turn.FULL:
                     await _writable(sock)
+                taken()
         finally:
             stop.set()
             if turn is not None and not turn.done():

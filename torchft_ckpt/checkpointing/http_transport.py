@@ -37,7 +37,7 @@ from torchft_ckpt.checkpointing.shelf import Shelf
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
-from torchft_ckpt.errors import CheckpointError, ConfigError, TransferError
+from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
 from torchft_ckpt.network import advertised_host, wildcard_for
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class HTTPTransport(CheckpointTransport[T]):
         started = time.monotonic()
         _check(step >= 0, "step", step, "a step that is not negative")
         fetch = Fetch(
-            [parse_metadata(metadata) for metadata in sources],
+            _readable(sources),
             step=step,
             deadline=started + timeout.total_seconds(),
             options=self._options,
@@ -298,6 +298,20 @@ class HTTPTransport(CheckpointTransport[T]):
 def _check(holds: bool, argument: str, value: object, expected: str) -> None:
     if not holds:
         raise ConfigError(f"{argument}={value!r} cannot be used; expected {expected}", party=argument)
+
+
+def _readable(sources: Sequence[str]) -> list[SourceAddress]:
+    """Return the addresses that can be read, in order; one that cannot does not keep others from being asked."""
+    readable, failure = [], None
+    for metadata in sources:
+        try:
+            readable.append(parse_metadata(metadata))
+        except SourceLostError as error:
+            logger.warning("%s", error)
+            failure = failure or error
+    if not readable and failure is not None:
+        raise failure
+    return readable
 
 
 def _limits(

@@ -6,6 +6,7 @@ Tensors are matched by their path in the tree. It does not know blocks or the ne
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ class LocalState:
         encoder = TreeEncoder()
         with collector_paused():
             encoder.encode(state)
+            counts = Counter(path for path, _ in encoder.tensors)
+            encoder.tensors = [item for item in encoder.tensors if counts[item[0]] == 1]  # {1: a, "1": b} have one path
             self._given = dict(encoder.tensors)
             self._local = {
                 path: local_box(tensor, path)[0] if is_dtensor(tensor) else tensor for path, tensor in encoder.tensors

@@ -17,7 +17,6 @@ class _Receiver:
     received: int
     last_contact_s: float
     address: str = ""
-    num_open: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Receivers:
         self._done.pop(name, None)
         self._revoked.discard(name)
         known = self._active.get(name)
-        self._active[name] = _Receiver(0, now, known.address if known else "", known.num_open if known else 0)
+        self._active[name] = _Receiver(0, now, known.address if known else "")
 
     def share_of(self, name: str) -> tuple[int, int]:
         """Return which receiver this is, from 0 on, and of how many."""
@@ -84,22 +83,11 @@ class Receivers:
         return name in self._revoked or (self._unseen_revoked and name not in self._seen)
 
     def contact(self, name: str, now: float, address: str | None = None) -> None:
-        """It has asked for something."""
+        """It has asked for something, or taken some of what it is being sent."""
         receiver = self._active.get(name)
         if receiver is not None:
             receiver.last_contact_s = now
             receiver.address = address or receiver.address
-
-    def begin_response(self, name: str) -> None:
-        """It is being sent something; until `end_response` its lease does not lapse."""
-        if name in self._active:
-            self._active[name].num_open += 1
-
-    def end_response(self, name: str, now: float) -> None:
-        """A response to it has ended."""
-        if name in self._active:
-            self._active[name].num_open -= 1
-            self._active[name].last_contact_s = now
 
     def acknowledge(self, name: str, blocks: int) -> None:
         """It has these blocks, verified."""
@@ -123,11 +111,7 @@ class Receivers:
 
     def lapse(self, silent_since: float) -> list[str]:
         """End the leases of those who have not been heard of since; return their names."""
-        gone = [
-            name
-            for name, receiver in self._active.items()
-            if receiver.num_open <= 0 and receiver.last_contact_s < silent_since
-        ]
+        gone = [name for name, receiver in self._active.items() if receiver.last_contact_s < silent_since]
         for name in gone:
             del self._active[name]
             self._revoked.add(name)

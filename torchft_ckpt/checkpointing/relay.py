@@ -91,12 +91,6 @@ class Relay:
     def contact(self, receiver: str, now: float, *, received: int = 0, address: str | None = None) -> None:
         """Nothing: a relay keeps nothing for anybody."""
 
-    def begin_response(self, receiver: str | None) -> None:
-        """Nothing, likewise."""
-
-    def end_response(self, receiver: str | None, now: float) -> None:
-        """Nothing, likewise."""
-
     def is_revoked(self, receiver: str | None) -> bool:
         """Never: there are no leases on a relay."""
         return False

@@ -32,11 +32,5 @@ class Served(Protocol):
     def contact(self, receiver: str, now: float, *, received: int = 0, address: str | None = None) -> None:
         """Note that a receiver is alive, has these blocks, and serves them at an address."""
 
-    def begin_response(self, receiver: str | None) -> None:
-        """Note that a receiver is being sent something."""
-
-    def end_response(self, receiver: str | None, now: float) -> None:
-        """Note that a response has ended."""
-
     def is_revoked(self, receiver: str | None) -> bool:
         """Whether the receiver's lease was ended because it was too slow."""

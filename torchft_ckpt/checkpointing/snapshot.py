@@ -174,18 +174,6 @@ class Snapshot:
                 if self._phase is Phase.DETACHED:
                     self._free_unneeded()
 
-    def begin_response(self, receiver: str | None) -> None:
-        """Note that a receiver is being sent something."""
-        if receiver is not None:
-            with self._changed:
-                self._receivers.begin_response(receiver)
-
-    def end_response(self, receiver: str | None, now: float) -> None:
-        """Note that a response has ended."""
-        if receiver is not None:
-            with self._changed:
-                self._receivers.end_response(receiver, now)
-
     def finish(self, receiver: str) -> None:
         """Note that a receiver has everything, or has given up; the last one closes a detached snapshot."""
         with self._changed:

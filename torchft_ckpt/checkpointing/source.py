@@ -7,6 +7,7 @@ It knows the protocol of `protocol`; it does not know which blocks are wanted, n
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -42,6 +43,8 @@ from torchft_ckpt.errors import (
 
 _DONE_TIMEOUT_S = 1.0
 _PAUSE_S = 0.1
+_BUSY_S = 0.5
+_MAX_ATTEMPTS = 20
 _MARGIN_S = 0.2
 _SHARE = re.compile(r"\A([0-9]{1,6})/([0-9]{1,6})\Z")
 _MAX_DIGESTS_BYTES = 64 * MAX_DIGESTS
@@ -64,6 +67,7 @@ class SourceClient:
         self.name = str(address)
         self._step = step
         self._options = options
+        self._closed = threading.Event()
         headers = {RECEIVER_HEADER: options.receiver, "Accept-Encoding": "identity"}
         if options.token is not None:
             headers["Authorization"] = f"Bearer {options.token}"
@@ -77,6 +81,7 @@ class SourceClient:
 
     def close(self) -> None:
         """Wake and fail whatever waits on the connection. From any thread."""
+        self._closed.set()
         self._connection.close()
 
     def release(self) -> None:
@@ -165,12 +170,16 @@ class SourceClient:
         self._connection.get(path, {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
 
     def _get(self, manifest: Manifest, what: str, headers: dict[str, str] | None = None) -> Answer:
-        answer = self._connection.get(
-            self._path(manifest, what), {"If-Match": f'"{manifest.snapshot}"', **(headers or {})}
-        )
-        if answer.status != 200:
-            raise _as_error(answer, answer.refusal())
-        return answer
+        headers = {"If-Match": f'"{manifest.snapshot}"', **(headers or {})}
+        for attempt in range(_MAX_ATTEMPTS):
+            answer = self._connection.get(self._path(manifest, what), headers)
+            if answer.status == 200:
+                return answer
+            refusal = answer.refusal()
+            is_last = attempt == _MAX_ATTEMPTS - 1
+            if (answer.status, refusal.error) != (429, "too_many_requests") or is_last or self._closed.wait(_BUSY_S):
+                break
+        raise _as_error(answer, refusal)
 
     def _path(self, manifest: Manifest, what: str) -> str:
         return f"{PREFIX}/{manifest.step}/{what}"

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from torchft_ckpt.checkpointing.blocks import block_range, format_ranges
+from torchft_ckpt.checkpointing.blocks import format_ranges
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
 from torchft_ckpt.checkpointing.receive import Destination
@@ -25,6 +25,17 @@ from torchft_ckpt.errors import CheckpointError, DigestMismatchError
 logger = logging.getLogger(__name__)
 _PRIMARY_PATIENCE_S = 2.0
 _WAIT_S = 1.0
+
+
+class _Announced:
+    """The digests that a whole source has announced; bit sets of which they are, and of which are the primary's."""
+
+    __slots__ = ("agreed", "digests", "known")
+
+    def __init__(self) -> None:
+        self.digests: dict[int, bytes] = {}
+        self.known = 0
+        self.agreed = 0
 
 
 class TransferState:
@@ -48,8 +59,13 @@ class TransferState:
         self._destination: Destination | None = None
         self._ledger = TransferLedger(0, pick=self._pick)
         self._manifests: dict[str, Manifest] = {}
-        self._announced: dict[str, dict[int, bytes]] = {}
+        self._successor: str | None = None
+        self._lost: str | None = None
+        self._names = frozenset(sources)
+        self._announced: dict[str, _Announced] = {}
         self._digests: dict[int, bytes] = {}
+        self._known = 0
+        self._last_arrival_at = 0.0
         self._verified: dict[int, bytes] = {}
         self._reported: dict[str, int] = {}
         self._arrived_from: dict[str, int] = {}
@@ -58,7 +74,7 @@ class TransferState:
         self._peers: set[str] = set()
         self._received_bytes = 0
         self._wasted_bytes = 0
-        self._skipped = 0
+        self._skipped = 0  # a bit set
 
     # How it ends
 
@@ -90,7 +106,9 @@ class TransferState:
                 self._expected.remove(name)
             self._ledger.drop_source(name)
             if name == self.primary:
-                self.primary = None
+                self.primary, self._lost = None, name
+            if name == self._successor:
+                self._successor = None
             self._end_if_hopeless()
             self.changed.notify_all()
 
@@ -128,12 +146,16 @@ class TransferState:
         with self.changed:
             self._manifests[name] = manifest
             while not self._over:
-                if self.primary is None and self._expected:
-                    if name == self._expected[0] or self._ready or time.monotonic() >= patient_until:
-                        self.primary = name
-                        return True
-                elif self._ready:
+                if self._ready and self.primary is None and self._successor is None:
+                    # Only named: until it is adopted, the digests that count are those of the one that was lost.
+                    self._successor = name
+                    return True
+                if self._ready:
                     return False
+                is_next = bool(self._expected) and name == self._expected[0]
+                if self.primary is None and (is_next or time.monotonic() >= patient_until):
+                    self.primary = name
+                    return True
                 self.changed.wait(min(max(patient_until - time.monotonic(), 0.01), _WAIT_S))
             return False
 
@@ -153,19 +175,20 @@ class TransferState:
             if self._relay is not None:
                 self._relay.close()
                 self._relay = None
-            self.primary = name
+            self.primary, self._successor = name, None
             self._announced = {}
             self._destination = destination
             self._ledger = TransferLedger(destination.num_blocks, pick=self._pick)
             self._ledger.add_source(name, SourceKind.PRIMARY)
             self._ledger.take_share(*share)
             self._digests = dict(digests)
+            self._known = sum(1 << block for block in digests)
             self._verified = dict(held)
             for block in held:
                 self._ledger.hold(1 << block)
-            self._skipped = len(held)
+            self._skipped = self._ledger.held
             self._ready = True
-            self.ready_at = time.monotonic()
+            self.ready_at = self._last_arrival_at = time.monotonic()
             self._end_if_done()
             self.changed.notify_all()
 
@@ -176,12 +199,14 @@ class TransferState:
         """
         with self.changed:
             while not self._over:
-                is_abandoned = self.primary in (None, name) and not any(
-                    other in self._announced for other in self._expected
-                )
-                if is_abandoned and not self._ledger.num_streams():
-                    self.primary = name
-                    return True
+                is_free = self.primary is None and self._successor in (None, name)
+                if is_free and not any(other in self._announced for other in self._expected):
+                    for peer in self._peers:
+                        self._ledger.drop_source(peer)  # they hold what was begun
+                    self.changed.notify_all()
+                    if not self._ledger.num_streams():
+                        self._successor = name
+                        return True
                 self.changed.wait(_WAIT_S)
             return False
 
@@ -204,37 +229,45 @@ class TransferState:
     def unknown_digests(self, limit: int) -> int:
         """Return up to `limit` blocks, as a bit set, whose digest of the primary is not known, missing ones first."""
         with self.changed:
-            return self._without_digest(self._digests, limit)
-
-    def learn_digests(self, name: str, digests: Mapping[int, bytes]) -> None:
-        """Note what a source announces. Blocks of another source than the primary may come from it where they agree."""
-        with self.changed:
-            self._announced.setdefault(name, {}).update(digests)
-            if name == self.primary:
-                self._digests.update(digests)
-                for other in self._announced:
-                    if other != name:
-                        self._allow_agreed(other)
-            else:
-                self._allow_agreed(name)
-            self.changed.notify_all()
+            return self._some_of(~self._known, limit)
 
     def unannounced(self, name: str, limit: int) -> int:
         """Return up to `limit` blocks, as a bit set, whose digest of a source is not known, missing ones first."""
         with self.changed:
-            return self._without_digest(self._announced.get(name, {}), limit)
+            announced = self._announced.get(name)
+            return self._some_of(-1 if announced is None else ~announced.known, limit)
 
     def unknown_of(self, blocks: int) -> int:
         """Return those of a bit set of blocks whose digest of the primary is not known."""
         with self.changed:
-            return blocks & ~sum(1 << block for block in self._digests)
+            return blocks & ~self._known
+
+    def learn_digests(self, name: str, digests: Mapping[int, bytes]) -> None:
+        """Note what a source announces. Blocks of another source than the primary may come from it where they agree."""
+        with self.changed:
+            blocks = sum(1 << block for block in digests)
+            if name == self.primary:
+                self._digests.update(digests)
+                self._known |= blocks
+                # What it sent with another digest than it announces now is not its state.
+                self._invalidate(
+                    sum(1 << b for b, digest in digests.items() if self._verified.get(b, digest) != digest)
+                )
+                for other, announced in self._announced.items():
+                    self._compare(other, announced, digests)
+            elif name in self._announced:
+                announced = self._announced[name]
+                announced.digests.update(digests)
+                announced.known |= blocks
+                self._compare(name, announced, digests)
+            self.changed.notify_all()
 
     def add_replica(self, name: str) -> None:
         """Let blocks come from another whole source, as far as its digests turn out to agree."""
         with self.changed:
             self._ledger.add_source(name, SourceKind.REPLICA, 0)
-            self._announced.setdefault(name, {})
-            self._allow_agreed(name)
+            self._announced.setdefault(name, _Announced())
+            self.changed.notify_all()
 
     def note_divergence(self, name: str, what: str) -> None:
         """Note that a source differs from the primary in something else than blocks."""
@@ -249,13 +282,10 @@ class TransferState:
             if destination is None:
                 return found
             for name, announced in self._announced.items():
-                blocks = sorted(
-                    b for b, d in announced.items() if name != self.primary and self._digests.get(b, d) != d
-                )
+                differing = announced.known & self._known & ~announced.agreed if name != self.primary else 0
+                blocks = [block for run in blocks_of(differing) for block in run]
                 if blocks:
-                    names = destination.names_of(blocks)
-                    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                    found[name] = f"{len(blocks)} blocks differ, of {', '.join(n[:120] for n in names[:5])}{more}"
+                    found[name] = _what_differs(destination, blocks)
             return found
 
     def adopt(self, name: str, digests: Mapping[int, bytes]) -> None:
@@ -264,33 +294,72 @@ class TransferState:
             destination = self._destination
             if self._over or destination is None:
                 return
-            self._ledger.invalidate(sum(1 << b for b, held in self._verified.items() if digests[b] != held))
+            differing = [
+                block for block, wanted in {**self._digests, **self._verified}.items() if digests[block] != wanted
+            ]
+            self._invalidate(sum(1 << block for block in differing))
+            what = self._divergent.pop(name, None)  # from the one that was lost; now it is that one which differs
+            if differing:
+                what = _what_differs(destination, sorted(differing))
+            if what is not None and self._lost is not None:
+                self._divergent[self._lost] = what
             self._digests = dict(digests)
-            self._announced[name] = dict(digests)
-            self.primary = name
+            self._known = sum(1 << block for block in digests)
+            self.primary, self._successor = name, None
             destination.retarget(self._manifests[name])
+            self._announced.pop(name, None)
             self._ledger.add_source(name, SourceKind.PRIMARY)
-            for other in self._announced:
-                if other != name:
-                    self._ledger.forbid(other, (1 << self.num_blocks()) - 1)
-                    self._allow_agreed(other)
+            for other, announced in self._announced.items():
+                self._ledger.forbid(other, announced.known)
+                announced.agreed = 0
+                self._compare(other, announced, announced.digests)
             self.changed.notify_all()
 
     def heir(self) -> str | None:
         """Return a source to adopt where the primary was lost and one is there that holds the same layout."""
         with self.changed:
-            if self.primary is not None or not self._ready or self._over or self._ledger.is_done:
+            if self.primary is not None or self._successor is not None or not self._ready or self._over:
                 return None
             return next((name for name in self._expected if name in self._announced), None)
 
-    def _without_digest(self, known: Mapping[int, bytes], limit: int) -> int:
-        unknown = [block for block in range(self.num_blocks()) if block not in known]
-        unknown.sort(key=lambda block: self._ledger.held >> block & 1)
-        return sum(1 << block for block in unknown[:limit])
+    def is_held_up_by(self, stall_timeout_s: float) -> str | None:
+        """Return the primary if it keeps others waiting: no block has come for so long, and another source is there."""
+        with self.changed:
+            silent_s = time.monotonic() - self._last_arrival_at
+            if not self._ready or self._over or self.primary is None or silent_s < stall_timeout_s:
+                return None
+            return self.primary if any(name in self._announced for name in self._expected) else None
 
-    def _allow_agreed(self, name: str) -> None:
-        announced = self._announced[name]
-        agreed = sum(1 << block for block, digest in announced.items() if self._digests.get(block) == digest)
+    def _invalidate(self, blocks: int) -> None:
+        """Blocks that are held are not those that are wanted."""
+        blocks &= self._ledger.held
+        self._received_bytes -= self._num_bytes(blocks & ~self._skipped)
+        self._wasted_bytes += self._num_bytes(blocks & ~self._skipped)
+        self._skipped &= ~blocks
+        self._ledger.invalidate(blocks)
+
+    def _num_bytes(self, blocks: int) -> int:
+        if self._destination is None:
+            return 0
+        manifest = self._destination.manifest
+        last = self._destination.num_blocks - 1
+        short = self._destination.num_blocks * manifest.block_bytes - manifest.total_bytes if blocks >> last & 1 else 0
+        return blocks.bit_count() * manifest.block_bytes - short
+
+    def _some_of(self, mask: int, limit: int) -> int:
+        """Return up to `limit` blocks of a set, missing ones first."""
+        mask &= (1 << self.num_blocks()) - 1
+        first = _lowest(mask & ~self._ledger.held, limit)
+        return first | _lowest(mask & ~first, limit - first.bit_count())
+
+    def _compare(self, name: str, announced: _Announced, digests: Mapping[int, bytes]) -> None:
+        """Let blocks come from a source where its digest is the primary's; `digests` are new, of either."""
+        agreed = sum(
+            1 << block
+            for block in digests
+            if block in announced.digests and announced.digests[block] == self._digests.get(block)
+        )
+        announced.agreed |= agreed
         self._ledger.allow(name, agreed)
 
     # Peers
@@ -298,11 +367,13 @@ class TransferState:
     def meet_peers(self, held_by: Mapping[str, int], sent: int) -> list[str]:
         """Note what other receivers hold and what the primary has sent; return those that are new."""
         with self.changed:
-            known = sum(1 << block for block in self._digests)
+            known = self._known
             if self.primary is not None:
                 self._ledger.note_sent(self.primary, sent, time.monotonic())
             new = []
             for name, held in held_by.items():
+                if name in self._names:
+                    continue  # a source is no peer of its receivers, whoever says so
                 if name in self._peers:
                     self._ledger.allow(name, held & known)
                     continue
@@ -367,8 +438,12 @@ class TransferState:
                 f"block {block} from {source} does not have the digest that came with it: it was changed on the way",
                 party=source,
             )
-        wanted = self._digests.get(block)
-        if wanted is not None and actual != wanted:
+        with self.changed:
+            wanted = self._digests.get(block, actual)
+            own = self._announced.get(source)
+            is_honest = own is not None and own.digests.get(block) == actual
+        # A source whose block was asked for before another primary was adopted is not to blame: `arrived` leaves it out.
+        if actual != wanted and not is_honest:
             raise DigestMismatchError(
                 f"block {block} from {source} is not the one that it announced before", party=source
             )
@@ -383,11 +458,10 @@ class TransferState:
                 self._ledger.invalidate(1 << block)
                 return False
             self._verified[block] = digest
+            self._last_arrival_at = time.monotonic()
             goes_on = self._ledger.arrived(stream, block, time.monotonic())
             self._arrived_from[source] = self._arrived_from.get(source, 0) + 1
-            manifest = destination.manifest
-            start, stop = block_range(block, manifest.total_bytes, manifest.block_bytes)
-            self._received_bytes += stop - start
+            self._received_bytes += self._num_bytes(1 << block)
             if self._relay is not None:
                 self._relay.add(block, digest)
             self._end_if_done()
@@ -432,11 +506,10 @@ class TransferState:
             if destination is None:
                 return 0, 0, 0, 0, 0
             manifest = destination.manifest
-            skipped = min(self._skipped * manifest.block_bytes, manifest.total_bytes)
             return (
                 manifest.total_bytes,
                 self._received_bytes,
-                skipped,
+                self._num_bytes(self._skipped),
                 self._wasted_bytes,
                 self._ledger.num_sources(),
             )
@@ -454,8 +527,7 @@ class TransferState:
         held = self._ledger.held
         if source != self.primary:
             # Only what is the same there: if this source is adopted, the rest is needed of it.
-            announced = self._announced.get(source, {})
-            held &= sum(1 << block for block, digest in announced.items() if self._verified.get(block) == digest)
+            held &= self._announced[source].agreed if source in self._announced else 0
         unreported = held & ~self._reported.get(source, 0)
         runs = blocks_of(unreported)[:MAX_ACKNOWLEDGED_RUNS]
         self._reported[source] = self._reported.get(source, 0) | sum(mask_of(run) for run in runs)
@@ -464,3 +536,20 @@ class TransferState:
     def _end_if_done(self) -> None:
         if self._ledger.is_done:
             self.end(None)
+
+
+def _what_differs(destination: Destination, blocks: list[int]) -> str:
+    names = destination.names_of(blocks)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(blocks)} blocks differ, of {', '.join(name[:120] for name in names[:5])}{more}"
+
+
+def _lowest(mask: int, limit: int) -> int:
+    """Return the `limit` lowest blocks of a set."""
+    lowest = 0
+    while mask and limit > 0:
+        bit = mask & -mask
+        lowest |= bit
+        mask ^= bit
+        limit -= 1
+    return lowest

@@ -9,8 +9,8 @@ The rules, in this order:
    quorum.
 3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
    load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
-4. All ranks of a group heal from the same sources, of which the first is the primary. Sources serve evenly many; one that has
-   captured its state comes first.
+4. All ranks of a group heal from the same sources. The first of these is the primary, the same for all who heal in a quorum,
+   because they find each other through it; the others serve evenly many. Who has captured its state comes first.
 5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
    rule: it has no name, gets none, and its holder heals.
 6. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
@@ -184,12 +184,11 @@ def _assignment(
     sources: dict[int, tuple[int, ...]] = {}
     destinations: dict[int, list[int]] = {}
     healing = [rank for rank, role in enumerate(roles) if role in (Role.INLINE, Role.JOINER)]
-    num_sources = min(MAX_SOURCES, len(servers))
+    primary, others = servers[0], servers[1:]
+    num_others = min(MAX_SOURCES - 1, len(others))
     for turn, rank in enumerate(healing):
-        # The next ones in turn, so that each serves evenly many; which of them is the primary changes from turn to turn.
-        mine = tuple(
-            servers[(turn * num_sources + (turn + place) % num_sources) % len(servers)] for place in range(num_sources)
-        )
+        # Joiners find each other through their primary, so it is the same for all; the others serve evenly many in turn.
+        mine = (primary, *(others[(turn * num_others + place) % len(others)] for place in range(num_others)))
         sources[rank] = mine
         for server in mine:
             destinations.setdefault(server, []).append(rank)

@@ -8,7 +8,7 @@ state itself. Blocks are handed out in runs of neighbours, one run a stream at a
    streams finish together and little is in flight when one of them is lost.
 2. Of many receivers of one source, each asks it first for a share of its own, then for what it has not sent to anybody: so
    each block leaves it about once, and the receivers get the rest from each other, the rarest first. While what was sent
-   last has not arrived anywhere, nothing is sent a second time. Runs are one block then.
+   last has not arrived anywhere, nothing is sent a second time. Runs are short then.
 3. What a lost stream had in flight goes back to the missing; what has arrived stays.
 4. When nothing is missing but in flight, a stream that is expected to need much longer than an idle one would is cut, and
    its source is asked only for what nobody else can give.
@@ -163,7 +163,8 @@ class TransferLedger:
                 this.is_idle = True
                 return None
             first = _first_from(candidates, self._pick(self._num_blocks))
-            this.run = range(first, first + 1)
+            limit = 1 if self.has_peers() else max(self._run_limit(this) // 4, 1)
+            this.run = range(first, first + min(_ones_from(candidates, first), limit))
         this.since = now
         self._missing &= ~mask_of(this.run)
         return this.run

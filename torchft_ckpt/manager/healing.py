@@ -12,9 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.core.messages import QuorumFormed
@@ -27,15 +30,11 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferCancelledError,
 )
+from torchft_ckpt.manager.still import hold_still
 from torchft_ckpt.manager.worker import Worker
 
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
-
-
-def is_torn_by(error: BaseException) -> bool:
-    """Whether a fetch that failed has overwritten a part of the state that is here."""
-    return isinstance(error, CheckpointError) and error.state_overwritten
 
 
 class StateRegistry:
@@ -49,6 +48,7 @@ class StateRegistry:
         self._lock = lock
         self._load: dict[str, Callable[[Any], None]] = {}
         self._get: dict[str, Callable[[], Any]] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
 
     def register(self, key: str, load: Callable[[Any], None], get: Callable[[], Any]) -> None:
         """Add a pair. Raises `ConfigError` where the key is taken."""
@@ -64,6 +64,17 @@ class StateRegistry:
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
         return {key: get() for key, get in self._get.items()}
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer that changes what it owns under the write lock alone."""
+        self._optimizers.append(optimizer)
+
+    def capture_to_serve(self) -> dict[str, Any]:
+        """As `capture`, with copies of the small tensors that a forward pass may change while they are served.
+
+        These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example.
+        """
+        return hold_still(self.capture(), self._optimizers)
 
     def check(self, user: object) -> dict[str, Any]:
         """Return what was received, if each registered key is in it and no other.
@@ -123,7 +134,7 @@ class Healing:
         self.cancel()
         self._formed = formed
         self._is_cancelled = False
-        self._is_in_place = in_place and local is not None
+        self._is_in_place = in_place and local is not None and isinstance(self._transport, CheckpointTransport)
         self._fetch = self._worker.submit(lambda: self._run(formed, local))
 
     def wait(self) -> dict[str, Any]:
@@ -150,14 +161,19 @@ class Healing:
             if isinstance(self._transport, CheckpointTransport):  # torchft's own transports cannot be cancelled
                 self._transport.cancel_recv()
 
-    def cancel_and_check(self) -> bool:
-        """Give up a fetch in progress; return whether it has left the state that it was received into torn."""
-        self.cancel()
+    def has_overwritten(self) -> bool:
+        """Whether the last fetch has written to the state that is here, or may have: until it is loaded, it is torn.
+
+        Waits for a fetch that was cancelled, some milliseconds as a rule.
+        """
         fetch = self._fetch
         if fetch is None or not self._is_in_place:
             return False
-        error = fetch.exception(timeout=_CANCEL_TIMEOUT_S)
-        return error is None or is_torn_by(error)
+        try:
+            error = fetch.exception(timeout=_CANCEL_TIMEOUT_S)
+        except (TimeoutError, FutureTimeoutError, CancelledError):
+            return True
+        return not isinstance(error, CheckpointError) or error.state_overwritten
 
     def withdraw(self) -> None:
         """Stop serving: the step is committed, and who has not loaded its state by now was left behind."""
@@ -184,13 +200,19 @@ class Healing:
         started = time.monotonic()
         logger.info("fetching step %d from %s", step, names)
         if isinstance(self._transport, CheckpointTransport):
-            state = self._transport.fetch_checkpoint(
-                [source.checkpoint_addresses[0] for source in sources],
-                step,
-                self._timeout,
-                local_state=None if local is None else {"user": local},
-                in_place=self._is_in_place,
-            )
+            addresses = [source.checkpoint_addresses[0] for source in sources]
+            local_state = None if local is None else {"user": local}
+            try:
+                state = self._transport.fetch_checkpoint(
+                    addresses, step, self._timeout, local_state=local_state, in_place=self._is_in_place
+                )
+            except StateMismatchError as error:
+                if not self._is_in_place or error.state_overwritten:
+                    raise
+                # A tensor of another shape: whether that can be loaded is for the user's function to say.
+                logger.info("not received in place: %s", error)
+                self._is_in_place = False
+                state = self._transport.fetch_checkpoint(addresses, step, self._timeout, local_state=local_state)
         else:  # one of torchft's own
             first = sources[0]
             state = self._transport.recv_checkpoint(

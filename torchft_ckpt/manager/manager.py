@@ -41,7 +41,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
-from torchft_ckpt.manager.healing import Healing, StateRegistry, is_torn_by
+from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.worker import Worker
 
@@ -320,6 +320,7 @@ class Manager:
         `Optimizer` does so for the one that it wraps. Post-step hooks do not run where a step raises: call
         `allow_state_dict_read` then, and `report_torn_state` if the script is to go on.
         """
+        self._registry.guard(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self.disallow_state_dict_read())
         optimizer.register_step_post_hook(lambda *_: self.allow_state_dict_read())
 
@@ -373,7 +374,8 @@ class Manager:
         if self._registry.is_empty:
             raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
         if self._is_load_pending:
-            if self._healing.cancel_and_check():
+            self._healing.cancel()
+            if self._healing.has_overwritten():
                 self._talk.load_torn()
             self._is_load_pending = False
         if self._store_prepared is not None:
@@ -384,7 +386,7 @@ class Manager:
         has_to_wait, has_to_capture = self._talk.wants()
         is_wished_for = isinstance(self._transport, HTTPTransport) and self._transport.is_wished_for
         has_to_capture = has_to_capture or is_wished_for
-        captured = self._registry.capture() if self._use_async_quorum and has_to_capture else None
+        captured = self._registry.capture_to_serve() if self._use_async_quorum and has_to_capture else None
         request = self._talk.begin(
             allow_heal=allow_heal,
             shrink_only=shrink_only,
@@ -429,7 +431,7 @@ class Manager:
         elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
             self._serve(formed, captured)  # to whoever looks at this job from outside
         if plan.load:
-            local = self._registry.capture() if captured is None and trainer_waits else captured
+            local = self._registry.capture() if trainer_waits else captured
             self._is_load_pending = True
             self._healing.start(formed, local, self._heal_in_place and trainer_waits and plan.load_before_forward)
         if plan.configure:
@@ -437,9 +439,9 @@ class Manager:
 
     def _serve(self, formed: QuorumFormed, captured: dict[str, Any] | None) -> None:
         if captured is None:
-            # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass, which reads
-            # the state and does not change it; the lighthouse asks for this only where nobody else could serve.
-            captured = self._registry.capture()
+            # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
+            # asks for this only where nobody else could serve.
+            captured = self._registry.capture_to_serve()
         try:
             self._transport.send_checkpoint(
                 dst_ranks=list(formed.destinations),
@@ -589,10 +591,12 @@ class Manager:
             state = self._healing.wait()
             user = self._registry.check(state.get("user"))
         except StateMismatchError:
+            if self._healing.has_overwritten():
+                self._talk.load_torn()
             raise
         except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
             logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
-            if is_torn_by(error):
+            if self._healing.has_overwritten():
                 self._talk.load_torn()
             self.report_error(error)
             return

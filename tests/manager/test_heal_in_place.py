@@ -1,0 +1,310 @@
+"""Healing straight into the model: from all sources, only while the trainer waits, and a torn state is never trained on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from test_manager_in_process import Replica, shutdown, together
+
+from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt.core.messages import QuorumFormed, Role, Source, StateVersion
+from torchft_ckpt.errors import SourceLostError, SourceRefusedError, TransferError
+from torchft_ckpt.manager.healing import Healing, is_torn_by
+from torchft_ckpt.testing.fake_transport import FakeNetwork, FakeTransport
+
+TIMEOUT = timedelta(seconds=20)
+VERSION = StateVersion(step=5, quorum_id=2, epoch="e")
+
+
+def known_defect(reason: str) -> pytest.MarkDecorator:
+    """A test that fails as long as the library does: take the mark off with the mending."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+def torn(message: str = "lost midway") -> TransferError:
+    error = TransferError(message, "source")
+    error.state_overwritten = True
+    return error
+
+
+# ---------------------------------------------------------------------------------------------------------- `Healing`
+
+
+class RecordingTransport(FakeTransport[Any]):
+    """Notes what it is asked for and gives what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeNetwork(), "fake://0")
+        self.asked: list[dict[str, Any]] = []
+        self.give: Any = state_of(VERSION)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        self.asked.append({"sources": list(sources), "step": step, "timeout": timeout, **how})
+        self.begun.set()
+        assert self.go_on.wait(20)
+        if isinstance(self.give, BaseException):
+            raise self.give
+        return self.give
+
+    def cancel_recv(self) -> None:
+        self.go_on.set()
+
+
+def state_of(version: StateVersion) -> dict[str, Any]:
+    own = {"step": version.step, "quorum_id": version.quorum_id, "epoch": version.epoch, "batches_committed": 9}
+    return {"user": {"default": 1}, "torchft": own}
+
+
+def formed(*addresses: list[str]) -> QuorumFormed:
+    return QuorumFormed(
+        request_id=1,
+        quorum_id=3,
+        epoch="e",
+        version=VERSION,
+        role=Role.INLINE,
+        replica_rank=1,
+        replica_world_size=2,
+        contributor_rank=1,
+        num_contributors=2,
+        num_voters=2,
+        store_address="",
+        sources=[
+            Source(replica_id=f"group_{index}", replica_rank=index, checkpoint_addresses=of_ranks)
+            for index, of_ranks in enumerate(addresses)
+        ],
+    )
+
+
+@pytest.fixture
+def transport() -> RecordingTransport:
+    return RecordingTransport()
+
+
+@pytest.fixture
+def healing(transport: RecordingTransport) -> Iterator[Healing]:
+    healing = Healing(transport, TIMEOUT)
+    yield healing
+    healing.shutdown()
+
+
+def test_all_sources_are_passed_in_order_and_the_local_state_under_user(healing, transport):
+    local = {"default": {"w": torch.zeros(3)}}
+    healing.start(formed(["http://a:1"], [], [""], ["http://b:2"], ["http://c:3"]), local, in_place=True)
+    assert healing.wait() == state_of(VERSION)
+    (asked,) = transport.asked
+    assert asked["local_state"]["user"] is local and list(asked["local_state"]) == ["user"]
+    del asked["local_state"]
+    sources = ["http://a:1", "http://b:2", "http://c:3"]
+    assert asked == {"sources": sources, "step": 5, "timeout": TIMEOUT, "in_place": True}
+
+
+@pytest.mark.parametrize(
+    ("local", "in_place", "expected"), [({}, True, True), ({}, False, False), (None, True, False), (None, False, False)]
+)
+def test_only_into_a_local_state_that_is_there(healing, transport, local, in_place, expected):
+    healing.start(formed(["http://a:1"]), local, in_place)
+    healing.wait()
+    assert transport.asked[0]["in_place"] is expected
+    assert (transport.asked[0]["local_state"] is None) == (local is None)
+
+
+def test_no_source_that_can_be_reached_is_an_error_that_tears_nothing(healing, transport):
+    healing.start(formed([], [""]), {}, in_place=True)
+    with pytest.raises(SourceLostError) as raised:
+        healing.wait()
+    assert not is_torn_by(raised.value) and transport.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(torn(), True), (TransferError("before the first byte"), False), (RuntimeError("a transport's bug"), False)],
+)
+def test_what_a_failed_fetch_has_torn_is_what_its_error_owns_up_to(healing, transport, error, expected):
+    transport.give = error
+    healing.start(formed(["http://a:1"]), {}, in_place=True)
+    with pytest.raises(type(error)) as raised:
+        healing.wait()
+    assert is_torn_by(raised.value) is expected
+    assert healing.cancel_and_check() is expected
+
+
+def test_an_abandoned_fetch_in_place_leaves_a_torn_state_whether_it_failed_or_not(healing, transport):
+    for given, expected in ((state_of(VERSION), True), (torn(), True), (TransferError("cancelled in time"), False)):
+        transport.give = given
+        transport.begun.clear()
+        transport.go_on.clear()
+        healing.start(formed(["http://a:1"]), {}, in_place=True)
+        assert transport.begun.wait(20)
+        assert healing.cancel_and_check() is expected
+
+
+def test_an_abandoned_fetch_beside_the_state_tears_nothing(healing, transport):
+    healing.start(formed(["http://a:1"]), {}, in_place=False)
+    assert healing.cancel_and_check() is False
+
+
+@pytest.mark.parametrize("other", [StateVersion(step=5, quorum_id=1, epoch="e"), StateVersion(step=5, quorum_id=2)])
+def test_a_state_of_another_name_is_refused(healing, transport, other):
+    transport.give = state_of(other)
+    healing.start(formed(["http://a:1"]), {}, in_place=False)
+    with pytest.raises(SourceRefusedError, match="asked group_0 for"):
+        healing.wait()
+
+
+@known_defect("it is whole in the local tensors by then, and the error does not say so")
+def test_a_state_of_another_name_that_was_received_in_place_has_torn_the_one_that_was_here(healing, transport):
+    transport.give = state_of(StateVersion(step=5, quorum_id=1, epoch="e"))
+    healing.start(formed(["http://a:1"]), {}, in_place=True)
+    with pytest.raises(SourceRefusedError) as raised:
+        healing.wait()
+    assert is_torn_by(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- `Manager`
+
+
+class SteeredTransport(HTTPTransport[Any]):
+    """Notes how it is asked to fetch, and fails as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=TIMEOUT, hostname="127.0.0.1", bind="127.0.0.1", num_chunks=1)
+        self.asked: list[dict[str, Any]] = []
+        self.failures: list[Callable[[Any], BaseException]] = []
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        self.asked.append({"sources": list(sources), "step": step, **how})
+        if self.failures:
+            raise self.failures.pop(0)(how["local_state"])
+        return super().fetch_checkpoint(sources, step, timeout, **how)
+
+
+class Group:
+    """A replica whose transport is steered, and that notes what was loaded and after which step it was torn."""
+
+    def __init__(self, server: LighthouseServer, name: str, seed: int, **options: Any) -> None:
+        self.transport = SteeredTransport()
+        self.loaded: list[dict[str, Any]] = []
+        self.log: list[tuple[bool, bool]] = []
+        self.replica = Replica(
+            server, name, seed, checkpoint_transport=self.transport, load_state_dict=self.load, **options
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state)
+        self.replica.load(state)
+
+    def step(self) -> bool:
+        committed = self.replica.step()
+        self.log.append((committed, self.replica.manager._replica.torn))
+        return committed
+
+    def close(self) -> None:
+        shutdown(self.replica)
+        self.transport.shutdown()
+
+
+@pytest.fixture
+def server() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+def join(server: LighthouseServer, failures: Sequence[Callable[[Any], BaseException]] = (), **options: Any) -> Group:
+    """Two groups train; a third one joins them and trains along until it has committed twice. Returns it, closed."""
+    others = [Group(server, name, 0, **options) for name in ("a", "b")]
+    for _ in range(2):
+        together(others, Group.step)
+    joiner = Group(server, "late", 1, **options)
+    joiner.transport.failures = list(failures)
+    joined = threading.Event()
+
+    def train(group: Group) -> None:
+        while not joined.is_set():
+            group.step()
+            if group is joiner and group.replica.manager.statistics().num_committed >= 2:
+                joiner.bits = group.replica.bits()  # type: ignore[attr-defined]
+                joined.set()
+                joiner.close()
+
+    together([*others, joiner], train)
+    for group in others:
+        group.close()
+    return joiner
+
+
+def parameters(group: Group) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in group.replica.model.state_dict().items()}
+
+
+def test_where_the_trainer_waits_the_state_is_received_into_the_model_from_all_sources(server):
+    joiner = join(server, use_async_quorum=False)
+    (asked,) = joiner.transport.asked
+    assert asked["in_place"] is True and len(asked["sources"]) == 2
+    local = asked["local_state"]["user"]["default"]["model"]
+    loaded = joiner.loaded[0]["model"]
+    assert {name: tensor.data_ptr() for name, tensor in loaded.items()} == parameters(joiner)
+    assert all(loaded[name] is local[name] for name in local)
+
+
+def test_where_it_is_not_wanted_the_state_is_received_beside_the_model(server):
+    joiner = join(server, use_async_quorum=False, heal_in_place=False)
+    (asked,) = joiner.transport.asked
+    assert asked["in_place"] is False and asked["local_state"] is not None
+    loaded = {tensor.data_ptr() for tensor in joiner.loaded[0]["model"].values()}
+    assert loaded.isdisjoint(parameters(joiner).values())
+
+
+def test_where_the_trainer_goes_on_meanwhile_the_state_is_received_beside_the_model(server):
+    joiner = join(server, use_async_quorum=True)
+    assert [asked["in_place"] for asked in joiner.transport.asked] == [False] * len(joiner.transport.asked)
+    assert joiner.replica.manager.statistics().num_healed == 1
+
+
+def test_a_failure_that_tore_the_model_costs_steps_until_a_whole_state_is_there(server):
+    def tear(local: Any) -> BaseException:
+        local["user"]["default"]["model"]["weight"].fill_(1e9)
+        return torn()
+
+    joiner = join(server, [tear, tear], use_async_quorum=False)
+    assert [asked["in_place"] for asked in joiner.transport.asked] == [True, True, True]
+    assert len(joiner.loaded) == 1
+    committed = [committed for committed, _ in joiner.log]
+    assert joiner.log[:2] == [(False, True), (False, True)]
+    assert committed[2:] == [True] * len(committed[2:])
+    assert not any(was_torn for _, was_torn in joiner.log[2:])
+    assert max(abs(value) for value in joiner.replica.model.weight.flatten().tolist()) < 1e6
+
+
+def test_a_failure_before_the_first_byte_leaves_the_replica_behind_but_whole(server):
+    joiner = join(server, [lambda local: TransferError("nobody there")], use_async_quorum=False)
+    assert joiner.log[0] == (False, False)
+    assert len(joiner.transport.asked) == 2 and len(joiner.loaded) == 1
+
+
+def test_two_replicas_are_equal_in_every_bit_after_one_of_them_was_torn():
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    groups = [Group(server, name, seed, use_async_quorum=False) for seed, name in enumerate("ab")]
+
+    def tear(local: Any) -> BaseException:
+        for tensor in local["user"]["default"]["model"].values():
+            tensor.fill_(1e9)
+        return torn()
+
+    for group in groups:
+        group.transport.failures = [tear]
+    for _ in range(4):
+        together(groups, Group.step)
+    assert sum(len(group.transport.asked) for group in groups) == 2
+    assert groups[0].replica.bits() == groups[1].replica.bits()
+    assert all(abs(value) < 1e6 for group in groups for value in group.replica.model.weight.flatten().tolist())
+    for group in groups:
+        group.close()
+    server.shutdown()

@@ -1,0 +1,85 @@
+"""What a forward pass may change is copied when a state is captured for others; what the optimizer owns is not."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.manager.still import hold_still
+
+LONG = timedelta(seconds=20)
+
+
+def trained_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_parameters_and_optimizer_state_stay_the_live_tensors():
+    model, optimizer = trained_model()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    held = hold_still(state, [optimizer])
+    assert held["model"]["0.weight"] is state["model"]["0.weight"]
+    assert held["optimizer"]["state"][0]["exp_avg"] is state["optimizer"]["state"][0]["exp_avg"]
+
+
+def test_running_statistics_keep_their_values_while_the_model_runs_on():
+    model, optimizer = trained_model()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    held = hold_still(model.state_dict(), [optimizer])
+    model(torch.randn(4, 8))
+    assert all(torch.equal(held[name], value) for name, value in before.items())
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+def test_a_buffer_that_is_there_twice_is_one_tensor_afterwards():
+    model, optimizer = trained_model()
+    buffer = model[1].running_mean
+    held = hold_still({"a": buffer, "b": [buffer], "c": (buffer.view(2, 4),)}, [optimizer])
+    assert held["a"] is held["b"][0]
+    assert held["a"] is not buffer
+
+
+def test_without_a_guarded_optimizer_nothing_is_copied():
+    state = {"buffer": torch.ones(3)}
+    assert hold_still(state, []) is state
+
+
+def test_large_tensors_that_no_optimizer_owns_are_not_copied():
+    _, optimizer = trained_model()
+    state = {"backup": torch.zeros(1024 * 1024)}
+    assert hold_still(state, [optimizer])["backup"] is state["backup"]
+
+
+def test_a_source_whose_model_runs_on_serves_the_state_of_its_step():
+    """Blocks are hashed and sent at different moments: with live statistics an honest source would seem to lie."""
+    model, optimizer = trained_model()
+    source = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=4096)
+    destination = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    over = threading.Event()
+
+    def run_forward() -> None:
+        while not over.is_set():
+            model(torch.randn(4, 8))
+
+    trainer = threading.Thread(target=run_forward)
+    trainer.start()
+    try:
+        for step in range(10):
+            state = hold_still(model.state_dict(), [optimizer])
+            source.send_checkpoint([1], step, state, LONG)
+            received = destination.recv_checkpoint(0, source.metadata(), step, LONG)
+            assert all(torch.equal(received[name], value) for name, value in state.items())
+    finally:
+        over.set()
+        trainer.join(20)
+        source.shutdown()
+        destination.shutdown()
