@@ -101,8 +101,9 @@ class BufferPool:
     def touch_one(self, user: object, limit: int) -> bool:
         """Add one touched free buffer unless `limit` are free or the user has left; return whether one was added."""
         limit = min(limit, max(TOUCH_AHEAD_BYTES // self.block_bytes, 1))
-        if self.budget_bytes is not None:
-            limit = min(limit, self.budget_bytes // self.block_bytes)
+        available = self.num_available()
+        if available is not None:
+            limit = min(limit, available)
         with self._lock:
             if user not in self._users or len(self._free) >= limit:
                 return False

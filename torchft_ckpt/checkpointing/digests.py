@@ -1,7 +1,7 @@
 """Digests of whole blocks, asked for ahead: to find what is here already, and what two sources agree on.
 
-A source computes a digest once, at the speed of memory. Before a transfer only a sample is asked for: a block of each large
-tensor and of each few small ones; where a sample is equal here and there, the rest of its group is asked for as well.
+A source computes a digest once, at the speed of memory. Before a transfer only a sample is asked for: the first and the last
+block of each large tensor and of each few small ones; where one of them is equal here and there, the rest is asked for as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchft_ckpt.checkpointing.source import SourceClient
 from torchft_ckpt.core.transfer import blocks_of
 
 BATCH_BLOCKS = 64
-_MAX_SAMPLES = 64
+_MAX_GROUPS = 1024
 
 
 def fetch_digests(client: SourceClient, manifest: Manifest, mask: int) -> Iterator[dict[int, bytes]]:
@@ -43,10 +43,12 @@ def probe_local_blocks(
                 if not is_over() and destination.take_local(block, digest):
                     held[block] = digest
 
+    if destination.has_old_contents:
+        take(list(range(destination.num_blocks)))  # of a receive that failed: what had arrived may be anywhere
+        return digests, held
     groups = destination.probe_groups()
-    if len(groups) > _MAX_SAMPLES and not destination.has_old_contents:
-        groups = random.Random(len(groups)).sample(groups, _MAX_SAMPLES)
-    samples = {group: group[len(group) // 2] for group in groups}
-    take(list(samples.values()))
-    take([block for group, sample in samples.items() if sample in held for block in group])
+    if len(groups) > _MAX_GROUPS:
+        groups = random.Random(len(groups)).sample(groups, _MAX_GROUPS)
+    take([block for group in groups for block in {group[0], group[-1]}])
+    take([block for group in groups if group[0] in held or group[-1] in held for block in group])
     return digests, held

@@ -281,6 +281,8 @@ class CheckpointHandlers:
         wanted = request.headers.get("If-Match")
         if wanted is not None:
             snapshot = self._shelf.find_by_id(wanted.strip('"'))
+            if snapshot is None and self._shelf.was_revoked(wanted.strip('"'), _receiver(request)):
+                return self._refuse("revoked", _REVOKED.format(step))
             if snapshot is None or snapshot.step != step:
                 return self._refuse("other_snapshot", f"that snapshot of step {step} is not served any more")
             return snapshot

@@ -101,6 +101,12 @@ class CheckpointServer:
         for closed in revoked:
             logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)
 
+    def expire_at(self, ends: float) -> None:
+        """Look after what has ended a little after a moment on the monotonic clock. From any thread."""
+        with self._stop_lock:
+            if not self._stopping.is_set():
+                self._loop.call_soon_threadsafe(self._loop.call_at, ends + 0.01, self._expire)
+
     def stop(self, *, wait: bool = True) -> None:
         """Stop listening and cut every connection. May be called again."""
         with self._stop_lock:
@@ -177,6 +183,7 @@ class CheckpointServer:
     def _lapse(self) -> None:
         """Keep nothing for receivers that are gone without a word."""
         self._shelf.lapse(time.monotonic() - _SILENT_S)
+        self._expire()
         if not self._stopping.is_set():
             self._loop.call_later(_SILENT_S / 4, self._lapse)
 

@@ -257,6 +257,8 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._shut_down.is_set():
                 raise CheckpointError("a receive after shutdown of the transport", party="transport")
             self._fetches.add(fetch)
+        if in_place:
+            self._shelf.detach_all()  # what is served here may be what is written to
         try:
             state = fetch.run()
         except TransferError as error:
@@ -275,6 +277,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
         relay = Relay(manifest, destination.views, self._lock)
         self._shelf.add_relay(relay, ends=ends)
+        self._server.expire_at(ends)
         return relay
 
     def cancel_recv(self) -> None:

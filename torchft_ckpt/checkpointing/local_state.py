@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -81,7 +80,7 @@ class LocalState:
                 found[chunk.segment] = memory
         if is_strict:
             self._check_fits(wrong)
-            self._check_apart(manifest, found)
+            self._check_apart(manifest)
         return found
 
     def adopt(
@@ -119,15 +118,36 @@ class LocalState:
             party="local_state",
         )
 
-    def _check_apart(self, manifest: Manifest, found: dict[int, LocalMemory]) -> None:
-        spans = sorted((memory.address, memory.address + len(memory.view), index) for index, memory in found.items())
-        for (_, end, index), (start, _, other) in pairwise(spans):
-            if start < end:
-                names = [e.fqn[:120] for e in manifest.tensors if e.chunks[0].segment in (index, other)][:_NAMED]
+    def _check_apart(self, manifest: Manifest) -> None:
+        """Refuse tensors that share memory here and are separate there, or share it otherwise: one would overwrite the other.
+
+        Strided tensors are taken for all that lies between their first and their last byte.
+        """
+        spans = []
+        for entry in manifest.tensors:
+            local = self._local.get(entry.fqn)
+            if local is not None and local.is_cpu and local.nbytes:
+                chunk, low = entry.chunks[0], local.data_ptr()
+                memory = self._memories[entry.fqn]
+                high = low + (local.nbytes if memory is not None else _num_spanned_bytes(local))
+                is_alike = chunk.strides == [*local.stride()] if chunk.strides is not None else memory is not None
+                spans.append((low, high, (chunk.segment, low - chunk.byte_offset, is_alike), entry.fqn))
+        spans.sort()
+        reach, place, name = 0, (-1, 0, False), ""
+        for low, high, other_place, other_name in spans:
+            if low < reach and (other_place != place or not place[-1]):
+                names = ", ".join(sorted((name[:120], other_name[:120])))
                 raise StateMismatchError(
-                    f"tensors share memory here that are separate at the source: {', '.join(names)}; nothing was received",
+                    f"tensors share memory here that do not at the source, or not so: {names}; nothing was received",
                     party="local_state",
                 )
+            if high > reach:
+                reach, place, name = high, other_place, other_name
+
+
+def _num_spanned_bytes(tensor: torch.Tensor) -> int:
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (span + 1) * tensor.element_size()
 
 
 def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:

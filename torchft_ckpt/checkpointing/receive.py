@@ -103,6 +103,7 @@ class Destination:
         self.is_overwritten = False
         self._starts = [offset for offset, _ in manifest.segments]
         self._local = local
+        self._in_place = in_place
         self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
         self._old = local.memories_for(manifest, is_strict=False) if local is not None and not in_place else {}
         self._buffers: dict[int, np.ndarray] = {}
@@ -124,11 +125,6 @@ class Destination:
     def retarget(self, manifest: Manifest) -> None:
         """Take the plain values from another source's manifest; its tensors lie in the same places."""
         self.manifest = manifest
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether anything is received into local tensors."""
-        return bool(self._direct)
 
     @property
     def may_hold_blocks(self) -> bool:
@@ -222,7 +218,8 @@ class Destination:
         """
         with collector_paused():
             tensors = self._assemble_tensors()
-            if self._local is not None and self.is_in_place:
+            if self._local is not None and self._in_place:
+                self.is_overwritten = True
                 tensors = self._local.adopt(self.manifest, tensors, self._direct)
             return decode_tree(self.manifest.tree, tensors)
 

@@ -82,6 +82,10 @@ class Receivers:
         """Whether this receiver lost its lease; one that was told to come but has not may have lost it, too."""
         return name in self._revoked or (self._unseen_revoked and name not in self._seen)
 
+    def revoked(self) -> frozenset[str]:
+        """The receivers that lost their lease."""
+        return frozenset(self._revoked)
+
     def contact(self, name: str, now: float, address: str | None = None) -> None:
         """It has asked for something, or taken some of what it is being sent."""
         receiver = self._active.get(name)

@@ -16,6 +16,7 @@ from torchft_ckpt.checkpointing.served import Served
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 
 MAX_RELAYS = 4
+_MAX_REMEMBERED = 8
 
 
 class Answer(Enum):
@@ -46,6 +47,7 @@ class Shelf:
         self._relays: list[tuple[Relay, float]] = []
         self._newest_step: int | None = None
         self._wished_at: float | None = None
+        self._revoked: dict[str, frozenset[str]] = {}
 
     def put(self, snapshot: Snapshot, *, lease_ends: float) -> list[Snapshot]:
         """Serve a snapshot until `lease_ends`; return those that had to be closed for it."""
@@ -193,6 +195,19 @@ class Shelf:
             self._drop_closed()
             return [lease.snapshot for lease in self._leases]
 
+    def was_revoked(self, snapshot_id: str, receiver: str | None) -> bool:
+        """Whether a snapshot that is closed by now was taken from a receiver because it was too slow."""
+        with self._lock:
+            self._drop_closed()
+            return receiver in self._revoked.get(snapshot_id, ())
+
+    def _remember_revoked(self, snapshot: Snapshot) -> None:
+        revoked = snapshot.revoked()
+        if revoked:
+            self._revoked[snapshot.id] = revoked
+            while len(self._revoked) > _MAX_REMEMBERED:
+                del self._revoked[next(iter(self._revoked))]
+
     def _close_relays(self, now: float) -> None:
         with self._lock:
             ended = [relay for relay, ends in self._relays if ends <= now]
@@ -201,5 +216,8 @@ class Shelf:
             relay.close()
 
     def _drop_closed(self) -> None:
+        for lease in self._leases:
+            if lease.snapshot.closed:
+                self._remember_revoked(lease.snapshot)
         self._leases = [lease for lease in self._leases if not lease.snapshot.closed]
         self._relays = [(relay, ends) for relay, ends in self._relays if not relay.closed]

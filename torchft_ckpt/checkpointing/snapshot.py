@@ -162,6 +162,11 @@ class Snapshot:
         with self._changed:
             return self._receivers.is_revoked(receiver)
 
+    def revoked(self) -> frozenset[str]:
+        """The receivers that lost their lease."""
+        with self._changed:
+            return self._receivers.revoked()
+
     def contact(self, receiver: str, now: float, *, received: int = 0, address: str | None = None) -> None:
         """Note that a receiver is alive, has these blocks (a bit set), and serves them at an address.
 
