@@ -176,16 +176,12 @@ def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
         StateFormatError: a node breaks a rule of the format.
     """
     num_tensors = len(dtypes)
-    placeholders: dict[torch.dtype, torch.Tensor] = {}
     seen: set[int] = set()
 
     def note(index: object) -> torch.Tensor:
         checked = _check_index(index, num_tensors)
         seen.add(checked)
-        dtype = dtypes[checked]
-        if dtype not in placeholders:
-            placeholders[dtype] = _nothing_of(dtype)
-        return placeholders[dtype]
+        return _NOTHING[dtypes[checked]]
 
     _decode(node, 0, note)
     if len(seen) != num_tensors:
@@ -285,10 +281,14 @@ def _check_index(index: object, num_tensors: int) -> int:
     return index
 
 
-def _nothing_of(dtype: torch.dtype) -> torch.Tensor:
+def _nothing_of_each_dtype() -> dict[torch.dtype, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dtypes that torch calls experimental
-        return torch.empty(0, dtype=dtype)
+        return {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES.values()}
+
+
+_NOTHING = _nothing_of_each_dtype()
+"""Made here, not where it is needed: threads must not touch the filters of warnings, which are the process's."""
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,366 @@
+"""Receivers of one state take blocks from each other; what a receiver serves ends before it may change, and is not trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
+
+from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.blocks import digest_of
+from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
+from torchft_ckpt.checkpointing.protocol import MAX_PEERS
+from torchft_ckpt.checkpointing.receivers import PeerBlocks, Receivers
+from torchft_ckpt.checkpointing.relay import Relay
+from torchft_ckpt.testing.transport_conformance import differences
+
+LONG = timedelta(seconds=20)
+BLOCK = 4096
+NUM_BLOCKS = 96
+STEP = 3
+BLOCK_S = 0.006
+"""So long the throttled source takes for a block, whoever asks: 0.58 s for the state."""
+
+
+def make_transport(**arguments: Any) -> HTTPTransport[Any]:
+    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK}
+    return HTTPTransport(**{**defaults, **arguments})
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"step": STEP, **{f"w{i}": torch.randn(8 * BLOCK // 4, generator=generator) for i in range(NUM_BLOCKS // 8)}}
+
+
+class Scene:
+    """A source behind a gate as narrow as a slow link, and destinations."""
+
+    def __init__(self, proxy: ScriptedProxy) -> None:
+        self.source = make_transport()
+        self.state = make_state()
+        self._transports = [self.source]
+        self._link = asyncio.Lock()
+        self.gate: Gate = proxy.gate(parse_metadata(self.source.metadata()).port)
+        self.gate.arm(self._throttle)
+
+    async def _throttle(self, answer: Answer, wire: Wire) -> None:
+        if answer.kind == "blocks":
+            async with self._link:
+                await asyncio.sleep(BLOCK_S * len(answer.blocks()))
+        await wire.send(answer.raw)
+
+    def serve(self, num_destinations: int) -> list[HTTPTransport[Any]]:
+        self.source.send_checkpoint(list(range(num_destinations)), STEP, self.state, timedelta(minutes=5))
+        destinations = [make_transport() for _ in range(num_destinations)]
+        self._transports += destinations
+        return destinations
+
+    def fetch(self, destination: HTTPTransport[Any], **how: Any) -> Any:
+        return destination.fetch_checkpoint([self.gate.url], STEP, LONG, **how)
+
+    def fetch_all(self, destinations: list[HTTPTransport[Any]]) -> list[Any]:
+        with ThreadPoolExecutor(len(destinations)) as threads:
+            return list(threads.map(self.fetch, destinations))
+
+    def num_blocks_sent(self) -> int:
+        runs = [path.rpartition("/")[2].split("-") for path in self.gate.paths if "/blocks/" in path]
+        return sum(int(last) - int(first) + 1 for first, last in runs)
+
+    def join_as(self, receiver: str, address: str, held: str) -> Manifest:
+        """Be a receiver that serves at an address."""
+        headers = {"X-Ckpt-Receiver": receiver}
+        body = get(f"{self.source.metadata()}/v1/checkpoint/{STEP}/manifest", headers)
+        headers |= {"X-Ckpt-Received": held, "X-Ckpt-Address": address}
+        get(f"{self.source.metadata()}/v1/checkpoint/{STEP}/peers", headers)
+        return decode_manifest(body)
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.shutdown()
+
+
+def get(url: str, headers: dict[str, str]) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+        return answer.read()
+
+
+def served(transport: HTTPTransport[Any]) -> list[str]:
+    return [entry.phase for entry in transport._shelf.index().snapshots]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.01)
+    return True
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with ScriptedProxy() as proxy:
+        scene = Scene(proxy)
+        try:
+            yield scene
+        finally:
+            scene.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- together
+
+
+def test_three_receivers_get_the_state_for_little_more_than_one_of_the_sources_links(scene):
+    destinations = scene.serve(3)
+    started = time.monotonic()
+    states = scene.fetch_all(destinations)
+    took_s = time.monotonic() - started
+    assert [differences(state, scene.state) for state in states] == [[], [], []]
+    assert NUM_BLOCKS <= scene.num_blocks_sent() < 2 * NUM_BLOCKS
+    print(f"{scene.num_blocks_sent()} of {NUM_BLOCKS} blocks sent, {took_s:.2f} s")
+
+
+def test_received_in_place_they_serve_each_other_as_well(scene):
+    destinations = scene.serve(2)
+    local = [make_state(seed) for seed in (1, 2)]
+
+    def fetch(index: int) -> Any:
+        return scene.fetch(destinations[index], local_state=local[index], in_place=True)
+
+    with ThreadPoolExecutor(2) as threads:
+        states = list(threads.map(fetch, range(2)))
+    assert [differences(state, scene.state) for state in [*states, *local]] == [[], [], [], []]
+    assert scene.num_blocks_sent() < 1.7 * NUM_BLOCKS
+
+
+def test_a_receiver_that_is_done_serves_one_that_comes_later(scene):
+    destinations = scene.serve(2)
+    early, late = destinations
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(scene.fetch, early)
+        assert wait_until(lambda: scene.num_blocks_sent() > NUM_BLOCKS // 2, 20)
+        second = threads.submit(scene.fetch, late)
+        states = [first.result(20), second.result(20)]
+    assert [differences(state, scene.state) for state in states] == [[], []]
+    assert scene.num_blocks_sent() < 1.8 * NUM_BLOCKS
+
+
+def test_a_lone_receiver_keeps_serving_nothing(scene):
+    (destination,) = scene.serve(1)
+    assert differences(scene.fetch(destination), scene.state) == []
+    assert served(destination) == []
+
+
+# -------------------------------------------------------------------------------------------------------- not trusted
+
+
+class WrongPeer:
+    """Another receiver, which serves bytes of its own under the snapshot's name."""
+
+    def __init__(self, scene: Scene, *, true_digests: bool) -> None:
+        self.transport = make_transport()
+        self.num_lent = 0
+        manifest = scene.join_as("liar", self.transport.metadata(), f"0-{NUM_BLOCKS - 1}")
+        self._wrong = memoryview(bytes(BLOCK))
+        relay = Relay(manifest, self._views, self.transport.lock)
+        space = b"".join(tensor.numpy().tobytes() for name, tensor in scene.state.items() if name != "step")
+        for block in range(NUM_BLOCKS):
+            right = space[block * BLOCK : (block + 1) * BLOCK]
+            relay.add(block, digest_of(block, right if true_digests else self._wrong))
+        self.transport._shelf.add_relay(relay, ends=time.monotonic() + 600)
+
+    def _views(self, block: int) -> list[memoryview]:
+        self.num_lent += 1
+        return [self._wrong]
+
+
+@pytest.mark.parametrize("true_digests", [True, False], ids=["the_sources_digests", "digests_of_its_own"])
+def test_a_peer_that_serves_other_bytes_is_dropped_and_the_state_is_right(scene, true_digests):
+    (destination, _) = scene.serve(2)
+    liar = WrongPeer(scene, true_digests=true_digests)
+    state = scene.fetch(destination)
+    liar.transport.shutdown()
+    assert liar.num_lent > 0
+    assert differences(state, scene.state) == []
+    assert scene.num_blocks_sent() == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_peer_at_an_address_where_nobody_listens_costs_nothing(scene, in_place):
+    (destination, _) = scene.serve(2)
+    gone = make_transport()
+    gone.shutdown()
+    scene.join_as("ghost", gone.metadata(), f"0-{NUM_BLOCKS - 1}")
+    state = scene.fetch(destination, local_state=make_state(1), in_place=in_place)
+    assert differences(state, scene.state) == []
+
+
+def test_a_peer_that_serves_another_snapshot_is_dropped(scene):
+    """Of the same step, with the same names: the id of the snapshot tells them apart."""
+    (destination, _) = scene.serve(2)
+    other = make_transport()
+    other.send_checkpoint([1], STEP, make_state(9), timedelta(minutes=5))
+    scene.join_as("other", other.metadata(), f"0-{NUM_BLOCKS - 1}")
+    state = scene.fetch(destination)
+    other.shutdown()
+    assert differences(state, scene.state) == []
+
+
+# ----------------------------------------------------------------------------------------------------- how a relay ends
+
+
+@pytest.fixture
+def relaying(scene: Scene) -> HTTPTransport[Any]:
+    """A receiver that is done and serves on."""
+    destinations = scene.serve(2)
+    scene.fetch_all(destinations)
+    relaying = [destination for destination in destinations if served(destination) == ["relay"]]
+    assert relaying
+    return relaying[0]
+
+
+def test_a_relay_ends_when_its_owner_says_that_the_state_may_change(relaying):
+    relaying.disallow_checkpoint()
+    assert served(relaying) == []
+
+
+def test_a_relay_ends_before_a_writer_has_the_lock(scene, relaying):
+    snapshot = relaying._shelf.index().snapshots[0].snapshot
+    with relaying.lock.write():
+        assert served(relaying) == []
+    request = f"{relaying.metadata()}/v1/checkpoint/{STEP}/blocks/0-0"
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        get(request, {"If-Match": f'"{snapshot}"'})
+    assert raised.value.code == 412
+
+
+def test_a_relay_ends_with_withdraw_and_with_shutdown(scene):
+    for end in (HTTPTransport.withdraw_checkpoint, HTTPTransport.shutdown):
+        destinations = scene.serve(2)
+        scene.fetch_all(destinations)
+        for destination in destinations:
+            end(destination)
+        assert [served(destination) for destination in destinations] == [[], []]
+
+
+def test_a_relay_is_closed_once_nothing_of_it_is_lent(scene):
+    (destination, _) = scene.serve(2)
+    manifest = scene.join_as("me", destination.metadata(), "0")
+    relay = Relay(manifest, lambda block: [memoryview(bytes(BLOCK))], destination.lock)
+    relay.add(0, bytes(16))
+    closed = threading.Event()
+
+    def close() -> None:
+        relay.close()
+        closed.set()
+
+    with relay.lend(0, 100) as views:
+        closing = threading.Thread(target=close)
+        closing.start()
+        assert wait_until(lambda: relay.closed, 20)
+        assert not closed.is_set() and [len(view) for view in views] == [100]
+    assert closed.wait(20)
+    closing.join(20)
+    assert not relay.holds(0, 100)
+
+
+def test_a_relay_is_gone_after_its_time(scene):
+    (destination, _) = scene.serve(2)
+    manifest = scene.join_as("me", destination.metadata(), "0")
+    relay = Relay(manifest, lambda block: [memoryview(bytes(BLOCK))], destination.lock)
+    ends = time.monotonic() + 0.2
+    destination._shelf.add_relay(relay, ends=ends)
+    destination._server.expire_at(ends)
+    assert wait_until(lambda: relay.closed, 1.5)
+
+
+# --------------------------------------------------------------------------------------------------------- `Receivers`
+
+
+def test_somebody_who_has_not_come_needs_everything():
+    receivers = Receivers(4, num_expected=2)
+    receivers.add("a", 0.0)
+    receivers.acknowledge("a", 0b1111)
+    assert (receivers.awaits_more, receivers.needed()) == (True, 0b1111)
+    receivers.add("b", 0.0)
+    receivers.acknowledge("b", 0b0011)
+    assert (receivers.awaits_more, receivers.needed()) == (False, 0b1100)
+
+
+def test_a_receiver_that_begins_again_needs_everything_again():
+    receivers = Receivers(4, num_expected=1)
+    for _ in range(2):
+        receivers.add("a", 0.0)
+        assert receivers.needed() == 0b1111
+        receivers.acknowledge("a", 0b0111)
+        receivers.finish("a")
+        assert (receivers.needed(), receivers.num_done, receivers.num_seen) == (0, 1, 1)
+
+
+def test_leases_are_revoked_from_the_unseen_to_the_slowest_to_the_last():
+    receivers = Receivers(8, num_expected=3)
+    for name, held in (("fast", 0xF), ("slow", 0x1)):
+        receivers.add(name, 0.0)
+        receivers.acknowledge(name, held)
+    assert receivers.revoke_slowest() == "1 receivers that have not come yet"
+    assert (receivers.is_revoked("unseen"), receivers.is_revoked("fast"), receivers.needed()) == (True, False, 0xFE)
+    assert receivers.revoke_slowest() == "receiver slow"
+    assert (receivers.is_revoked("slow"), receivers.is_revoked("fast"), receivers.needed()) == (True, False, 0xF0)
+    assert receivers.revoke_slowest() == "receiver fast"
+    assert (receivers.revoke_slowest(), receivers.needed(), receivers.num_active) == (None, 0, 0)
+
+
+def test_a_silent_receiver_lapses_and_may_begin_again():
+    receivers = Receivers(4, num_expected=2)
+    for name in ("silent", "alive"):
+        receivers.add(name, 10.0)
+    receivers.contact("alive", 50.0)
+    assert receivers.lapse(silent_since=20.0) == ["silent"]
+    assert receivers.is_revoked("silent") and not receivers.is_revoked("alive")
+    assert receivers.lapse(55.0) == ["alive"]
+    assert receivers.needed() == 0
+    receivers.add("silent", 80.0)
+    assert not receivers.is_revoked("silent") and receivers.needed() == 0b1111
+
+
+def test_shares_are_given_in_the_order_of_coming_and_kept():
+    receivers = Receivers(4, num_expected=2)
+    for name in ("a", "b", "a", "c"):
+        receivers.add(name, 0.0)
+    assert [receivers.share_of(name) for name in ("a", "b", "c")] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_peers_are_the_others_that_serve_something_and_whoever_is_done():
+    receivers = Receivers(4, num_expected=0)
+    for name in ("me", "nothing", "nowhere", "some", "done"):
+        receivers.add(name, 0.0)
+        if name != "nowhere":
+            receivers.contact(name, 0.0, f"http://{name}:1")
+        if name != "nothing":
+            receivers.acknowledge(name, 0b0110)
+    receivers.finish("done")
+    expected = {PeerBlocks("http://some:1", 0b0110), PeerBlocks("http://done:1", 0b1111)}
+    assert set(receivers.peers_of("me")) == expected
+
+
+def test_of_many_peers_each_receiver_is_told_a_few_and_not_the_same():
+    receivers = Receivers(1, num_expected=0)
+    for index in range(200):
+        receivers.add(f"r{index}", 0.0)
+        receivers.contact(f"r{index}", 0.0, f"http://r{index}:1")
+        receivers.acknowledge(f"r{index}", 1)
+    told = [[peer.address for peer in receivers.peers_of(f"r{index}")] for index in range(200)]
+    assert {len(addresses) for addresses in told} == {MAX_PEERS}
+    assert [index for index in range(200) if f"http://r{index}:1" in told[index]] == []
+    assert len({address for addresses in told for address in addresses}) > 150
