@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +14,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt.checkpointing.boxes import local_box
+from torchft_ckpt.checkpointing.buffers import BufferPool
+from torchft_ckpt.checkpointing.local_state import LocalState
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.space import plan_space
-from torchft_ckpt.errors import UnsupportedValueError
+from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 
 
 @pytest.fixture(params=range(4))
@@ -81,3 +86,16 @@ def test_a_strided_shard_that_is_not_one_box_is_refused(rank):
     tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([8]), stride=(1,))
     with pytest.raises(UnsupportedValueError, match="not one box"):
         local_box(tensor, "w")
+
+
+def test_another_ranks_shard_of_the_same_shape_is_not_received_into(rank):
+    full = torch.arange(16.0).view(8, 2)
+    sharded = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
+    snapshot = Snapshot({"w": sharded}, step=1, lock=StateDictLock(), pool=BufferPool(4096), num_expected=1)
+    own = snapshot.manifest
+    (entry,) = own.tensors
+    moved = msgspec.structs.replace(entry.chunks[0], offsets=[(entry.chunks[0].offsets[0] + 2) % 8, 0])
+    other = msgspec.structs.replace(own, tensors=[msgspec.structs.replace(entry, chunks=[moved])])
+    assert len(LocalState({"w": sharded}).memories_for(own, is_strict=True)) == 1
+    with pytest.raises(StateMismatchError, match=r"w is float32\[2, 2\] at .* of \[8, 2\] here"):
+        LocalState({"w": sharded}).memories_for(other, is_strict=True)

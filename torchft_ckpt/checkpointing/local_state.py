@@ -46,9 +46,13 @@ class LocalState:
             counts = Counter(path for path, _ in encoder.tensors)
             encoder.tensors = [item for item in encoder.tensors if counts[item[0]] == 1]  # {1: a, "1": b} have one path
             self._given = dict(encoder.tensors)
-            self._local = {
-                path: local_box(tensor, path)[0] if is_dtensor(tensor) else tensor for path, tensor in encoder.tensors
-            }
+            self._local: dict[str, torch.Tensor] = {}
+            self._boxes: dict[str, tuple[list[int], list[int]]] = {}
+            for path, tensor in encoder.tensors:
+                if is_dtensor(tensor):
+                    tensor, global_shape, offsets = local_box(tensor, path)
+                    self._boxes[path] = ([*global_shape], [*offsets])
+                self._local[path] = tensor
             self._memories = {path: _memory_of(tensor) for path, tensor in self._local.items()}
 
     def memories_for(self, manifest: Manifest, *, is_strict: bool) -> dict[int, LocalMemory]:
@@ -72,7 +76,8 @@ class LocalState:
             if tensor is None:
                 continue
             chunk = entry.chunks[0]
-            if [*tensor.shape] != chunk.sizes or dtype_name(tensor.dtype) != entry.dtype:
+            is_other_box = entry.fqn in self._boxes and self._boxes[entry.fqn] != (entry.shape, chunk.offsets)
+            if [*tensor.shape] != chunk.sizes or dtype_name(tensor.dtype) != entry.dtype or is_other_box:
                 wrong.append(entry)
                 continue
             memory = self._memories[entry.fqn] if chunk.strides is None and chunk.segment not in found else None
@@ -108,15 +113,20 @@ class LocalState:
         if not wrong:
             return
         named = [
-            f"{entry.fqn[:120]} is {dtype_name(local.dtype)}{list(local.shape)} here, {entry.dtype}{entry.chunks[0].sizes} there"
+            f"{entry.fqn[:120]} is {self._describe(entry.fqn)} here, "
+            f"{_text(entry.dtype, entry.chunks[0].sizes, entry.shape, entry.chunks[0].offsets)} there"
             for entry in wrong[:_NAMED]
-            for local in [self._local[entry.fqn]]
         ]
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise StateMismatchError(
             f"the source's state does not fit this replica: {'; '.join(named)}{more}; nothing was received",
             party="local_state",
         )
+
+    def _describe(self, path: str) -> str:
+        local = self._local[path]
+        sizes = [*local.shape]
+        return _text(dtype_name(local.dtype), sizes, *self._boxes.get(path, (sizes, [])))
 
     def _check_apart(self, manifest: Manifest) -> None:
         """Refuse tensors that share memory here and are separate there, or share it otherwise: one would overwrite the other.
@@ -143,6 +153,10 @@ class LocalState:
                 )
             if high > reach:
                 reach, place, name = high, other_place, other_name
+
+
+def _text(dtype: str, sizes: list[int], shape: list[int], offsets: list[int]) -> str:
+    return f"{dtype}{sizes}" if sizes == shape else f"{dtype}{sizes} at {offsets} of {shape}"
 
 
 def _num_spanned_bytes(tensor: torch.Tensor) -> int:
