@@ -1,7 +1,7 @@
 """Digests of whole blocks, asked for ahead: to find what is here already, and what two sources agree on.
 
-A source computes a digest once, at the speed of memory. Before a transfer only a sample is asked for: the first and the last
-block of each large tensor and of each few small ones; where one of them is equal here and there, the rest is asked for as well.
+A source computes a digest once, at the speed of memory. Before a transfer only a sample is asked for: the first block
+of each large tensor and of each few small ones; where it is equal here and there, the rest is asked for as well.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def probe_local_blocks(
     groups = destination.probe_groups()
     if len(groups) > _MAX_GROUPS:
         groups = random.Random(len(groups)).sample(groups, _MAX_GROUPS)
-    take([block for group in groups for block in {group[0], group[-1]}])
-    take([block for group in groups if group[0] in held or group[-1] in held for block in group])
+    take([group[0] for group in groups])
+    take([block for group in groups if group[0] in held for block in group])
     return digests, held

@@ -20,7 +20,7 @@ from torchft_ckpt.checkpointing.served import Served
 SLICE_BYTES = 1024 * 1024
 _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16
-_TURN_S = 0.05
+_TURN_S = 0.2
 _FULL_MS = 5
 
 
