@@ -251,7 +251,7 @@ def floods() -> dict[str, Callable[[str], AnswerFault]]:
 def test_an_answer_without_end_costs_neither_memory_nor_time_beyond_the_deadline(bench: FaultBench, mode: Mode) -> None:
     kinds = [kind for kind in KINDS if kind != "done"]
     cases = [
-        case_of(f"{kind}: {name}", mode, make(kind), timeout_s=1.0, expect=Expect.EITHER)
+        case_of(f"{kind}: {name}", mode, make(kind), timeout_s=2.5, expect=Expect.EITHER)
         for kind in kinds
         for name, make in floods().items()
     ]

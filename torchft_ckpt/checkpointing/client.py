@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
-import xxhash
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.connection import Answer, SourceConnection
 from torchft_ckpt.checkpointing.fetch import Fetch
-from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
+from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
@@ -28,12 +27,12 @@ from torchft_ckpt.checkpointing.options import (
     physical_memory_bytes,
 )
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, LATEST, MAX_WAIT_S, PREFIX, Index
+from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index
 from torchft_ckpt.checkpointing.receive import BufferShelf
+from torchft_ckpt.checkpointing.source import read_manifest, request_headers
 from torchft_ckpt.config import TOKEN, resolve
 from torchft_ckpt.errors import (
     ConfigError,
-    DigestMismatchError,
     SourceLostError,
     StateFormatError,
     TransferStalledError,
@@ -193,13 +192,7 @@ class CheckpointClient:
                 time.sleep(pause_s)
 
     def _read_manifest(self, answer: Answer, step: int | None) -> Manifest:
-        digest = answer.header(DIGEST_HEADER)
-        body = answer.read(MAX_MANIFEST_BYTES)
-        if xxhash.xxh3_128_hexdigest(body) != digest:
-            raise DigestMismatchError(
-                f"the manifest from {self._source} does not have the digest that came with it", self.url
-            )
-        manifest = decode_manifest(body)
+        manifest = read_manifest(answer, self.url, MAX_MANIFEST_BYTES)
         if step is not None and manifest.step != step:
             raise StateFormatError(
                 f"source {self._source} was asked for step {step} and sent step {manifest.step}", self.url
@@ -211,7 +204,7 @@ class CheckpointClient:
         """Give a connection that is closed at the deadline, however the peer drips its bytes."""
         connection = SourceConnection(
             self._source,
-            headers=self._headers(),
+            headers=request_headers(self._token),
             connect_timeout_s=self._connect_timeout_s,
             stall_timeout_s=self._stall_timeout_s,
             ssl_context=self._ssl_context,
@@ -231,12 +224,6 @@ class CheckpointClient:
             alarm.cancel()
             connection.release()
             alarm.join()
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Accept-Encoding": "identity"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        return headers
 
 
 def _parse_url(url: str, default_scheme: str) -> SourceAddress:

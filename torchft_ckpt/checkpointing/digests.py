@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.receive import Destination
 from torchft_ckpt.checkpointing.source import SourceClient
-from torchft_ckpt.core.transfer import blocks_of
+from torchft_ckpt.core.transfer import blocks_of, mask_of_each
 
 BATCH_BLOCKS = 64
 _MAX_GROUPS = 1024
@@ -36,7 +36,7 @@ def probe_local_blocks(
         return digests, held
 
     def take(blocks: list[int]) -> None:
-        mask = sum(1 << block for block in blocks if block not in digests)
+        mask = mask_of_each(block for block in blocks if block not in digests)
         for batch in fetch_digests(client, manifest, mask):
             digests.update(batch)
             for block, digest in batch.items():

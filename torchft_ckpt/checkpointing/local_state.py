@@ -5,7 +5,6 @@ Tensors are matched by their path in the tree. It does not know blocks or the ne
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from torchft_ckpt.checkpointing.boxes import is_dtensor, local_box
 from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import dtype_name
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.space import memory_at, span_of
 from torchft_ckpt.checkpointing.tree import TreeEncoder
 from torchft_ckpt.errors import StateMismatchError
 
@@ -139,7 +139,7 @@ class LocalState:
             if local is not None and local.is_cpu and local.nbytes:
                 chunk, low = entry.chunks[0], local.data_ptr()
                 memory = self._memories[entry.fqn]
-                high = low + (local.nbytes if memory is not None else _num_spanned_bytes(local))
+                high = low + (local.nbytes if memory is not None else span_of(local))
                 is_alike = chunk.strides == [*local.stride()] if chunk.strides is not None else memory is not None
                 spans.append((low, high, (chunk.segment, low - chunk.byte_offset, is_alike), entry.fqn))
         spans.sort()
@@ -159,11 +159,6 @@ def _text(dtype: str, sizes: list[int], shape: list[int], offsets: list[int]) ->
     return f"{dtype}{sizes}" if sizes == shape else f"{dtype}{sizes} at {offsets} of {shape}"
 
 
-def _num_spanned_bytes(tensor: torch.Tensor) -> int:
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (span + 1) * tensor.element_size()
-
-
 def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
     """Return the memory of a tensor whose values are its bytes in C order, on the CPU; None of any other."""
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -171,4 +166,4 @@ def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
     address, length = tensor.data_ptr(), tensor.nbytes
     if not length:
         return None
-    return LocalMemory(tensor, memoryview((ctypes.c_char * length).from_address(address)).cast("B"), address)
+    return LocalMemory(tensor, memory_at(address, length), address)

@@ -7,7 +7,6 @@ where the bytes come from, and not which of them are there.
 
 from __future__ import annotations
 
-import bisect
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.local_state import LocalState
+from torchft_ckpt.checkpointing.space import pieces_of
 from torchft_ckpt.checkpointing.tree import decode_tree
 from torchft_ckpt.errors import TransferError
 
@@ -102,10 +102,14 @@ class Destination:
         self.has_old_contents = not shelf.is_empty
         self.is_overwritten = False
         self._starts = [offset for offset, _ in manifest.segments]
+        self._lengths = [length for _, length in manifest.segments]
         self._local = local
         self._in_place = in_place
         self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
-        self._old = local.memories_for(manifest, is_strict=False) if local is not None and not in_place else {}
+        self._old: list[memoryview | None] = []
+        if local is not None and not in_place:
+            old = local.memories_for(manifest, is_strict=False)
+            self._old = [old[index].view if index in old else None for index in range(len(self._starts))] if old else []
         self._buffers: dict[int, np.ndarray] = {}
         views: list[memoryview] = []
         try:
@@ -163,9 +167,7 @@ class Destination:
         views = self.views(block)
         if self._old:
             start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-            old = self._cut(
-                [self._old[i].view if i in self._old else None for i in range(len(self._starts))], start, stop
-            )
+            old = self._cut(self._old, start, stop)
             if len(old) != len(views):
                 return False
             for view, known in zip(views, old, strict=True):
@@ -191,14 +193,11 @@ class Destination:
     def names_of(self, blocks: Sequence[int]) -> list[str]:
         """Return the names of the tensors that have bytes in these blocks."""
         block_bytes = self.manifest.block_bytes
-        segments = set()
-        for block in blocks:
-            index = max(bisect.bisect_right(self._starts, block * block_bytes) - 1, 0)
-            while index < len(self._starts) and self._starts[index] < (block + 1) * block_bytes:
-                offset, length = self.manifest.segments[index]
-                if offset + length > block * block_bytes:
-                    segments.add(index)
-                index += 1
+        segments = {
+            segment
+            for block in blocks
+            for segment, *_ in pieces_of(self._starts, self._lengths, block * block_bytes, (block + 1) * block_bytes)
+        }
         return [entry.fqn for entry in self.manifest.tensors if entry.chunks[0].segment in segments]
 
     def give_up(self) -> list[np.ndarray]:
@@ -248,21 +247,13 @@ class Destination:
         """Return the memory of bytes [start, stop); incomplete where a segment has none."""
         views: list[memoryview] = []
         at = start
-        segments, starts = self.manifest.segments, self._starts
-        index = max(bisect.bisect_right(starts, start) - 1, 0)
-        while at < stop and index < len(starts):
-            begin, length = segments[index]
-            if at < begin:
-                gap = min(begin, stop) - at
-                views.append(memoryview(bytearray(gap)))
-                at += gap
-            end = min(stop, begin + length)
-            if at < end:
-                memory = memories[index]
-                if memory is not None:
-                    views.append(memory[at - begin : end - begin])
-                at = end
-            index += 1
+        for segment, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
+            if position > at:
+                views.append(memoryview(bytearray(position - at)))
+            memory = memories[segment]
+            if memory is not None:
+                views.append(memory[low:high])
+            at = position + high - low
         if at < stop:
             views.append(memoryview(bytearray(stop - at)))
         return views

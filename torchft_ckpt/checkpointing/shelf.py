@@ -111,30 +111,8 @@ class Shelf:
             self._drop_closed()
             snapshots = [lease.snapshot for lease in self._leases]
             relays = [relay for relay, _ in self._relays]
-        entries = [
-            SnapshotEntry(
-                step=snapshot.step,
-                snapshot=snapshot.id,
-                total_bytes=snapshot.total_bytes,
-                num_tensors=snapshot.num_tensors,
-                num_blocks=snapshot.num_blocks,
-                phase=snapshot.phase.value,
-                num_receivers=snapshot.statistics().num_receivers_seen,
-            )
-            for snapshot in snapshots
-        ]
-        entries += [
-            SnapshotEntry(
-                step=relay.step,
-                snapshot=relay.id,
-                total_bytes=relay.total_bytes,
-                num_tensors=relay.num_tensors,
-                num_blocks=relay.num_blocks,
-                phase="relay",
-                num_receivers=0,
-            )
-            for relay in relays
-        ]
+        entries = [_entry(snap, snap.phase.value, snap.statistics().num_receivers_seen) for snap in snapshots]
+        entries += [_entry(relay, "relay", 0) for relay in relays]
         return Index(format=FORMAT_NAME, version=FORMAT_VERSION, newest_step=self._newest_step, snapshots=entries)
 
     def serving_step(self) -> int | None:
@@ -221,3 +199,15 @@ class Shelf:
                 self._remember_revoked(lease.snapshot)
         self._leases = [lease for lease in self._leases if not lease.snapshot.closed]
         self._relays = [(relay, ends) for relay, ends in self._relays if not relay.closed]
+
+
+def _entry(served: Snapshot | Relay, phase: str, num_receivers: int) -> SnapshotEntry:
+    return SnapshotEntry(
+        step=served.step,
+        snapshot=served.id,
+        total_bytes=served.total_bytes,
+        num_tensors=served.num_tensors,
+        num_blocks=served.num_blocks,
+        phase=phase,
+        num_receivers=num_receivers,
+    )

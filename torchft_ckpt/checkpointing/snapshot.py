@@ -12,7 +12,6 @@ the write side can call it; it waits at last until no slice of live memory is le
 
 from __future__ import annotations
 
-import bisect
 import logging
 import os
 import threading
@@ -31,7 +30,7 @@ from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.format import Manifest, build_manifest, encode_manifest
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.receivers import PeerBlocks, Receivers
-from torchft_ckpt.checkpointing.space import Memory, plan_space
+from torchft_ckpt.checkpointing.space import Memory, pieces_of, plan_space
 from torchft_ckpt.checkpointing.staging import Staging
 from torchft_ckpt.checkpointing.tree import TreeEncoder
 from torchft_ckpt.errors import CheckpointError
@@ -422,7 +421,7 @@ class Snapshot:
         start, stop = block_range(block, self.total_bytes, self.block_bytes)
         buffer = self._pool.take()
         try:
-            for index, low, high, position in self._pieces(start, stop):
+            for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
                 memory = memories[index]
                 if index < self._num_on_cpu and memory is not None:
                     memory.copy_to(low, high, buffer.address + position - start)
@@ -449,16 +448,6 @@ class Snapshot:
             if not self._lent[block]:
                 del self._lent[block]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (segment, first byte in it, byte after the last in it, position in the space)."""
-        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        while index < len(self._starts) and self._starts[index] < stop:
-            begin = self._starts[index]
-            low, high = max(start, begin), min(stop, begin + self._lengths[index])
-            if low < high:
-                yield index, low - begin, high - begin, low
-            index += 1
-
     def _live(self, index: int) -> Memory:
         memory = self._memories[index]
         if memory is None:
@@ -471,7 +460,7 @@ class Snapshot:
         views: list[memoryview] = []
         at = start
         is_detached = self._phase is Phase.DETACHED
-        for index, low, high, position in self._pieces(start, stop):
+        for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
             if position > at:
                 views.append(_PADDING[: position - at])
             at = position + high - low

@@ -68,12 +68,9 @@ class SourceClient:
         self._step = step
         self._options = options
         self._closed = threading.Event()
-        headers = {RECEIVER_HEADER: options.receiver, "Accept-Encoding": "identity"}
-        if options.token is not None:
-            headers["Authorization"] = f"Bearer {options.token}"
         self._connection = SourceConnection(
             address,
-            headers=headers,
+            headers={RECEIVER_HEADER: options.receiver, **request_headers(options.token)},
             connect_timeout_s=options.connect_timeout_s,
             stall_timeout_s=options.stall_timeout_s,
             ssl_context=options.ssl_context,
@@ -185,22 +182,40 @@ class SourceClient:
         return f"{PREFIX}/{manifest.step}/{what}"
 
     def _read_manifest(self, answer: Answer) -> Manifest:
-        body = answer.read(self._options.max_manifest_bytes)
-        announced = answer.header(DIGEST_HEADER)
-        if xxhash.xxh3_128_hexdigest(body) != announced:
-            raise DigestMismatchError(
-                f"the manifest from {self.name} does not have the digest {announced[:40]!r} that came with it",
-                party=self.name,
-            )
+        options = self._options
+        manifest = read_manifest(answer, self.name, options.max_manifest_bytes, options.max_total_bytes)
         match = _SHARE.match(answer.header(SHARE_HEADER))
         if match is not None and int(match[1]) < int(match[2]):
             self.share = (int(match[1]), int(match[2]))
-        manifest = decode_manifest(body, max_total_bytes=self._options.max_total_bytes)
         if self._step is not None and manifest.step != self._step:
             raise SourceRefusedError(
                 f"source {self.name} answered a request for step {self._step} with step {manifest.step}", self.name
             )
         return manifest
+
+
+def request_headers(token: str | None) -> dict[str, str]:
+    """Return the headers of every request, whoever asks."""
+    headers = {"Accept-Encoding": "identity"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def read_manifest(answer: Answer, party: str, max_bytes: int, max_total_bytes: int | None = None) -> Manifest:
+    """Return the manifest that an answer carries, checked.
+
+    Raises:
+        DigestMismatchError: it does not have the digest that came with it.
+        StateFormatError: it breaks a rule of the format, or is longer than allowed.
+    """
+    body = answer.read(max_bytes)
+    announced = answer.header(DIGEST_HEADER)
+    if xxhash.xxh3_128_hexdigest(body) != announced:
+        raise DigestMismatchError(
+            f"the manifest from {party} does not have the digest {announced[:40]!r} that came with it", party=party
+        )
+    return decode_manifest(body, max_total_bytes=max_total_bytes)
 
 
 def _as_error(answer: Answer, refusal: Refusal) -> SourceRefusedError:

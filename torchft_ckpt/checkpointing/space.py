@@ -6,8 +6,10 @@ are sent once and tied again. Nothing is copied here. It does not know JSON, the
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,7 +105,7 @@ class Memory:
         address = self.tensor.data_ptr()
         if self._view is None or address != self._address:  # a storage may have been freed, and filled again elsewhere
             self._check_alive()
-            self._view = memoryview((ctypes.c_char * self.length).from_address(address)).cast("B")
+            self._view = memory_at(address, self.length)
             self._address = address
         return self._view[start:stop] if stop - start != self.length else self._view
 
@@ -161,7 +163,7 @@ class _Piece:
         self.nbytes = tensor.nbytes
         self.low = tensor.data_ptr()
         self.is_contiguous = tensor.is_contiguous()
-        self.high = self.low + (self.nbytes if self.is_contiguous else (_span(tensor) + 1) * tensor.element_size())
+        self.high = self.low + (self.nbytes if self.is_contiguous else span_of(tensor))
 
     def same_view(self, other: _Piece) -> bool:
         a, b = self.tensor, other.tensor
@@ -210,6 +212,30 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
                 strides,
             )
     return Space(memories, starts, lengths, placed, end)
+
+
+def pieces_of(starts: list[int], lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield what bytes [start, stop) of a byte space consist of; what lies between the pieces is padding.
+
+    Each piece is (segment, first byte in it, byte after the last in it, position in the space).
+    """
+    index = max(bisect.bisect_right(starts, start) - 1, 0)
+    while index < len(starts) and starts[index] < stop:
+        begin = starts[index]
+        low, high = max(start, begin), min(stop, begin + lengths[index])
+        if low < high:
+            yield index, low - begin, high - begin, low
+        index += 1
+
+
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """Return memory of this process as bytes. The view keeps nothing alive: whoever has it keeps the owner."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element of a tensor that has some, whatever lies between."""
+    return (_span(tensor) + 1) * tensor.element_size()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
 from torchft_ckpt.checkpointing.receive import Destination
 from torchft_ckpt.checkpointing.relay import Relay
-from torchft_ckpt.core.transfer import SourceKind, TransferLedger, blocks_of, mask_of
+from torchft_ckpt.core.transfer import SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
 from torchft_ckpt.errors import CheckpointError, DigestMismatchError
 
 logger = logging.getLogger(__name__)
@@ -182,10 +182,9 @@ class TransferState:
             self._ledger.add_source(name, SourceKind.PRIMARY)
             self._ledger.take_share(*share)
             self._digests = dict(digests)
-            self._known = sum(1 << block for block in digests)
+            self._known = mask_of_each(digests)
             self._verified = dict(held)
-            for block in held:
-                self._ledger.hold(1 << block)
+            self._ledger.hold(mask_of_each(held))
             self._skipped = self._ledger.held
             self._ready = True
             self.ready_at = self._last_arrival_at = time.monotonic()
@@ -245,13 +244,13 @@ class TransferState:
     def learn_digests(self, name: str, digests: Mapping[int, bytes]) -> None:
         """Note what a source announces. Blocks of another source than the primary may come from it where they agree."""
         with self.changed:
-            blocks = sum(1 << block for block in digests)
+            blocks = mask_of_each(digests)
             if name == self.primary:
                 self._digests.update(digests)
                 self._known |= blocks
                 # What it sent with another digest than it announces now is not its state.
                 self._invalidate(
-                    sum(1 << b for b, digest in digests.items() if self._verified.get(b, digest) != digest)
+                    mask_of_each(b for b, digest in digests.items() if self._verified.get(b, digest) != digest)
                 )
                 for other, announced in self._announced.items():
                     self._compare(other, announced, digests)
@@ -297,14 +296,14 @@ class TransferState:
             differing = [
                 block for block, wanted in {**self._digests, **self._verified}.items() if digests[block] != wanted
             ]
-            self._invalidate(sum(1 << block for block in differing))
+            self._invalidate(mask_of_each(differing))
             what = self._divergent.pop(name, None)  # from the one that was lost; now it is that one which differs
             if differing:
                 what = _what_differs(destination, sorted(differing))
             if what is not None and self._lost is not None:
                 self._divergent[self._lost] = what
             self._digests = dict(digests)
-            self._known = sum(1 << block for block in digests)
+            self._known = mask_of_each(digests)
             self.primary, self._successor = name, None
             destination.retarget(self._manifests[name])
             self._announced.pop(name, None)
@@ -354,8 +353,8 @@ class TransferState:
 
     def _compare(self, name: str, announced: _Announced, digests: Mapping[int, bytes]) -> None:
         """Let blocks come from a source where its digest is the primary's; `digests` are new, of either."""
-        agreed = sum(
-            1 << block
+        agreed = mask_of_each(
+            block
             for block in digests
             if block in announced.digests and announced.digests[block] == self._digests.get(block)
         )
@@ -455,7 +454,6 @@ class TransferState:
             if destination is None or self._over:
                 return False
             if self._digests.get(block, digest) != digest:  # the primary has changed since the check
-                self._ledger.invalidate(1 << block)
                 return False
             self._verified[block] = digest
             self._last_arrival_at = time.monotonic()

@@ -16,7 +16,7 @@ state itself. Blocks are handed out in runs of neighbours, one run a stream at a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -55,11 +55,10 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:
-    """Blocks so far. `num_repeated` arrived although they were held already."""
+    """Blocks so far."""
 
     num_held: int
     num_arrived: int
-    num_repeated: int
     num_requeued: int
 
 
@@ -84,7 +83,6 @@ class TransferLedger:
         self._next_stream = 0
         self._share = self._all
         self._num_arrived = 0
-        self._num_repeated = 0
         self._num_requeued = 0
 
     # Sources
@@ -179,8 +177,6 @@ class TransferLedger:
         this.block_s = took if this.block_s is None else 0.7 * this.block_s + 0.3 * took
         this.since = now
         self._num_arrived += 1
-        if self._held >> block & 1:
-            self._num_repeated += 1
         self._held |= 1 << block
         self._missing &= ~(1 << block)
         this.run = range(block + 1, this.run.stop) if block in this.run else range(0)
@@ -259,7 +255,6 @@ class TransferLedger:
         return TransferCounts(
             num_held=self._held.bit_count(),
             num_arrived=self._num_arrived,
-            num_repeated=self._num_repeated,
             num_requeued=self._num_requeued,
         )
 
@@ -332,6 +327,11 @@ class TransferLedger:
 def mask_of(blocks: range) -> int:
     """Return a run of blocks as a bit set."""
     return ((1 << len(blocks)) - 1) << blocks.start if blocks else 0
+
+
+def mask_of_each(blocks: Iterable[int]) -> int:
+    """Return blocks, none of them twice, as a bit set."""
+    return sum(1 << block for block in blocks)
 
 
 def blocks_of(mask: int) -> list[range]:
