@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import xxhash
 
 DIGEST_BYTES = 16
+SAMPLE_BYTES = 256
 DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
 MIN_BLOCK_BYTES = 4 * 1024
 MAX_BLOCK_BYTES = 64 * 1024 * 1024
@@ -37,6 +38,13 @@ def count_blocks(total_bytes: int, block_bytes: int) -> int:
 def block_range(block: int, total_bytes: int, block_bytes: int) -> tuple[int, int]:
     """Return the first byte of a block and the byte after its last."""
     return block * block_bytes, min((block + 1) * block_bytes, total_bytes)
+
+
+def sample_range(block: int, total_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Return the bytes of a block that its sample is made of: some in its middle, which training changes if it changes any."""
+    start, stop = block_range(block, total_bytes, block_bytes)
+    low = start + max(stop - start - SAMPLE_BYTES, 0) // 2
+    return low, min(low + SAMPLE_BYTES, stop)
 
 
 def plan_runs(num_blocks: int, max_run: int) -> list[range]:

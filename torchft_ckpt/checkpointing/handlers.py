@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
 import msgspec
@@ -37,7 +38,7 @@ from torchft_ckpt.checkpointing.protocol import (
     Peers,
     Refusal,
 )
-from torchft_ckpt.checkpointing.sending import Body, Turn, digest_block, send_burst
+from torchft_ckpt.checkpointing.sending import Body, Turn, digest_blocks, sample_blocks, send_burst
 from torchft_ckpt.checkpointing.served import Served
 from torchft_ckpt.checkpointing.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Snapshot
@@ -47,6 +48,7 @@ from torchft_ckpt.network import bearer_matches
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
+_DIGESTS_AT_ONCE = 64
 _RANGE = re.compile(r"\Abytes=([0-9]{1,19})-([0-9]{0,19})\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
 _STATUS = {
@@ -94,7 +96,8 @@ class CheckpointHandlers:
         app.router.add_get(step + "/manifest", self._manifest)
         app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks)
         app.router.add_get(step + "/bytes", self._bytes)
-        app.router.add_get(step + "/digests", self._digests)
+        app.router.add_get(step + "/digests", functools.partial(self._digests, digest_blocks))
+        app.router.add_get(step + "/samples", functools.partial(self._digests, sample_blocks))
         app.router.add_get(step + "/peers", self._peers)
         app.router.add_post(step + "/done", self._done)
         return app
@@ -200,7 +203,9 @@ class CheckpointHandlers:
             return self._gone(request, f"step {served.step}: bytes {start} to {stop} have been freed")
         return await self._send(request, served, status, Body(served, start, stop, framed=False), headers)
 
-    async def _digests(self, request: web.Request) -> web.StreamResponse:
+    async def _digests(
+        self, of: Callable[[Served, Sequence[int]], dict[int, bytes]], request: web.Request
+    ) -> web.StreamResponse:
         served = self._chosen(request)
         if isinstance(served, web.Response):
             return served
@@ -212,12 +217,12 @@ class CheckpointHandlers:
             return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
         self._note_contact(request, served)
         loop = asyncio.get_running_loop()
-        digests = {}
-        for block in (block for run in runs for block in run):
-            digest = served.digests.get(block)
-            if digest is None:
-                digest = await loop.run_in_executor(self._executor, digest_block, served, block)
-            digests[str(block)] = digest.hex()
+        digests: dict[str, str] = {}
+        blocks = [block for run in runs for block in run]
+        for first in range(0, len(blocks), _DIGESTS_AT_ONCE):
+            batch = blocks[first : first + _DIGESTS_AT_ONCE]
+            found = await loop.run_in_executor(self._executor, of, served, batch)
+            digests.update((str(block), digest.hex()) for block, digest in found.items())
         return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
 
     async def _peers(self, request: web.Request) -> web.StreamResponse:

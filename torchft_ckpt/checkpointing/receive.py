@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, start_digest
+from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
@@ -159,6 +159,12 @@ class Destination:
                     hasher.update(part)
         return hasher.digest()
 
+    def sample(self, block: int) -> bytes:
+        """Return the digest of a block's sample in the local state; empty where it has none."""
+        start, stop = sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        sample = b"".join(self._cut(self._old or self._views, start, stop))
+        return digest_of(block, sample) if len(sample) == stop - start else b""
+
     def take_local(self, block: int, wanted: bytes) -> bool:
         """Take a block from the local state if it has the wanted digest; whether it did.
 
@@ -176,19 +182,6 @@ class Destination:
         for view in views:
             hasher.update(view)
         return hasher.digest() == wanted
-
-    def probe_groups(self) -> list[range]:
-        """Return the blocks as groups that are likely to be equal to the local state's as a whole, or not at all."""
-        block_bytes = self.manifest.block_bytes
-        groups: list[range] = []
-        done = 0
-        for offset, length in self.manifest.segments:
-            first, stop = -(-offset // block_bytes), (offset + length) // block_bytes
-            if stop - first >= 2:
-                groups += _in_eights(done, first)
-                groups.append(range(first, stop))
-                done = stop
-        return groups + _in_eights(done, self.num_blocks)
 
     def names_of(self, blocks: Sequence[int]) -> list[str]:
         """Return the names of the tensors that have bytes in these blocks."""
@@ -276,10 +269,6 @@ def _receive_scattered(
             filled += count
             if filled == len(view):
                 index, filled = index + 1, 0
-
-
-def _in_eights(first: int, stop: int) -> list[range]:
-    return [range(at, min(at + 8, stop)) for at in range(first, stop, 8)]
 
 
 def _only_tensor(entry: TensorEntry, memory: np.ndarray) -> torch.Tensor:

@@ -11,10 +11,17 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, block_range, count_blocks, start_digest
+from torchft_ckpt.checkpointing.blocks import (
+    DIGEST_BYTES,
+    block_range,
+    count_blocks,
+    digest_of,
+    sample_range,
+    start_digest,
+)
 from torchft_ckpt.checkpointing.served import Served
 
 SLICE_BYTES = 1024 * 1024
@@ -152,8 +159,30 @@ def send_burst(body: Body, sock: socket.socket, stop: threading.Event) -> Turn:
     return Turn.DONE
 
 
-def digest_block(served: Served, block: int) -> bytes:
-    """Return the digest of a block; computed where it is not known, which takes as long as reading it.
+def digest_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:
+    """Return the digests of blocks; computed where they are not known, which takes as long as reading them.
+
+    Raises:
+        BlockGoneError: one is not there any more.
+    """
+    return {block: _digest_block(served, block) for block in blocks}
+
+
+def sample_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:
+    """Return a digest of a few bytes of each block, for a receiver that looks for blocks which it may hold already.
+
+    Raises:
+        BlockGoneError: one is not there any more.
+    """
+    samples = {}
+    for block in blocks:
+        with served.lend(*sample_range(block, served.total_bytes, served.block_bytes)) as views:
+            samples[block] = digest_of(block, b"".join(views))
+    return samples
+
+
+def _digest_block(served: Served, block: int) -> bytes:
+    """Return the digest of a block.
 
     Raises:
         BlockGoneError: it is not there any more.

@@ -120,7 +120,14 @@ class SourceClient:
 
     def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
         """Return the digests of blocks; at most `MAX_DIGESTS` of them."""
-        answer = self._get(manifest, f"digests?blocks={format_runs(blocks)}")
+        return self._fetch_digests(manifest, "digests", blocks)
+
+    def fetch_samples(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
+        """Return the digests of the samples of blocks; at most `MAX_DIGESTS` of them."""
+        return self._fetch_digests(manifest, "samples", blocks)
+
+    def _fetch_digests(self, manifest: Manifest, what: str, blocks: Sequence[int]) -> dict[int, bytes]:
+        answer = self._get(manifest, f"{what}?blocks={format_runs(blocks)}")
         try:
             digests = msgspec.json.decode(answer.read(_MAX_DIGESTS_BYTES + 4096), type=dict[str, str])
             found = {int(block): bytes.fromhex(digest) for block, digest in digests.items()}
