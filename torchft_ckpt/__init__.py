@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
     from torchft_ckpt.ddp import DistributedDataParallel
+    from torchft_ckpt.local_sgd import DiLoCo, LocalSGD
     from torchft_ckpt.manager import Manager, WorldSizeMode
     from torchft_ckpt.optimizer import OptimizerWrapper
     from torchft_ckpt.optimizer import OptimizerWrapper as Optimizer
@@ -22,10 +23,12 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CheckpointTransport": ("torchft_ckpt.checkpointing", "CheckpointTransport"),
+    "DiLoCo": ("torchft_ckpt.local_sgd", "DiLoCo"),
     "DistributedDataParallel": ("torchft_ckpt.ddp", "DistributedDataParallel"),
     "DistributedSampler": ("torchft_ckpt.data", "DistributedSampler"),
     "HTTPTransport": ("torchft_ckpt.checkpointing", "HTTPTransport"),
     "LighthouseServer": ("torchft_ckpt.coordination", "LighthouseServer"),
+    "LocalSGD": ("torchft_ckpt.local_sgd", "LocalSGD"),
     "Manager": ("torchft_ckpt.manager", "Manager"),
     "Optimizer": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
     "OptimizerWrapper": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
@@ -39,10 +42,12 @@ _HOME = {
 
 __all__ = [
     "CheckpointTransport",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
     "HTTPTransport",
     "LighthouseServer",
+    "LocalSGD",
     "Manager",
     "Optimizer",
     "OptimizerWrapper",

@@ -11,6 +11,7 @@
 | `TORCHFT_CKPT_CONNECT_TIMEOUT_SEC`  | `TORCHFT_CONNECT_TIMEOUT_SEC` | connecting to lighthouse and peers; seconds      |
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
 | `TORCHFT_CKPT_JOIN_BUDGET_SEC`      |                               | how long healthy groups wait for a joiner        |
+| `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore of this replica group, as torchrun sets |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
 """
@@ -35,6 +36,7 @@ QUORUM_TIMEOUT = ("TORCHFT_CKPT_QUORUM_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC
 CONNECT_TIMEOUT = ("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 QUORUM_RETRIES = ("TORCHFT_CKPT_QUORUM_RETRIES", "TORCHFT_QUORUM_RETRIES")
 JOIN_BUDGET = ("TORCHFT_CKPT_JOIN_BUDGET_SEC",)
+USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)
 RANK = ("RANK",)
@@ -90,6 +92,15 @@ def parse_count(text: str) -> int:
     if count < 0:
         raise ValueError("expected a whole number that is not negative")
     return count
+
+
+def parse_bool(text: str) -> bool:
+    """Parse yes or no."""
+    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    try:
+        return known[text.strip().lower()]
+    except KeyError:
+        raise ValueError("expected true or false") from None
 
 
 def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple[str, int]:

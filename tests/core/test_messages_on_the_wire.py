@@ -50,6 +50,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "group_rank": st.integers(0, 65535),
         "group_world_size": st.integers(1, 65536),
         "heartbeat_timeout_s": SECONDS,
+        "patience_s": SECONDS,
         "waited_s": SECONDS,
         "checkpoint_addresses": st.none() | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(COUNTS, max_size=3),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Ring, is_connecting, wait_until
 from torch.distributed import ReduceOp, Work
-from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from torchft_ckpt.errors import (
     CollectiveFailedError,
@@ -67,6 +67,44 @@ def test_broadcast_copies_the_roots_tensor(ring: Ring) -> None:
         return tensor.tolist()
 
     assert ring.each(receive) == [[2.0, 2.0]] * 3
+
+
+def test_alltoall_gives_each_member_its_slice_of_every_other(ring: Ring) -> None:
+    ring.configure()
+
+    def exchange(rank: int, pg: ProcessGroup) -> list[int]:
+        received = torch.zeros(6, dtype=torch.uint8)
+        given = torch.arange(6, dtype=torch.uint8) + 10 * rank
+        result = pg.alltoall_base(received, given, [], [], AllToAllOptions()).get_future().wait()
+        assert result[0] is received or torch.equal(result[0], received)
+        return received.tolist()
+
+    expected = [[10 * other + 2 * rank + i for other in range(3) for i in range(2)] for rank in range(3)]
+    assert ring.each(exchange) == expected
+
+
+def test_allgather_gives_every_members_tensor_to_all(ring: Ring) -> None:
+    ring.configure()
+
+    def gather(rank: int, pg: ProcessGroup) -> list[list[int]]:
+        rows = torch.zeros((3, 2), dtype=torch.uint8)
+        given = torch.full((2,), rank + 1, dtype=torch.uint8)
+        pg.allgather([list(rows)], [given], AllgatherOptions()).wait()
+        return rows.tolist()
+
+    assert ring.each(gather) == [[[1, 1], [2, 2], [3, 3]]] * 3
+
+
+def test_allgather_into_a_tensor_concatenates(ring: Ring) -> None:
+    ring.configure()
+
+    def gather(rank: int, pg: ProcessGroup) -> list[float]:
+        gathered = torch.zeros(6)
+        given = torch.full((2,), rank + 1.0)
+        pg.allgather_into_tensor_coalesced([gathered], [given], AllgatherOptions()).wait()
+        return gathered.tolist()
+
+    assert ring.each(gather) == [[1.0, 1.0, 2.0, 2.0, 3.0, 3.0]] * 3
 
 
 def test_rank_and_size_are_those_of_the_last_configure(ring: Ring) -> None:

@@ -18,20 +18,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TRAINER = Path(__file__).with_name("trainer.py")
+TRAINER = "trainer.py"
 
 
 class Rank:
     """One process of a replica group; its reports are collected on a thread."""
 
-    def __init__(self, options: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, options: dict[str, Any], environment: dict[str, str], log: Path, trainer: str) -> None:
         self.name = f"{options['replica_id']}/{environment.get('RANK', '0')}"
         self.events: list[dict[str, Any]] = []
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._log_path = log
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, str(TRAINER), json.dumps(options)],
+                [sys.executable, str(Path(__file__).with_name(trainer)), json.dumps(options)],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, **environment},
@@ -94,8 +94,9 @@ class Rank:
 class Job:
     """Groups that train together, in one directory."""
 
-    def __init__(self, directory: Path, lighthouse: str, **options: Any) -> None:
+    def __init__(self, directory: Path, lighthouse: str, trainer: str = TRAINER, **options: Any) -> None:
         self.directory = directory
+        self._trainer = trainer
         self.lighthouse = lighthouse
         self.options = options
         self.ranks: list[Rank] = []
@@ -126,7 +127,7 @@ class Job:
             if ranks > 1:
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             log = self.directory / f"{name}-{rank}.log"
-            started.append(Rank(settings, {**variables, **(environment or {})}, log))
+            started.append(Rank(settings, {**variables, **(environment or {})}, log, self._trainer))
         self.ranks.extend(started)
         return started
 

@@ -10,6 +10,8 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
   the decision is there, it is told; if not, all ranks are told that it is not known (`CommitUnknown`), and what the
   lighthouse decides later reaches no rank. A rank that gave up on its own could do so in the instant in which another
   hears of a commit.
+- It asks where the newest state is when all of its ranks want to know; where some of them ask for a quorum instead, the
+  others are told that nothing is known, and ask for one too.
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
@@ -35,6 +37,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     JoinerWaiting,
     Leave,
+    LocateState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -44,7 +47,9 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     Refused,
     Role,
+    Source,
     StallReport,
+    StateLocated,
     StateVersion,
     ToLighthouse,
     clip,
@@ -120,6 +125,10 @@ class GroupState:
         """What the group asked and has no answer to."""
         self._asked_by: dict[int, QuorumRequest] = {}
         """The ranks' requests that `_asked`, or the open quorum, goes back to."""
+        self._locating: dict[int, LocateState] = {}
+        """Of ranks that want to know where the newest state is."""
+        self._located_for: LocateState | None = None
+        """The group's question, once all of them want to know, until it is answered."""
         self._quorum: QuorumFormed | None = None
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
@@ -150,6 +159,8 @@ class GroupState:
             yield ToRank(rank, GroupBroken(self.broken))
         elif isinstance(message, QuorumRequest):
             yield from self._asks(rank, message)
+        elif isinstance(message, LocateState):
+            yield from self._locates(rank, message)
         elif isinstance(message, CommitVote):
             yield from self._votes_on(rank, message)
         elif isinstance(message, GiveUpWaiting):
@@ -182,7 +193,10 @@ class GroupState:
             if self._quorum is not None and rank not in self._requests:
                 yield from self._leave_open_step(rank)
             self._requests[rank] = request
+            self._locating.pop(rank, None)
+            self._located_for = None
             if len(self._requests) < self.world_size:
+                yield from self._answer_locating()
                 return
             self._asked_by, self._requests = self._requests, {}
         self._request_id += 1
@@ -192,6 +206,33 @@ class GroupState:
         self._voted = None
         self._stall_reported = False
         yield Up(self._asked)
+
+    def _locates(self, rank: int, message: LocateState) -> Iterator[GroupInstruction]:
+        if self._asked is not None:
+            # The group's question for a quorum has no answer yet, and this rank does not wait for it any longer.
+            self._asked, self._requests = None, self._asked_by
+            self._asked_by = {}
+        elif self._quorum is not None and rank not in self._requests and rank not in self._locating:
+            yield from self._leave_open_step(rank)
+        self._requests.pop(rank, None)
+        self._locating[rank] = message
+        yield from self._answer_locating()
+        if len(self._locating) == self.world_size and self._located_for is None:
+            self._request_id += 1
+            versions = {located.version for located in self._locating.values()}
+            version = message.version if len(versions) == 1 else StateVersion()
+            self._located_for = LocateState(request_id=self._request_id, version=version)
+            self._quorum = None
+            self._votes.clear()
+            self._voted = None
+            yield Up(self._located_for)
+
+    def _answer_locating(self) -> Iterator[GroupInstruction]:
+        """Some ranks ask for a quorum: the others shall do so as well."""
+        if self._requests and len(self._requests) + len(self._locating) == self.world_size:
+            for rank, message in self._locating.items():
+                yield ToRank(rank, StateLocated(request_id=message.request_id))
+            self._locating.clear()
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
@@ -317,6 +358,8 @@ class GroupState:
             return
         if isinstance(message, QuorumFormed):
             yield from self._formed(message)
+        elif isinstance(message, StateLocated):
+            yield from self._located(message)
         elif isinstance(message, CommitDecided):
             if _key(message) in self._decided:
                 return
@@ -341,12 +384,17 @@ class GroupState:
         self._quorum = formed
         self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
-            sources = [
-                msgspec.structs.replace(source, checkpoint_addresses=source.checkpoint_addresses[rank : rank + 1])
-                for source in formed.sources
-            ]
+            sources = _of_rank(formed.sources, rank)
             mine = msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id, sources=sources)
             yield ToRank(rank, mine)
+
+    def _located(self, located: StateLocated) -> Iterator[GroupInstruction]:
+        if self._located_for is None or located.request_id != self._located_for.request_id:
+            return
+        asked, self._locating, self._located_for = self._locating, {}, None
+        for rank, message in asked.items():
+            sources = _of_rank(located.sources, rank)
+            yield ToRank(rank, msgspec.structs.replace(located, request_id=message.request_id, sources=sources))
 
     def _remember(self, decided: CommitDecided | CommitUnknown) -> None:
         self._decided[_key(decided)] = decided
@@ -362,8 +410,18 @@ class GroupState:
             yield Up(self._asked)
         else:
             self._addresses_told = None  # a new lighthouse has not heard them
+            if self._located_for is not None:
+                yield Up(self._located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
+
+
+def _of_rank(sources: list[Source], rank: int) -> list[Source]:
+    """Return sources with the address of their rank of that number alone."""
+    return [
+        msgspec.structs.replace(source, checkpoint_addresses=source.checkpoint_addresses[rank : rank + 1])
+        for source in sources
+    ]
 
 
 def _late_vote(message: CommitDecided) -> CommitVote:

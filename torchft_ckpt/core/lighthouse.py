@@ -40,6 +40,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Tick,
 )
 from torchft_ckpt.core.lighthouse_records import Member, Round
+from torchft_ckpt.core.locating import locate_state
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
@@ -50,6 +51,7 @@ from torchft_ckpt.core.messages import (
     Hello,
     JoinerWaiting,
     Leave,
+    LocateState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -213,6 +215,8 @@ class LighthouseState:
             return
         if isinstance(message, QuorumRequest):
             yield from self._asked(member, message, now)
+        elif isinstance(message, LocateState):
+            yield from self._locates(member, message, now)
         elif isinstance(message, CommitVote):
             yield from self._voted(member, message, now)
         elif isinstance(message, StallReport):
@@ -331,6 +335,8 @@ class LighthouseState:
             heal_inline=request.heal_inline,
             waits_for_quorum=request.waits_for_quorum,
             can_serve=request.can_serve,
+            contributes=request.contributes,
+            min_contributors=request.min_contributors,
         )
 
     # --------------------------------------------------------------------------------------------------------- quorum
@@ -356,6 +362,33 @@ class LighthouseState:
         self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
             self._back.add(replica_id)
+        yield from self._reconsider(now)
+
+    def _locates(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
+        """It is between steps, and wants to know where the newest state is. Nobody waits for it until it asks for a quorum."""
+        replica_id = member.replica_id
+        current = self.round
+        if current is not None and not current.tally.decided and replica_id in current.tally.roles:
+            yield from self._abandoned(current, replica_id, now)
+        member.request = None
+        self._waiting.pop(replica_id, None)
+        self._back.discard(replica_id)
+        member.version = message.version
+        self._recollection.asked(replica_id)
+        self._ledger.note(message.version)
+        yield from self._declined(replica_id)
+        yield from self._overtake_round(now)
+        located = locate_state(
+            member,
+            message,
+            self.members.values(),
+            newest_step=self.newest_step,
+            is_valid=self._ledger.is_valid,
+            rolled_back_to=self._ledger.rolled_back_to,
+        )
+        if not located.is_held:
+            self._quorum_members.pop(replica_id, None)
+        yield Send(member.connection, located)
         yield from self._reconsider(now)
 
     def _abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
@@ -394,7 +427,15 @@ class LighthouseState:
             return
         candidates = [self.members[replica_id] for replica_id in self._waiting]
         admitted, out = self._split_out(candidates, now)
-        asked = {m.replica_id: Asked(at=m.asked_at, shrink_only=m.asked.shrink_only) for m in admitted}
+        asked = {
+            m.replica_id: Asked(
+                at=m.asked_at,
+                shrink_only=m.asked.shrink_only,
+                contributes=m.asked.contributes,
+                patience_s=m.asked.patience_s,
+            )
+            for m in admitted
+        }
         alive = [replica_id for replica_id in self.members if replica_id not in out]
         verdict = decide_quorum(
             alive=alive,
@@ -539,11 +580,14 @@ class LighthouseState:
                 f"quorum {quorum_id} at step {assignment.version.step}: {who}{more}; {reason}; {assignment.reason}"
             )
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters
+        patience_s = max(member.asked.patience_s for member in members)
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = member.asked
             member.request = None
             member.told_reason = ""
             del self._waiting[member.replica_id]
+            if part.role is Role.HEALTHY:
+                member.version = assignment.version
             formed = QuorumFormed(
                 request_id=request.request_id,
                 quorum_id=quorum_id,
@@ -569,6 +613,7 @@ class LighthouseState:
                 join_budget_s=budget,
                 joiner_waiting=bool(assignment.deferred),
                 newest_step=self.newest_step,
+                patience_s=patience_s,
                 names_state=assignment.is_first,
                 rolled_back_to=self._ledger.rolled_back_to,
                 reason=clip(reason),

@@ -124,10 +124,24 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     can_serve: bool = False
     """The state was captured on the training thread: a joiner can be served without touching it again."""
     needs_new_quorum: bool = False
+    contributes: bool = True
+    """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
+    min_contributors: Count = 0
+    """With fewer that contribute it would vote against."""
+    patience_s: Seconds = 0.0
+    """How long its own way to this step took: living members that are slower are waited for as long again."""
     join_budget_s: Seconds = 5.0
     store_address: Text = ""
     checkpoint_addresses: Addresses | None = None
     """One for each group rank; None: as in the last request on this connection."""
+
+
+class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Where is the newest state? Asked between steps, outside of quorums; a step that is open is abandoned."""
+
+    request_id: Count
+    version: StateVersion
+    """What the asker holds; unproven where it holds nothing whole."""
 
 
 class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -216,11 +230,28 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     joiner_waiting: bool = False
     """A joiner could not be admitted, because no member had captured its state: capture at the next step."""
     newest_step: Count = 0
+    patience_s: Seconds = 0.0
+    """The longest that a member's way to this step took: so long, too, the others may take from here on."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
     reason: Text = ""
+
+
+class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LocateState`, at once."""
+
+    request_id: Count
+    version: StateVersion = StateVersion()
+    """The newest state that a living member is known to hold. Unproven: there is none, or only older ones than were
+    committed."""
+    is_held: bool = False
+    """The asker, with all of its ranks, holds it."""
+    sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
+    """Who else holds it; empty where no address is known."""
+    rolled_back_to: StateVersion = StateVersion()
+    """As in `QuorumFormed`."""
 
 
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -290,13 +321,33 @@ class GroupBroken(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-ToLighthouse: TypeAlias = Hello | Heartbeat | QuorumRequest | CommitVote | StallReport | Leave | AllowStepLoss
-FromLighthouse: TypeAlias = (
-    Welcome | Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | QuorumBroken | Dropped
+ToLighthouse: TypeAlias = (
+    Hello | Heartbeat | QuorumRequest | LocateState | CommitVote | StallReport | Leave | AllowStepLoss
 )
-RankToGroup: TypeAlias = RankHello | Heartbeat | QuorumRequest | CommitVote | GiveUpWaiting | StallReport | Leave
+FromLighthouse: TypeAlias = (
+    Welcome
+    | Refused
+    | QuorumPending
+    | QuorumFormed
+    | StateLocated
+    | JoinerWaiting
+    | CommitDecided
+    | QuorumBroken
+    | Dropped
+)
+RankToGroup: TypeAlias = (
+    RankHello | Heartbeat | QuorumRequest | LocateState | CommitVote | GiveUpWaiting | StallReport | Leave
+)
 GroupToRank: TypeAlias = (
-    Refused | QuorumPending | QuorumFormed | JoinerWaiting | CommitDecided | CommitUnknown | QuorumBroken | GroupBroken
+    Refused
+    | QuorumPending
+    | QuorumFormed
+    | StateLocated
+    | JoinerWaiting
+    | CommitDecided
+    | CommitUnknown
+    | QuorumBroken
+    | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank
 

@@ -7,6 +7,9 @@ The rule is torchft's. A quorum is formed when
    go on), and either all alive have asked or `join_timeout_s` has passed since the first of them did.
 With `shrink_only`, asked for by anyone, nobody may join who was not in the last quorum, if there is one.
 
+A *spectator* is one that did not train for this step (`contributes` is False): it comes in with the others, and by itself
+forms no quorum while one of the last quorum lives and is at work. It counts towards `min_replicas`, not towards the half.
+
 One difference: a member that is known dead does not stand in the way. Who is alive is the caller's knowledge: a closed
 connection ends a life at once, so after a loss the survivors are the fast quorum, and nobody waits for a timeout.
 """
@@ -25,6 +28,9 @@ class Asked:
 
     at: float
     shrink_only: bool = False
+    contributes: bool = True
+    patience_s: float = 0.0
+    """How long its own way to this step took: living members that have not asked are waited for as long, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +88,23 @@ def decide_quorum(
         return QuorumVerdict(members=tuple(candidates), reason="all living members of the last quorum are back")
 
     absent = sorted(living.difference(asked))
-    if 2 * len(candidates) <= len(living):
+    trained = [replica_id for replica_id in candidates if asked[replica_id].contributes]
+    at_work = sorted(replica_id for replica_id in survivors if replica_id not in asked)
+    if not trained and at_work:
+        return QuorumVerdict(
+            members=(), reason=f"{name_some(candidates)} did not train for this step; waiting for {name_some(at_work)}"
+        )
+    num_asked = len(trained) or len(candidates)
+    num_living = num_asked + len(absent)
+    if 2 * num_asked <= num_living:
         return QuorumVerdict(
             members=(),
-            reason=f"{len(candidates)} of {len(living)} living replica groups have asked, more than half are needed;"
+            reason=f"{num_asked} of {num_living} living replica groups have asked, more than half are needed;"
             f" waiting for {name_some(absent)}",
         )
     if absent:
-        deadline = min(asked[replica_id].at for replica_id in candidates) + join_timeout_s
+        join_timeout_s = max(join_timeout_s, max(asked[replica_id].patience_s for replica_id in candidates))
+        deadline = min(asked[replica_id].at for replica_id in trained or candidates) + join_timeout_s
         if now < deadline:
             return QuorumVerdict(
                 members=(),

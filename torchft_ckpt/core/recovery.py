@@ -13,7 +13,9 @@ The rules, in this order:
    because they find each other through it; the others serve evenly many. Who has captured its state comes first.
 5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
    rule: it has no name, gets none, and its holder heals.
-6. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
+6. A spectator (it did not train for this step) that holds the state is a joiner with nothing to load; where those who trained
+   are too few for a step that counts, it is one of them.
+7. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
    remain are enough.
 """
 
@@ -42,6 +44,8 @@ class Holder:
     heal_inline: bool = False
     waits_for_quorum: bool = False
     can_serve: bool = True
+    contributes: bool = True
+    min_contributors: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +159,11 @@ def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas
         deferred = tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal)
         members = [member for member in members if member.replica_id not in deferred]
     short = len(holders) < min_replicas
-    roles = [_role(member, version, short) for member in members]
-    healing = [member.replica_id for member, role in zip(members, roles, strict=True) if role is not Role.HEALTHY]
-    reason = f"{len(members) - len(healing)} of {len(members)} hold step {version.step}"
+    trained = [member for member in holders if member.contributes]
+    needed = max((member.min_contributors for member in trained), default=1)
+    spectators = {m.replica_id for m in holders if not m.contributes} if len(trained) >= max(1, needed) else set()
+    roles = [Role.JOINER if member.replica_id in spectators else _role(member, version, short) for member in members]
+    reason = f"{len(holders)} of {len(members)} hold step {version.step}"
     return _assignment(members, roles, version=version, deferred=deferred, is_first=False, reason=reason)
 
 
@@ -167,7 +173,8 @@ def _role(member: Holder, version: StateVersion, short: bool) -> Role:
         return Role.HEALTHY
     if not member.allow_heal:
         return Role.IDLE
-    return Role.INLINE if member.heal_inline or (short and member.waits_for_quorum) else Role.JOINER
+    heals_first = member.heal_inline or (short and member.waits_for_quorum)
+    return Role.INLINE if heals_first and member.contributes else Role.JOINER
 
 
 def _assignment(
@@ -183,7 +190,11 @@ def _assignment(
     servers = servers or [rank for rank, role in enumerate(roles) if role is Role.HEALTHY]
     sources: dict[int, tuple[int, ...]] = {}
     destinations: dict[int, list[int]] = {}
-    healing = [rank for rank, role in enumerate(roles) if role in (Role.INLINE, Role.JOINER)]
+    healing = [
+        rank
+        for rank, (member, role) in enumerate(zip(members, roles, strict=True))
+        if role in (Role.INLINE, Role.JOINER) and (member.version != version or member.torn)
+    ]
     primary, others = servers[0], servers[1:]
     num_others = min(MAX_SOURCES - 1, len(others))
     for turn, rank in enumerate(healing):

@@ -15,6 +15,8 @@ simulation drives it in the same way.
     VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did. In a
                                                       group of several ranks none may decide that alone: `GiveUpWaiting`
     any        begin                      ASKING      the step that was open is abandoned
+    any        locate                     IDLE        likewise; send the returned `LocateState`
+    IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
 
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
@@ -31,11 +33,13 @@ from torchft_ckpt.core.messages import (
     CommitDecided,
     CommitVote,
     Hello,
+    LocateState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
     QuorumRequest,
     Role,
+    StateLocated,
     StateVersion,
 )
 
@@ -100,6 +104,8 @@ class ReplicaState:
         self._request_id = 0
         self._last_outcome: Outcome | None = None
         self._is_broken = False
+        self._is_stale = False
+        """A quorum that went by trained from another state."""
         self._vote: CommitVote | None = None
 
     # ------------------------------------------------------------------------------------------------ what it is now
@@ -115,6 +121,11 @@ class ReplicaState:
     def waits_for_quorum(self) -> bool:
         """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
         return self.settings.heal_inline or not self.version.proven or self.version.step < self.newest_step
+
+    @property
+    def is_behind(self) -> bool:
+        """There is no state of worth here, or a newer one is known to exist."""
+        return self.torn or self._is_stale or not self.version.proven or self.version.step < self.newest_step
 
     @property
     def num_participants(self) -> int:
@@ -142,19 +153,30 @@ class ReplicaState:
         self.restored = True
         self.torn = False
 
-    def begin(self, *, allow_heal: bool, shrink_only: bool, can_serve: bool, store_address: str) -> QuorumRequest:
-        """A step begins. One that is open is abandoned."""
-        if self.phase in (Phase.TRAINING, Phase.VOTED):
-            # Without this replica's vote nobody can have committed, unless it was a joiner that nobody waits for.
-            voter = self.quorum is not None and self.quorum.role in (Role.HEALTHY, Role.INLINE)
-            self._last_outcome = Outcome.DISCARD if voter and self.phase is Phase.TRAINING else None
-            self.configured = None
-        self._request_id += 1
+    def begin(
+        self,
+        *,
+        allow_heal: bool,
+        shrink_only: bool,
+        can_serve: bool,
+        store_address: str,
+        contributes: bool = True,
+        patience_s: float = 0.0,
+        waits: bool | None = None,
+    ) -> QuorumRequest:
+        """A step begins. One that is open is abandoned.
+
+        Args:
+            allow_heal, shrink_only: the user's wishes.
+            can_serve: the state is captured already.
+            store_address: where others can meet.
+            contributes: False: nothing was trained for this step.
+            patience_s: how long the way here took.
+            waits: whether the training thread waits for the quorum, None: where that helps. False: never heal inline.
+        """
+        self._leave_step()
         self.phase = Phase.ASKING
-        self.error = None
         self.capture_wanted = False
-        self._is_broken = False
-        self._vote = None
         return QuorumRequest(
             request_id=self._request_id,
             version=self.version,
@@ -163,13 +185,45 @@ class ReplicaState:
             init_sync=self.settings.init_sync,
             shrink_only=shrink_only,
             allow_heal=allow_heal,
-            heal_inline=self.settings.heal_inline,
-            waits_for_quorum=self.waits_for_quorum,
+            heal_inline=self.settings.heal_inline and waits is not False,
+            waits_for_quorum=self.waits_for_quorum if waits is None else waits,
             can_serve=can_serve,
             needs_new_quorum=self.configured is None,
+            contributes=contributes,
+            min_contributors=self.settings.min_replica_size,
+            patience_s=patience_s,
             join_budget_s=self.settings.join_budget_s,
             store_address=store_address,
         )
+
+    def locate(self) -> LocateState:
+        """Ask where the newest state is. A step that is open is abandoned."""
+        self._leave_step()
+        self.phase = Phase.IDLE
+        return LocateState(request_id=self._request_id, version=self.version)
+
+    def located(self, located: StateLocated) -> None:
+        """The answer says what the newest state is, or that nothing is known of it."""
+        self._go_back(located.rolled_back_to)
+        if located.version.proven and located.version == self.version:
+            self._adopt(located.version)
+            self.newest_step = located.version.step
+
+    def caught_up(self, version: StateVersion) -> None:
+        """The newest state, as the lighthouse has just named it, is in place."""
+        self._adopt(version)
+        self.newest_step = version.step
+
+    def _leave_step(self) -> None:
+        if self.phase in (Phase.TRAINING, Phase.VOTED):
+            # Without this replica's vote nobody can have committed, unless it was a joiner that nobody waits for.
+            voter = self.quorum is not None and self.quorum.role in (Role.HEALTHY, Role.INLINE)
+            self._last_outcome = Outcome.DISCARD if voter and self.phase is Phase.TRAINING else None
+            self.configured = None
+        self._request_id += 1
+        self.error = None
+        self._is_broken = False
+        self._vote = None
 
     def formed(self, formed: QuorumFormed) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
@@ -178,8 +232,7 @@ class ReplicaState:
         self.phase = Phase.TRAINING
         self.quorum = formed
         self.newest_step = formed.newest_step
-        if formed.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
-            self.rolled_back_to = formed.rolled_back_to
+        self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
         self._last_outcome = None
         if formed.role is Role.HEALTHY and self.version != formed.version:
@@ -189,6 +242,7 @@ class ReplicaState:
             else:
                 self._adopt(formed.version)
         load = formed.role in (Role.INLINE, Role.JOINER) and self.version != formed.version
+        self._is_stale = self.version != formed.version
         configure = self.configured != (formed.quorum_id, formed.epoch)
         if configure:
             self.configured = None
@@ -289,6 +343,7 @@ class ReplicaState:
             self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
         elif outcome is Outcome.LEFT_BEHIND:
             self.newest_step = max(self.newest_step, decided.step + 1)
+            self._is_stale = True
             self.configured = None
         return outcome
 
@@ -332,10 +387,15 @@ class ReplicaState:
             last_outcome=self._last_outcome,
         )
 
+    def _go_back(self, rolled_back_to: StateVersion) -> None:
+        if rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
+            self.rolled_back_to = rolled_back_to
+
     def _adopt(self, version: StateVersion) -> None:
         self.version = version
         self.restored = False
         self.torn = False
+        self._is_stale = False
         self.newest_step = max(self.newest_step, version.step)
 
     def __repr__(self) -> str:

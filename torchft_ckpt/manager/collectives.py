@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,9 +21,12 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from torch.futures import Future
 
 from torchft_ckpt.core.patience import StallWatch
+from torchft_ckpt.manager.lane import Lane
+from torchft_ckpt.process_group.quantized import allreduce_quantized
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
+    from torchft_ckpt.process_group.quantization import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ class Collectives:
         self._on_error = on_error
         self._schedule = schedule
         self._on_stall = on_stall
+        self._lane = Lane()
         self._lock = threading.Lock()
         self._open: list[Future[torch.Tensor]] = []
         self._num_unfinished = 0
@@ -118,25 +123,69 @@ class Collectives:
         divisor: int | None,
         timeout: timedelta,
         failed: Callable[[], bool],
+        codec: Codec | None = None,
     ) -> ManagedWork:
-        """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one."""
-        options = AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        options.timeout = timeout
+        """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one.
+
+        They start in the order of the calls on all ranks, plain and quantised ones; see `lane.py`.
+
+        Args:
+            tensor: to reduce.
+            op: the reduction; a sum where there is a codec.
+            divisor: of the result.
+            timeout: of the collective, once it is its turn.
+            failed: whether the step has failed.
+            codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.
+        """
         with self._lock:
             self._num_unfinished += 1
             self._watch.entered(time.monotonic())
             self._arm()
-        try:
-            work = self._process_group.allreduce([tensor], options)
-            future: Future[torch.Tensor] = work.get_future().then(lambda done: self._finish(done, tensor, divisor))
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
-            self._finished()
-            self._on_error(error)
+        future = self._start(tensor, op, divisor, timeout, codec)
+        if future is None:
             return done_work(tensor, failed)
         with self._lock:
             self._open.append(future)
         return ManagedWork(future, failed)
+
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp | ReduceOp.RedOpType,
+        divisor: int | None,
+        timeout: timedelta,
+        codec: Codec | None,
+    ) -> Future[torch.Tensor] | None:
+        """Start, or queue; None if that failed, which has been noted."""
+        options = AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        options.timeout = timeout
+        later = future_for(tensor)
+
+        def start() -> Future[torch.Tensor]:
+            work = self._process_group.allreduce([tensor], options)
+            return work.get_future().then(lambda done: self._finish(done.value, tensor, divisor))
+
+        def start_later() -> None:
+            try:
+                start().then(lambda done: later.set_result(tensor))
+            except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
+                self._failed(error)
+                later.set_result(tensor)
+
+        def run_quantized() -> None:
+            assert codec is not None
+            reduce = partial(allreduce_quantized, self._process_group, tensor, codec, divisor=divisor, timeout=timeout)
+            later.set_result(self._finish(reduce, tensor, None))
+
+        try:
+            if codec is not None and self._process_group.size() > 1:
+                self._lane.run(run_quantized, tensor)
+                return later
+            return later if self._lane.run_if_busy(start_later, tensor) else start()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed(error)
+            return None
 
     def has_open(self) -> bool:
         """Return whether collectives were issued that `wait_all` has not waited for."""
@@ -150,9 +199,9 @@ class Collectives:
         for future in futures:
             future.wait()
 
-    def _finish(self, done: Future, tensor: torch.Tensor, divisor: int | None) -> torch.Tensor:
+    def _finish(self, result: Callable[[], object], tensor: torch.Tensor, divisor: int | None) -> torch.Tensor:
         try:
-            done.value()
+            result()
             if divisor is not None:
                 tensor.div_(divisor)
         except Exception as error:  # noqa: BLE001 - as above
@@ -160,6 +209,10 @@ class Collectives:
         finally:
             self._finished()
         return tensor
+
+    def _failed(self, error: Exception) -> None:
+        self._finished()
+        self._on_error(error)
 
     def _finished(self) -> None:
         with self._lock:
@@ -191,10 +244,15 @@ def done_work(tensor: torch.Tensor, failed: Callable[[], bool]) -> ManagedWork:
 
 def completed_future(value: T) -> Future[T]:
     """Return a future that has its value."""
-    on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    future: Future[T] = Future(devices=[value.device]) if on_device else Future()  # type: ignore[attr-defined]
+    future = future_for(value)
     future.set_result(value)
     return future
+
+
+def future_for(value: T) -> Future[T]:
+    """Return a future that may complete with such a value: it knows the device of a tensor, to order streams."""
+    on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return Future(devices=[value.device]) if on_device else Future()  # type: ignore[attr-defined]
 
 
 def first_of(

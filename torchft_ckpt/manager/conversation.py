@@ -22,6 +22,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    LocateState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -30,6 +31,8 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     Refused,
     StallReport,
+    StateLocated,
+    StateVersion,
 )
 from torchft_ckpt.core.replica import Phase, ReplicaState, StepPlan
 from torchft_ckpt.errors import (
@@ -72,6 +75,8 @@ class Conversation:
         self._plan: StepPlan | None = None
         self._answer: CommitDecided | CommitUnknown | None = None
         self._pending: QuorumPending | None = None
+        self._located: StateLocated | None = None
+        self._asked_where: LocateState | None = None
         self._fatal: CoordinationError | None = None
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
@@ -88,17 +93,75 @@ class Conversation:
             replica = self.replica
             return replica.waits_for_quorum, replica.capture_wanted or not replica.version.proven
 
-    def begin(self, *, allow_heal: bool, shrink_only: bool, can_serve: bool, store_address: str) -> QuorumRequest:
+    def begin(
+        self,
+        *,
+        allow_heal: bool,
+        shrink_only: bool,
+        can_serve: bool,
+        store_address: str,
+        contributes: bool,
+        patience_s: float,
+        waits: bool | None,
+    ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
         with self._lock:
-            self._plan = None
-            self._answer = None
-            self._pending = None
-            self._error = None
-            self._is_stall_reported = False
+            self._forget_step()
             return self.replica.begin(
-                allow_heal=allow_heal, shrink_only=shrink_only, can_serve=can_serve, store_address=store_address
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                can_serve=can_serve,
+                store_address=store_address,
+                contributes=contributes,
+                patience_s=patience_s,
+                waits=waits,
             )
+
+    def _forget_step(self) -> None:
+        self._plan = None
+        self._answer = None
+        self._pending = None
+        self._error = None
+        self._is_stall_reported = False
+
+    def is_behind(self) -> bool:
+        """Return whether there is no whole state here, or a newer one is known to exist."""
+        with self._lock:
+            return self.replica.is_behind
+
+    def locate(self, send: Callable[[RankToGroup], None], until: float) -> StateLocated | None:
+        """Ask where the newest state is, and wait for the answer; None: there was none in time.
+
+        An open step is abandoned.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        with self._lock:
+            self._raise_if_fatal()
+            self._forget_step()
+            self._located = None
+            asked = self._asked_where = self.replica.locate()
+        send(asked)
+        with self._changed:
+            while self._located is None:
+                self._raise_if_fatal()
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._changed.wait(left_s)
+            return self._located
+
+    def caught_up(self, version: StateVersion) -> None:
+        """The newest state was loaded, outside of a quorum."""
+        with self._lock:
+            self.replica.caught_up(version)
+
+    def pause(self, seconds: float) -> None:
+        """Wait until something is heard, or so long."""
+        with self._changed:
+            self._raise_if_fatal()
+            self._changed.wait(seconds)
 
     def await_plan(self, limit: timedelta, retries: int | None, waiting_for: Callable[[], str]) -> StepPlan:
         """Wait for the quorum, saying now and then what for.
@@ -311,6 +374,11 @@ class Conversation:
                 sources = replica.quorum.sources if replica.quorum is not None else []
                 is_only_source = [source.replica_id for source in sources] == [message.replica_id]
                 return message.reason, message.lost and is_only_source
+        elif isinstance(message, StateLocated):
+            if self._asked_where is not None and message.request_id == self._asked_where.request_id:
+                self._asked_where = None
+                replica.located(message)
+                self._located = message
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, JoinerWaiting):

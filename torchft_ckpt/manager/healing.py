@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
-from torchft_ckpt.core.messages import QuorumFormed
+from torchft_ckpt.core.messages import QuorumFormed, StateLocated
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -49,17 +49,27 @@ class StateRegistry:
         self._load: dict[str, Callable[[Any], None]] = {}
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._moving: set[str] = set()
 
-    def register(self, key: str, load: Callable[[Any], None], get: Callable[[], Any]) -> None:
-        """Add a pair. Raises `ConfigError` where the key is taken."""
+    def register(
+        self, key: str, load: Callable[[Any], None], get: Callable[[], Any], *, kept_still: bool = False
+    ) -> None:
+        """Add a pair; `kept_still`: optimizer steps do not change it. Raises `ConfigError` where the key is taken."""
         if key in self._load:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
         self._load[key] = load
         self._get[key] = get
+        if not kept_still:
+            self._moving.add(key)
 
     @property
     def is_empty(self) -> bool:
         return not self._get
+
+    @property
+    def is_kept_still(self) -> bool:
+        """Whether guarded optimizers change nothing of the state."""
+        return not self._moving
 
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
@@ -74,7 +84,7 @@ class StateRegistry:
 
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example.
         """
-        return hold_still(self.capture(), self._optimizers)
+        return self.capture() if self.is_kept_still else hold_still(self.capture(), self._optimizers)
 
     def check(self, user: object) -> dict[str, Any]:
         """Return what was received, if each registered key is in it and no other.
@@ -118,24 +128,24 @@ class Healing:
         self._timeout = timeout
         self._worker = Worker("torchft_ckpt-heal")
         self._fetch: Future[Any] | None = None
-        self._formed: QuorumFormed | None = None
+        self._wanted: QuorumFormed | StateLocated | None = None
         self._is_cancelled = False
         self._is_in_place = False
         self.took_s = 0.0
 
-    def start(self, formed: QuorumFormed, local: dict[str, Any] | None, in_place: bool) -> None:
-        """Begin to fetch the state that a quorum trains from.
+    def start(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None, in_place: bool) -> None:
+        """Begin to fetch a state.
 
         Args:
-            formed: the quorum.
+            wanted: which, and who holds it.
             local: what the registered functions return here: what is equal in it is not fetched.
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
         """
         self.cancel()
-        self._formed = formed
+        self._wanted = wanted
         self._is_cancelled = False
         self._is_in_place = in_place and local is not None and isinstance(self._transport, CheckpointTransport)
-        self._fetch = self._worker.submit(lambda: self._run(formed, local))
+        self._fetch = self._worker.submit(lambda: self._run(wanted, local))
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.
@@ -143,10 +153,10 @@ class Healing:
         Raises:
             TransferError, StateFormatError: why it could not be had; a state of another name is refused.
         """
-        if self._fetch is None or self._formed is None:
+        if self._fetch is None or self._wanted is None:
             raise RuntimeError("internal error: no fetch was started")
         state = self._fetch.result()
-        wanted = self._formed.version
+        wanted = self._wanted.version
         own = state.get("torchft") if isinstance(state, dict) else None
         found = tuple(own.get(key) for key in ("step", "quorum_id", "epoch")) if isinstance(own, dict) else None
         if not isinstance(own, dict) or found != (wanted.step, wanted.quorum_id, wanted.epoch):
@@ -187,16 +197,16 @@ class Healing:
         self.cancel()
         self._worker.shutdown(timeout_s=5.0)
 
-    def _run(self, formed: QuorumFormed, local: dict[str, Any] | None) -> Any:
-        if self._is_cancelled or self._formed is not formed:
+    def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None) -> Any:
+        if self._is_cancelled or self._wanted is not wanted:
             raise TransferCancelledError("the step that this transfer was for is over")
         sources = [
-            source for source in formed.sources if source.checkpoint_addresses and source.checkpoint_addresses[0]
+            source for source in wanted.sources if source.checkpoint_addresses and source.checkpoint_addresses[0]
         ]
         if not sources:
-            raise SourceLostError(f"quorum {formed.quorum_id} names no source that can be reached for this rank")
+            raise SourceLostError(f"no source of {wanted.version} can be reached for this rank")
         names = ", ".join(source.replica_id for source in sources)
-        step = formed.version.step
+        step = wanted.version.step
         started = time.monotonic()
         logger.info("fetching step %d from %s", step, names)
         if isinstance(self._transport, CheckpointTransport):
@@ -223,4 +233,4 @@ class Healing:
         return state
 
     def _source_name(self) -> str:
-        return self._formed.sources[0].replica_id if self._formed and self._formed.sources else "the source"
+        return self._wanted.sources[0].replica_id if self._wanted and self._wanted.sources else "the source"

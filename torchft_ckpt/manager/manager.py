@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp, Work
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.coordination import GroupService, RankSession
-from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
+from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
 from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState
 from torchft_ckpt.errors import (
     ConfigError,
@@ -37,6 +37,7 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     StateDictLoadError,
     StateMismatchError,
+    TransferTimeoutError,
     UnsupportedValueError,
 )
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
@@ -44,6 +45,7 @@ from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.worker import Worker
+from torchft_ckpt.process_group.quantization import Quantization, find_codec
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -54,6 +56,9 @@ T = TypeVar("T")
 
 
 TOO_FEW_LOG_S = 10.0
+_CATCH_UP_PAUSE_S = 0.2
+_OFFER_FOR = timedelta(days=30)
+"""An offer ends when the state changes, however long that takes."""
 
 
 class WorldSizeMode(Enum):
@@ -279,16 +284,30 @@ class Manager:
     # ------------------------------------------------------------------------------------------- what is to be moved
 
     def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+        self,
+        key: str,
+        load_state_dict: Callable[[Any], None],
+        state_dict: Callable[[], Any],
+        *,
+        kept_still: bool = False,
     ) -> None:
         """Add a pair of functions to the state that replicas heal from.
 
-        All replicas must register the same keys, before their first step. Both are called on the training thread.
+        All replicas must register the same keys, before their first step. Both are called on the training thread, or while it
+        waits for a quorum; `state_dict` of a state that is kept still on any thread between two of its changes.
+
+        Args:
+            key: names the pair.
+            load_state_dict: loads what `state_dict` of another replica returned.
+            state_dict: returns the state.
+            kept_still: the state changes only between `disallow_state_dict_read` and `allow_state_dict_read`, by its owner,
+                and not in the steps of optimizers. Where that holds for all that is registered, `guard_optimizer` costs
+                nothing, and the state can be offered between two steps (`offer_state`).
 
         Raises:
             ConfigError: the key is taken.
         """
-        self._registry.register(key, load_state_dict, state_dict)
+        self._registry.register(key, load_state_dict, state_dict, kept_still=kept_still)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""
@@ -321,7 +340,9 @@ class Manager:
         `allow_state_dict_read` then, and `report_torn_state` if the script is to go on.
         """
         self._registry.guard(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self.disallow_state_dict_read())
+        optimizer.register_step_pre_hook(
+            lambda *_: None if self._registry.is_kept_still else self.disallow_state_dict_read()
+        )
         optimizer.register_step_post_hook(lambda *_: self.allow_state_dict_read())
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -349,7 +370,14 @@ class Manager:
     # --------------------------------------------------------------------------------------------------------- quorum
 
     def start_quorum(
-        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+        self,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+        *,
+        contributes: bool = True,
+        patience: timedelta | None = None,
+        wait: bool | None = None,
     ) -> None:
         """Begin a step: find who trains together. `Optimizer.zero_grad` calls it.
 
@@ -360,24 +388,20 @@ class Manager:
             allow_heal: whether a replica that is behind may heal in this step; all must pass the same.
             shrink_only: let nobody join.
             timeout: instead of `quorum_timeout`.
+            contributes: False: this replica did not train for this step. It adds nothing, is not counted, and takes the
+                outcome, as one that joins; unless nobody contributes.
+            patience: how long the way to this step took, where that is long. Members that live and have not asked are waited
+                for as long again, and so are collectives and the decision.
+            wait: for the quorum: True, False (and never heal before it), or None: as `use_async_quorum` says.
 
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
             QuorumTimeoutError: with `quorum_retries` set, no quorum in that many attempts.
             CheckpointError: see `should_commit`.
         """
-        self._join_quorum_thread()
-        if self._collectives.has_open():
-            # The step before was abandoned with collectives in flight: they must not end in the middle of this one.
-            self._pg.abort()
-            self._collectives.wait_all()
+        self._leave_step()
         if self._registry.is_empty:
             raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
-        if self._is_load_pending:
-            self._healing.cancel()
-            if self._healing.has_overwritten():
-                self._talk.load_torn()
-            self._is_load_pending = False
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
@@ -385,13 +409,18 @@ class Manager:
         self._step_started_at = time.monotonic()
         has_to_wait, has_to_capture = self._talk.wants()
         is_wished_for = isinstance(self._transport, HTTPTransport) and self._transport.is_wished_for
+        has_to_wait = has_to_wait if wait is None else wait
         has_to_capture = has_to_capture or is_wished_for
-        captured = self._registry.capture_to_serve() if self._use_async_quorum and has_to_capture else None
+        can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
+        captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
         request = self._talk.begin(
             allow_heal=allow_heal,
             shrink_only=shrink_only,
-            can_serve=captured is not None or not self._use_async_quorum,
+            can_serve=captured is not None or can_capture_later,
             store_address=self._launch.store_address,
+            contributes=contributes,
+            patience_s=patience.total_seconds() if patience is not None else 0.0,
+            waits=wait,
         )
         request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()])
         self._link.send(request)
@@ -404,6 +433,19 @@ class Manager:
             plan = self._talk.plan()
             if self._is_load_pending and plan is not None and plan.load_before_forward:
                 self._load(before_forward=True)
+
+    def _leave_step(self) -> None:
+        """Abandon the step that is open, if there is one."""
+        self._join_quorum_thread()
+        if self._collectives.has_open():
+            # They must not end in the middle of the next one.
+            self._pg.abort()
+            self._collectives.wait_all()
+        if self._is_load_pending:
+            self._healing.cancel()
+            if self._healing.has_overwritten():
+                self._talk.load_torn()
+            self._is_load_pending = False
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and the process group is connected.
@@ -425,15 +467,17 @@ class Manager:
         """On the quorum thread."""
         plan = self._talk.await_plan(limit, self._quorum_retries, self._link.waiting_for)
         formed = plan.formed
-        self._collectives.begin_step(formed.join_budget_s)
+        budget_s = formed.join_budget_s
+        self._collectives.begin_step(None if budget_s is None else max(budget_s, formed.patience_s))
         if plan.serve:
             self._serve(formed, captured)
         elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
             self._serve(formed, captured)  # to whoever looks at this job from outside
         if plan.load:
-            local = self._registry.capture() if trainer_waits else captured
+            local = self._registry.capture() if trainer_waits or self._registry.is_kept_still else captured
             self._is_load_pending = True
-            self._healing.start(formed, local, self._heal_in_place and trainer_waits and plan.load_before_forward)
+            in_place = self._heal_in_place and trainer_waits and plan.load_before_forward
+            self._healing.start(formed, local, in_place)
         if plan.configure:
             self._configure(formed)
 
@@ -446,7 +490,7 @@ class Manager:
             self._transport.send_checkpoint(
                 dst_ranks=list(formed.destinations),
                 step=formed.version.step,
-                state_dict={"user": captured, "torchft": self._own_state(formed)},
+                state_dict={"user": captured, "torchft": self._own_state(formed.version)},
                 timeout=self._timeouts.transfer,
             )
         except Exception as error:  # whatever a transport raises, it is the joiner's loss: this replica's step goes on
@@ -454,8 +498,7 @@ class Manager:
                 raise  # but a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
 
-    def _own_state(self, formed: QuorumFormed) -> dict[str, int | str]:
-        version = formed.version
+    def _own_state(self, version: StateVersion) -> dict[str, int | str]:
         return {
             "step": version.step,
             "batches_committed": self._batches_committed,
@@ -487,7 +530,10 @@ class Manager:
     # ---------------------------------------------------------------------------------------------------- collectives
 
     def allreduce(
-        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool | Quantization = False,
+        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
     ) -> Work:
         """Reduce a tensor in place over the replica groups; by default average it over those that contribute.
 
@@ -496,18 +542,24 @@ class Manager:
 
         Args:
             tensor: any shape; a floating point dtype for an average.
-            should_quantize: not supported yet, the tensor is sent as it is.
-            reduce_op: `ReduceOp.AVG`, or any that the process group knows.
+            should_quantize: send a byte an element: "int8" (which True means too) or "fp8", with a scale for each 512. All
+                ranks get the same bits; how far they may be off is in `process_group/quantized.py`. A value that is not
+                finite turns its block into NaNs. Exact where the process group has one member. The same on all ranks.
+            reduce_op: `ReduceOp.AVG`, or any that the process group knows; AVG or SUM where it is quantised.
 
         Returns:
             work; its future completes with the tensor and never fails.
 
         Raises:
-            ValueError: an average of integers.
+            ValueError: an average of integers; no such quantisation, or not of this reduction or dtype.
             Also as `wait_quorum`.
         """
-        if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
-            raise ValueError(f"an average needs a floating point tensor, got {tensor.dtype}")
+        codec = find_codec(should_quantize)
+        if (reduce_op == ReduceOp.AVG or codec is not None) and not torch.is_floating_point(tensor):
+            what = "an average" if codec is None else "quantisation"
+            raise ValueError(f"{what} needs a floating point tensor, got {tensor.dtype}")
+        if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
+            raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
         if self._talk.error() is None:
             self.wait_quorum()
         if self._talk.skips_collective():
@@ -519,8 +571,9 @@ class Manager:
             tensor,
             op=ReduceOp.SUM if is_average else reduce_op,
             divisor=self.num_participants() if is_average else None,
-            timeout=self._timeouts.collective,
+            timeout=self._at_least_patience(self._timeouts.collective),
             failed=self._talk.has_failed,
+            codec=codec,
         )
 
     def report_error(self, e: Exception) -> None:
@@ -577,9 +630,15 @@ class Manager:
             self._load(before_forward=False)
         vote = self._talk.vote()
         self._link.send(vote)
-        outcome, reason = self._talk.await_decision(vote, timeout or self._timeouts.collective, self._link.send)
+        limit = self._at_least_patience(timeout or self._timeouts.collective)
+        outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
         self._finish_step(vote, outcome, reason)
         return outcome is Outcome.COMMIT
+
+    def _at_least_patience(self, limit: timedelta) -> timedelta:
+        """Members may be as far apart as their ways to this step were long."""
+        formed = self._replica.quorum
+        return limit if formed is None else max(limit, timedelta(seconds=formed.patience_s))
 
     def _load(self, before_forward: bool) -> None:
         """Wait for the state and load it; a transfer that fails costs this replica the step and no more."""
@@ -588,18 +647,30 @@ class Manager:
             return
         self._is_load_pending = False
         try:
-            state = self._healing.wait()
-            user = self._registry.check(state.get("user"))
-        except StateMismatchError:
-            if self._healing.has_overwritten():
-                self._talk.load_torn()
+            self._take_state()
+        except (StateMismatchError, StateDictLoadError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
             logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
-            if self._healing.has_overwritten():
-                self._talk.load_torn()
             self.report_error(error)
             return
+        self._talk.loaded(plan.formed, before_forward=before_forward)
+        logger.info("%s healed to step %d", self.replica_id(), plan.formed.version.step)
+
+    def _take_state(self) -> None:
+        """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
+
+        Raises:
+            StateDictLoadError, StateMismatchError: it cannot be loaded here.
+            Whatever a transport raises.
+        """
+        try:
+            state = self._healing.wait()
+            user = self._registry.check(state.get("user"))
+        except Exception:
+            if self._healing.has_overwritten():
+                self._talk.load_torn()
+            raise
         try:
             self._registry.load(user)
         except StateDictLoadError:
@@ -607,8 +678,80 @@ class Manager:
             raise
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
         self._num_healed += 1
-        self._talk.loaded(plan.formed, before_forward=before_forward)
-        logger.info("%s healed to step %d", self.replica_id(), plan.formed.version.step)
+
+    # --------------------------------------------------------------------------------------------- outside of quorums
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this replica's state is not whole, has no name yet, or is older than one that is known to exist."""
+        return self._talk.is_behind()
+
+    def catch_up(self, timeout: timedelta | None = None) -> bool:
+        """Get the newest state from the others between two steps, without a quorum; call it on the training thread.
+
+        They have to offer it (`offer_state`). All ranks of this group get the same state. A step that is open is abandoned. Tried
+        again, with a line in the log, where sources are lost or have gone on meanwhile.
+
+        Args:
+            timeout: instead of `transfer_timeout`.
+
+        Returns:
+            whether this replica holds the newest state now. If not, nobody is known to hold one that could be had: ask for a
+            quorum.
+
+        Raises:
+            TransferTimeoutError: it could not be had in time.
+            Also as `should_commit`.
+        """
+        self._leave_step()
+        limit = timeout or self._timeouts.transfer
+        until = time.monotonic() + limit.total_seconds()
+        why: object = "the lighthouse does not answer"
+        while time.monotonic() < until:
+            located = self._talk.locate(self._link.send, until)
+            if located is None:
+                break
+            if located.is_held:
+                return True
+            if not located.version.proven:
+                return False
+            if located.version == self._replica.version:
+                continue  # another rank of this group has yet to load it
+            if not located.sources:
+                return False
+            self._healing.start(located, self._registry.capture(), self._heal_in_place)
+            try:
+                self._take_state()
+            except (StateMismatchError, StateDictLoadError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
+                why = error
+                logger.warning(
+                    "%s: catching up with step %d failed: %s", self.replica_id(), located.version.step, error
+                )
+                self._talk.pause(_CATCH_UP_PAUSE_S)
+                continue
+            self._talk.caught_up(located.version)
+            logger.info("%s caught up with step %d", self.replica_id(), located.version.step)
+        message = f"{self.replica_id()} could not catch up within {limit.total_seconds():g} s: {why}"
+        raise TransferTimeoutError(message, party=self.replica_id())
+
+    def offer_state(self) -> None:
+        """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
+
+        It does so where all that is registered is kept still, and has a name. Nothing is copied or computed until
+        somebody asks.
+        """
+        version = self._replica.version
+        if not self._registry.is_kept_still or not version.proven or self.is_behind:
+            return
+        state = {"user": self._registry.capture(), "torchft": self._own_state(version)}
+        try:
+            self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
+        except UnsupportedValueError:
+            raise
+        except Exception:  # whatever a transport raises, it is the joiner's loss
+            logger.exception("%s cannot offer step %d", self.replica_id(), version.step)
 
     def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         formed = self._replica.quorum
@@ -660,6 +803,16 @@ class Manager:
     def current_step(self) -> int:
         """Return the number of committed steps that this replica's state holds."""
         return self._replica.version.step
+
+    def quorum_step(self) -> int:
+        """Return the committed steps in the state that the open quorum trains from, whether this replica holds it or not.
+
+        Waits for the quorum.
+        """
+        if self._quorum_future is not None:
+            self.wait_quorum()
+        formed = self._replica.quorum
+        return formed.version.step if formed is not None else self.current_step()
 
     def batches_committed(self) -> int:
         """Return the batches that went into committed steps, over all replica groups: 5 groups in 2 steps are 10."""

@@ -2,7 +2,7 @@
 
 It behaves as ProcessGroupGloo does, as far as a manager can see:
 - configure blocks until all members of the same `store_addr` have come, or a timeout;
-- an allreduce completes when every member has started it, with the same bits everywhere (reduced in rank order);
+- a collective completes when every member has started it; an allreduce with the same bits everywhere (reduced in rank order);
 - abort frees this member at once, and breaks the connections: the others' operations fail, now or when they start;
 - after an error `errored()` is not None until the next configure.
 
@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceOp
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOp,
+)
 
 from torchft_ckpt.errors import (
     CollectiveFailedError,
@@ -30,6 +37,8 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.process_group.base import ProcessGroup, Tensors
 
 Reduction = Callable[[list[torch.Tensor]], torch.Tensor]
+# From what each rank put in, in rank order, to what one rank gets: one tensor for each of its outputs.
+Exchange = Callable[[list[Tensors]], Tensors]
 
 
 class FakeFabric:
@@ -58,11 +67,13 @@ class FakeFabric:
 
 
 class _Operation:
-    """One collective: what each rank put in, and the futures to complete."""
+    """One collective: what each rank put in and where it gets what, and the futures to complete."""
 
     def __init__(self) -> None:
-        self.reductions: dict[int, Reduction] = {}
-        self.tensors: dict[int, Tensors] = {}
+        self.exchanges: dict[int, Exchange] = {}
+        self.inputs: dict[int, Tensors] = {}
+        self.outputs: dict[int, Tensors] = {}
+        self.results: dict[int, Any] = {}
         self.works: dict[int, FakeWork] = {}
 
 
@@ -205,16 +216,52 @@ class FakeProcessGroup(ProcessGroup):
         self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
     ) -> Work:
         op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        return self._start(tensors, _reduction(ReduceOp.SUM if op is None else op), opts)
+        return self._start(tensors, tensors, _each(_reduction(ReduceOp.SUM if op is None else op)), tensors, opts)
 
     def broadcast(  # type: ignore[override]
         self, tensor_list: Tensors, opts: BroadcastOptions | None = None
     ) -> Work:
         root = 0 if opts is None else opts.rootRank
-        return self._start(tensor_list, lambda parts: parts[root], opts)
+        return self._start(tensor_list, tensor_list, lambda parts: parts[root], tensor_list, opts)
+
+    def allgather(  # type: ignore[override]
+        self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions | None = None
+    ) -> Work:
+        outputs = [tensor for tensors in output_tensors for tensor in tensors]
+
+        def gather(parts: list[Tensors]) -> Tensors:
+            return [part[index] for index in range(len(input_tensor)) for part in parts]
+
+        return self._start(input_tensor, outputs, gather, output_tensors, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | None = None
+    ) -> Work:
+        def gather(parts: list[Tensors]) -> Tensors:
+            return [torch.cat([part[index] for part in parts]) for index in range(len(input_tensors))]
+
+        return self._start(input_tensors, output_tensors, gather, output_tensors, opts)
+
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: AllToAllOptions | None = None,
+    ) -> Work:
+        """Only with empty split sizes: evenly."""
+        if output_split_sizes or input_split_sizes:
+            raise ProcessGroupError("FakeProcessGroup.alltoall_base splits evenly only: pass no sizes")
+        rank, size = self._rank, self._world_size
+
+        def pick(parts: list[Tensors]) -> Tensors:
+            return [torch.cat([part[0].tensor_split(size)[rank] for part in parts])]
+
+        return self._start([input_buffer], [output_buffer], pick, [output_buffer], opts)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
-        return self._start([], _reduction(ReduceOp.SUM), opts)
+        return self._start([], [], lambda parts: [], [], opts)
 
     def abort(self, errored: bool = True) -> None:
         self.fail(ProcessGroupAbortedError("the fake group was aborted"))
@@ -244,7 +291,8 @@ class FakeProcessGroup(ProcessGroup):
 
     # -------------------------------------------------------------------------------------------------------------- inside
 
-    def _start(self, tensors: Tensors, reduction: Reduction, opts: object) -> Work:
+    def _start(self, inputs: Tensors, outputs: Tensors, exchange: Exchange, result: object, opts: object) -> Work:
+        """Start an operation whose future's value is `result`."""
         timeout = getattr(opts, "timeout", None)
         work = FakeWork(self, timeout if timeout is not None and timeout > timedelta(0) else self._timeout)
         with self._fabric.changed:
@@ -264,12 +312,14 @@ class FakeProcessGroup(ProcessGroup):
             elif self._hangs_next:
                 self._hangs_next = False
             else:
-                operation.tensors[self._rank] = tensors
-                operation.reductions[self._rank] = reduction
-                if len(operation.tensors) == ring.world_size:
+                operation.inputs[self._rank] = inputs
+                operation.outputs[self._rank] = outputs
+                operation.exchanges[self._rank] = exchange
+                operation.results[self._rank] = result
+                if len(operation.inputs) == ring.world_size:
                     del ring.operations[number]
-                    _reduce(operation)
-                    finished = [(done, operation.tensors[rank], None) for rank, done in operation.works.items()]
+                    _carry_out(operation)
+                    finished = [(done, operation.results[rank], None) for rank, done in operation.works.items()]
         _finish(finished)
         return work
 
@@ -321,10 +371,14 @@ def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _reduce(operation: _Operation) -> None:
-    ranks = sorted(operation.tensors)
-    num_tensors = len(operation.tensors[ranks[0]])
-    for index in range(num_tensors):
-        result = operation.reductions[ranks[0]]([operation.tensors[rank][index] for rank in ranks])
-        for rank in ranks:
-            operation.tensors[rank][index].detach().copy_(result)
+def _each(reduction: Reduction) -> Exchange:
+    return lambda parts: [reduction(list(tensors)) for tensors in zip(*parts, strict=True)]
+
+
+def _carry_out(operation: _Operation) -> None:
+    parts = [operation.inputs[rank] for rank in sorted(operation.inputs)]
+    # All of them before anything is written: an output may be an input.
+    received = {rank: exchange(parts) for rank, exchange in operation.exchanges.items()}
+    for rank, tensors in received.items():
+        for output, tensor in zip(operation.outputs[rank], tensors, strict=True):
+            output.detach().copy_(tensor)

@@ -1,0 +1,236 @@
+"""What LocalSGD, DiLoCo and Streaming DiLoCo compute, bit by bit and inner step by inner step, beside the plain algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.lockstep import Hub, ScriptedManager, run_replicas
+from support.outer_reference import Bits, bits_of, build_model, diloco, fragments_of, local_sgd, train_step
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from torchft_ckpt import DiLoCo, LocalSGD
+
+SYNC_EVERY = 6
+NUM_INNER_STEPS = 26
+DELAYS = [(fragments, delay) for fragments in (1, 2, 3) for delay in range(SYNC_EVERY // fragments)]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def nesterov(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def run_diloco(
+    num_fragments: int,
+    delay: int,
+    alpha: float,
+    *,
+    num_replicas: int = 2,
+    shares_outer: bool = False,
+    outcomes: Sequence[bool] = (),
+    retries: int = 0,
+    build: Callable[[], nn.Sequential] = build_model,
+    managers: list[ScriptedManager] | None = None,
+    **kwargs: Any,
+) -> list[list[Bits]]:
+    hub = Hub(num_replicas, outcomes)
+
+    def run(rank: int) -> list[Bits]:
+        model = build()
+        manager = ScriptedManager(hub, rank)
+        if managers is not None:
+            managers.append(manager)
+        fragments = fragments_of(model, num_fragments)
+        outer = nesterov(model.parameters()) if shares_outer else [nesterov(f.parameters()) for f in fragments]
+        inner = adamw(model)
+        history = []
+        loop = DiLoCo(
+            manager,  # type: ignore[arg-type]
+            fragments,
+            inner,
+            outer,
+            SYNC_EVERY,
+            fragment_sync_delay=delay,
+            fragment_update_alpha=alpha,
+            round_retries=retries,
+            **kwargs,
+        )
+        with loop:
+            for inner_step in range(NUM_INNER_STEPS):
+                train_step(model, inner, rank, inner_step)
+                history.append(bits_of_locals(model))
+        return history
+
+    return run_replicas(num_replicas, run)
+
+
+def bits_of_locals(model: nn.Module) -> Bits:
+    plain = [p.to_local() if isinstance(p, DTensor) else p for p in (q.detach() for q in model.parameters())]
+    return [tensor.clone().view(torch.int64) for tensor in plain]
+
+
+def expect_diloco(num_fragments: int, delay: int, alpha: float, **kwargs: Any) -> list[list[Bits]]:
+    return diloco(
+        num_replicas=kwargs.pop("num_replicas", 2),
+        num_fragments=num_fragments,
+        sync_every=SYNC_EVERY,
+        delay=delay,
+        alpha=alpha,
+        num_inner_steps=NUM_INNER_STEPS,
+        make_inner=adamw,
+        make_outer=nesterov,
+        **kwargs,
+    )
+
+
+def first_difference(one: list[list[Bits]], other: list[list[Bits]]) -> str:
+    """Name the first inner step, replica and parameter that differ; empty where nothing does."""
+    for inner_step in range(NUM_INNER_STEPS):
+        for rank, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            for index, (a, b) in enumerate(zip(mine[inner_step], theirs[inner_step], strict=True)):
+                if not torch.equal(a, b):
+                    return f"inner step {inner_step + 1}, replica {rank}, parameter {index}"
+    return ""
+
+
+@pytest.mark.parametrize("shares_outer", [False, True], ids=["outer each", "outer shared"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("num_fragments", "delay"), DELAYS)
+def test_every_fragment_and_every_step_is_that_of_the_plain_algorithm(
+    num_fragments: int, delay: int, alpha: float, shares_outer: bool
+) -> None:
+    actual = run_diloco(num_fragments, delay, alpha, shares_outer=shares_outer)
+
+    assert first_difference(actual, expect_diloco(num_fragments, delay, alpha, shares_outer=shares_outer)) == ""
+
+
+@pytest.mark.parametrize(("num_fragments", "delay"), DELAYS)
+def test_a_discarded_round_takes_its_fragment_back_parameters_and_inner_optimizer(
+    num_fragments: int, delay: int
+) -> None:
+    outcomes = [False, True, False, False, True]
+
+    actual = run_diloco(num_fragments, delay, 0.5, outcomes=outcomes)
+
+    assert first_difference(actual, expect_diloco(num_fragments, delay, 0.5, outcomes=outcomes)) == ""
+
+
+@pytest.mark.parametrize(("num_fragments", "delay"), DELAYS)
+def test_a_round_that_is_tried_again_loses_nothing(num_fragments: int, delay: int) -> None:
+    outcomes = [False, True, True, False, True, False, False]
+
+    actual = run_diloco(num_fragments, delay, 0.5, outcomes=outcomes, retries=1)
+
+    assert first_difference(actual, expect_diloco(num_fragments, delay, 0.5, outcomes=outcomes, retries=1)) == ""
+
+
+@pytest.mark.parametrize("cap_bytes", [1, 8, 100, 288, 289, 1000, 10**6])
+def test_buckets_of_any_size_give_what_single_tensors_give(cap_bytes: int) -> None:
+    managers: list[ScriptedManager] = []
+
+    actual = run_diloco(2, 1, 0.5, use_bucketization=True, bucket_cap_mb=cap_bytes / 2**20, managers=managers)
+
+    assert first_difference(actual, expect_diloco(2, 1, 0.5)) == ""
+    assert max(managers[0].num_reduced) <= max(1, cap_bytes // 8)
+
+
+def test_three_replicas_agree_as_two_do() -> None:
+    actual = run_diloco(3, 1, 0.5, num_replicas=3)
+
+    assert first_difference(actual, expect_diloco(3, 1, 0.5, num_replicas=3)) == ""
+
+
+@pytest.fixture
+def mesh(tmp_path: Any) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield DeviceMesh("cpu", [0])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2, 3])
+def test_shards_of_dtensors_are_trained_as_plain_tensors_are(mesh: DeviceMesh, num_fragments: int) -> None:
+    def build() -> nn.Sequential:
+        model = build_model()
+        for index, layer in enumerate(model):
+            for name, param in list(layer.named_parameters()):
+                placement = Shard(0) if index % 2 else Replicate()
+                layer.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [placement])))
+            layer.register_forward_pre_hook(lambda _, inputs: (as_dtensor(inputs[0], mesh),))
+        model.register_forward_hook(lambda _, __, output: output.full_tensor())
+        return model
+
+    actual = run_diloco(num_fragments, 1, 0.5, num_replicas=1, outcomes=[True, False, True], build=build)
+
+    expected = expect_diloco(num_fragments, 1, 0.5, num_replicas=1, outcomes=[True, False, True])
+    assert first_difference(actual, expected) == ""
+
+
+def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return tensor if isinstance(tensor, DTensor) else distribute_tensor(tensor, mesh, [Replicate()])
+
+
+@pytest.mark.parametrize("outcomes", [[], [True, False, True, False, False]], ids=["all commit", "some are discarded"])
+def test_local_sgd_averages_parameters_and_discards_local_steps_with_the_round(outcomes: list[bool]) -> None:
+    hub = Hub(2, outcomes)
+
+    def run(rank: int) -> list[Bits]:
+        model, history = build_model(), []
+        inner = adamw(model)
+        with LocalSGD(ScriptedManager(hub, rank), model, inner, 4, round_retries=0):  # type: ignore[arg-type]
+            for inner_step in range(NUM_INNER_STEPS):
+                train_step(model, inner, rank, inner_step)
+                history.append(bits_of(model))
+        return history
+
+    expected = local_sgd(
+        num_replicas=2, sync_every=4, num_inner_steps=NUM_INNER_STEPS, make_inner=adamw, outcomes=outcomes
+    )
+    assert first_difference(run_replicas(2, run), expected) == ""
+
+
+def test_the_inner_gradients_are_where_they_were_after_a_round() -> None:
+    model = build_model()
+    inner = adamw(model)
+    with DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 1):  # type: ignore[arg-type]
+        train_step(model, inner, 0, 0)
+
+    assert all(param.grad is not None and bool(param.grad.abs().sum()) for param in model.parameters())
+
+
+def test_an_outer_step_that_fails_leaves_a_torn_state_and_a_lock_that_is_free() -> None:
+    model = build_model()
+    inner, outer = adamw(model), nesterov(model.parameters())
+    manager = ScriptedManager(Hub(1), 0)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    outer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"), DiLoCo(manager, [model], inner, outer, 1):  # type: ignore[arg-type]
+        train_step(model, inner, 0, 0)
+
+    assert manager.is_torn
+    assert not manager.is_locked
+
+
+def test_dtypes_are_not_mixed_in_a_bucket() -> None:
+    model = build_model()
+    model[0].register_parameter("extra", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))
+    manager, inner = ScriptedManager(Hub(1), 0), adamw(model)
+    outer = nesterov(model.parameters())
+    with DiLoCo(manager, [model], inner, outer, 1, use_bucketization=True):  # type: ignore[arg-type]
+        train_step(model, inner, 0, 0)
+
+    assert manager.dtypes == {torch.double, torch.bfloat16}
+    assert sorted(manager.num_reduced) == [5, 6 * 36 + 3 * 6]

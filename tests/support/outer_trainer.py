@@ -1,0 +1,190 @@
+"""One rank of a replica group that trains a tiny model with an outer loop; a process of its own. It reports as JSON lines.
+
+Its options come as one JSON object on the command line; files in `control` steer it as they do `trainer.py`. `die` says where it
+kills itself: {"groups": once so many trained in a round, "at": "inner" | "prepare" | "allreduce" | "vote"}.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from trainer import SteeredTransport, report
+
+from torchft_ckpt import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
+from torchft_ckpt.core.messages import CommitVote
+from torchft_ckpt.outer.fragment import Fragment
+
+
+def digest_of_globals(loop: Any) -> str:
+    """Return a digest of all bits of the global parameters and the outer optimizers' state."""
+    state = xxhash.xxh3_128()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                state.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            state.update(repr(value).encode())
+
+    add(loop._state())
+    return state.hexdigest()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Suicide:
+    """Kills the process at one point of one round."""
+
+    def __init__(self, manager: Manager, plan: dict[str, Any] | None) -> None:
+        self._plan = plan or {}
+        self._num_rounds = 0
+        if self._plan.get("at") == "prepare":
+            self._after(manager, "start_quorum", lambda *_, **options: options.get("contributes", True))
+        if self._plan.get("at") == "allreduce":
+            self._after(manager, "allreduce", lambda *_, **__: manager.is_participating())
+        if self._plan.get("at") == "vote":
+            self._after(manager._link, "send", lambda message: isinstance(message, CommitVote))
+
+    def inner_step(self, number: int) -> None:
+        if self._plan.get("at") == "inner" and self._is_due() and number == 2:
+            die()
+
+    def round_ended(self, num_participants: int) -> None:
+        self._num_rounds = self._num_rounds + 1 if num_participants == self._plan.get("groups") else 0
+
+    def _is_due(self) -> bool:
+        return self._num_rounds >= 2
+
+    def _after(self, owner: Any, name: str, condition: Callable[..., bool]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._is_due() and condition(*args, **kwargs):
+                die()
+            return result
+
+        setattr(owner, name, wrapped)
+
+
+def count_restores() -> list[int]:
+    """Count how often a fragment went back to its backup."""
+    count = [0]
+    original = Fragment.restore
+
+    def restore(self: Fragment) -> None:
+        count[0] += 1
+        original(self)
+
+    Fragment.restore = restore  # type: ignore[method-assign]
+    return count
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    control = Path(options["control"])
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    generator = torch.Generator().manual_seed(options["seed"])
+    torch.manual_seed(options["seed"])
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    transport.control, transport.cancelled = control, threading.Event()
+    manager = Manager(
+        ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        None,
+        None,
+        min_replica_size=options.get("min_replica_size", 2),
+        use_async_quorum=False,
+        replica_id=options["replica_id"],
+        lighthouse_addr=options["lighthouse"],
+        checkpoint_transport=transport,
+        timeout=timedelta(seconds=options.get("timeout_s", 30)),
+    )
+    report("ready", replica_id=manager.replica_id())
+    suicide = Suicide(manager, options.get("die"))
+    restores = count_restores()
+    sync_every = options.get("sync_every", 8)
+    common = {"round_retries": options.get("round_retries", 3)}
+    if options.get("kind") == "local_sgd":
+        loop: Any = LocalSGD(manager, model, inner, sync_every, **common)
+    else:
+        fragments: list[nn.Module] = [model[:2], model[2:]]
+        outer = [torch.optim.SGD(f.parameters(), lr=0.7, momentum=0.9, nesterov=True) for f in fragments]
+        loop = DiLoCo(
+            manager,
+            fragments,
+            inner,
+            outer,
+            sync_every,
+            fragment_sync_delay=options.get("delay", 1),
+            fragment_update_alpha=0.25,
+            use_bucketization=True,
+            bucket_cap_mb=0.05,
+            should_quantize=options.get("quantize", False),
+            **common,
+        )
+    stop = control / "stop"
+    number = 0
+    try:
+        with loop:
+            report("entered", step=manager.current_step(), healed=manager.statistics().num_healed)
+            before, restored = manager.statistics(), restores[0]
+            while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+                batch = torch.randn(8, 64, generator=generator)
+                inner.zero_grad()
+                (model(batch) - batch).square().mean().backward()
+                inner.step()
+                number += 1
+                time.sleep(options.get("pause_s", 0.01))
+                after = manager.statistics()
+                suicide.inner_step(number)
+                if (after.num_committed, after.num_discarded, after.num_left_behind) != (
+                    before.num_committed,
+                    before.num_discarded,
+                    before.num_left_behind,
+                ):
+                    suicide.round_ended(manager.num_participants())
+                    report(
+                        "step",
+                        step=manager.current_step(),
+                        committed=after.num_committed > before.num_committed,
+                        discarded=after.num_discarded - before.num_discarded,
+                        restores=restores[0] - restored,
+                        participants=manager.num_participants(),
+                        contributed=manager.is_participating(),
+                        inner_steps=number,
+                        healed=after.num_healed,
+                        digest=digest_of_globals(loop),
+                    )
+                    before, restored, number = after, restores[0], 0
+        report("done", step=manager.current_step(), digest=digest_of_globals(loop))
+    finally:
+        manager.shutdown()
+        transport.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Outer loops: training that exchanges parameters now and then, beside inner steps that exchange nothing."""

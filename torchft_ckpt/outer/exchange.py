@@ -1,0 +1,83 @@
+"""The averaging of one round, on a thread of its own: it waits for the quorum and for the others, so inner steps go on.
+
+What is exchanged is known when the quorum is: a replica that turns out to be behind takes part in the others' round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchft_ckpt.manager.worker import Worker
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager import Manager
+
+
+class Exchange:
+    """At most one round is in flight. `start` and `wait` are the training thread's.
+
+    Args:
+        manager: averages.
+        should_quantize: as for `Manager.allreduce`.
+    """
+
+    def __init__(self, manager: Manager, should_quantize: bool | str) -> None:
+        self._manager = manager
+        self._should_quantize = should_quantize
+        self._worker = Worker("torchft_ckpt-outer")
+        self._round: Future[None] | None = None
+        self._stream = torch.Stream() if torch.accelerator.is_available() else None
+        self._done: torch.Event | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        return self._round is not None
+
+    def start(self, choose: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Average tensors in place once the quorum that was asked for is there.
+
+        Args:
+            choose: returns them; called on the thread of the exchange.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+        self._round = self._worker.submit(lambda: self._run(choose))
+
+    def wait(self) -> None:
+        """Wait for the averages. Where something went wrong the vote will say so.
+
+        Raises:
+            What `Manager.wait_quorum` raises.
+        """
+        exchange, self._round = self._round, None
+        if exchange is not None:
+            exchange.result()
+        if self._done is not None:
+            torch.accelerator.current_stream().wait_event(self._done)
+            self._done = None
+
+    def shutdown(self) -> None:
+        """End the thread once what it waits for is over; it is not waited for."""
+        self._worker.shutdown(timeout_s=0.0)
+
+    def _run(self, choose: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._manager.wait_quorum()
+        if self._stream is None:
+            self._average(choose())
+            return
+        with self._stream:
+            self._average(choose())
+            self._done = torch.Event()
+            self._done.record(self._stream)
+
+    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
+        works = [
+            self._manager.allreduce(tensor, should_quantize=self._should_quantize)  # type: ignore[arg-type]
+            for tensor in tensors
+        ]
+        for work in works:
+            work.wait()

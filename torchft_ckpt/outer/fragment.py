@@ -1,0 +1,225 @@
+"""A part of the model that is exchanged as one: its parameters, and the copy of what all replicas agreed on last.
+
+The *backup* holds the global parameters. Inner steps never touch it; it changes when a round is committed or a state is
+loaded, under the write lock of the manager's state, so it can be served at any time in between.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.outer.inner_state import InnerStateBackup
+from torchft_ckpt.outer.memory import FlatBuffers, copy_for, local_of, shaped_like
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Fragment(ABC):
+    """What is averaged of some parameters, and what becomes of the average, is a subclass's to say.
+
+    Parameters that need no gradient are in the backup, and are not averaged. A replica's shards of DTensors are averaged
+    with the same rank's shards of the other replica groups. Used by the training thread.
+
+    Args:
+        module: its parameters are the fragment's.
+        inner_optimizer: trains them.
+        buffers: memory for the values of a round.
+        backup_device: where the backup is.
+        pin_memory: pin it, where it is on the host and there is an accelerator.
+        keep_inner_state: copy the inner optimizer's state when a round begins, so that it can go back.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        buffers: FlatBuffers,
+        *,
+        backup_device: torch.device,
+        pin_memory: bool,
+        keep_inner_state: bool,
+    ) -> None:
+        self.params = dict(module.named_parameters())
+        self._trained = {name: param for name, param in self.params.items() if param.requires_grad}
+        self._buffers = buffers
+        self.original_parameters = {
+            name: copy_for(local_of(param), backup_device, pin_memory) for name, param in self.params.items()
+        }
+        self._inner_state = (
+            InnerStateBackup(inner_optimizer, list(self._trained.values()), backup_device, pin_memory)
+            if keep_inner_state
+            else None
+        )
+        self._values: list[torch.Tensor] = []
+        self._flat_values: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compute what this replica contributes to the round."""
+        self._lay_out()
+        for name, value in zip(self._trained, self._values, strict=True):
+            self._compute(local_of(self._trained[name]), self.original_parameters[name], value)
+
+    @torch.no_grad()
+    def prepare_nothing(self) -> None:
+        """Take part in the round without a contribution: the averages will be there as well."""
+        self._lay_out()
+        for flat in self._flat_values:
+            flat.zero_()
+
+    def values(self) -> list[torch.Tensor]:
+        """The memory of this round's values: one tensor for each parameter that is trained."""
+        return self._values
+
+    def flat_values(self) -> list[torch.Tensor]:
+        """The same memory, as one flat tensor for each dtype and device."""
+        return self._flat_values
+
+    @abstractmethod
+    def apply(self, *, merge: bool) -> None:
+        """The round is committed, and the values are averages: take them, in parameters and backup.
+
+        The caller holds the write lock of the manager's state.
+
+        Args:
+            merge: the parameters hold inner work after PREPARE, of which a part may be kept.
+        """
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the backup, and the inner optimizer's state to what it was when the round began."""
+        for name, param in self.params.items():
+            local_of(param).copy_(self.original_parameters[name], non_blocking=True)
+        if self._inner_state is not None:
+            self._inner_state.restore()
+
+    def begin_round(self) -> None:
+        """Note the state of the inner optimizer as that to which a discarded round goes back."""
+        if self._inner_state is not None:
+            self._inner_state.save()
+
+    @torch.no_grad()
+    def save_parameters(self) -> None:
+        """Make the parameters of now the global ones."""
+        for name, param in self.params.items():
+            self.original_parameters[name].copy_(local_of(param), non_blocking=True)
+
+    @torch.no_grad()
+    def load_backup(self, received: Mapping[str, torch.Tensor]) -> None:
+        """Take global parameters that were received; the caller has checked names and shapes."""
+        for name, tensor in received.items():
+            self.original_parameters[name].copy_(local_of(tensor))
+
+    def complain_about(self, received: object) -> str:
+        """Say why a received backup is none of this fragment; empty where it is one."""
+        if not isinstance(received, Mapping) or set(received) != set(self.original_parameters):
+            return "it has other parameters"
+        for name, mine in self.original_parameters.items():
+            theirs = received[name]
+            if not isinstance(theirs, torch.Tensor) or local_of(theirs).shape != mine.shape:
+                return f"{name} has another shape than {tuple(mine.shape)}"
+        return ""
+
+    def _lay_out(self) -> None:
+        self._values, self._flat_values = self._buffers.lay_out(self._locals())
+
+    def _locals(self) -> list[torch.Tensor]:
+        return [local_of(param) for param in self._trained.values()]
+
+    @abstractmethod
+    def _compute(self, local: torch.Tensor, backup: torch.Tensor, value: torch.Tensor) -> None:
+        """Write one parameter's value, on its device."""
+
+
+class AveragedFragment(Fragment):
+    """LocalSGD: the parameters themselves are averaged."""
+
+    def _compute(self, local: torch.Tensor, backup: torch.Tensor, value: torch.Tensor) -> None:
+        value.copy_(local)
+
+    @torch.no_grad()
+    def apply(self, *, merge: bool) -> None:
+        """Take the averages. Inner work after PREPARE is not there: LocalSGD exchanges without delay."""
+        for name, value in zip(self._trained, self._values, strict=True):
+            local_of(self._trained[name]).copy_(value)
+            self.original_parameters[name].copy_(value, non_blocking=True)
+
+
+class PseudoGradientFragment(Fragment):
+    """DiLoCo: what the replicas moved away from the global parameters is averaged, as a gradient of an outer optimizer.
+
+    Args:
+        outer_optimizer: steps the global parameters; it may own other fragments' as well.
+        update_alpha: how much of the local parameters stays after a round: 0 none, 1 everything (arXiv 2501.18512).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        buffers: FlatBuffers,
+        *,
+        outer_optimizer: torch.optim.Optimizer,
+        update_alpha: float,
+        backup_device: torch.device,
+        pin_memory: bool,
+        keep_inner_state: bool,
+    ) -> None:
+        super().__init__(
+            module,
+            inner_optimizer,
+            buffers,
+            backup_device=backup_device,
+            pin_memory=pin_memory,
+            keep_inner_state=keep_inner_state,
+        )
+        self._outer_optimizer = outer_optimizer
+        self._update_alpha = update_alpha
+        owned = {id(param) for group in outer_optimizer.param_groups for param in group["params"]}
+        for name, param in self._trained.items():
+            if id(param) not in owned:
+                raise ConfigError(f"the outer optimizer of this fragment does not have {name}", party="outer_optimizer")
+
+    def _compute(self, local: torch.Tensor, backup: torch.Tensor, value: torch.Tensor) -> None:
+        if backup.device == local.device:
+            torch.sub(backup, local, out=value)
+        else:
+            value.copy_(backup, non_blocking=True).sub_(local)
+
+    @torch.no_grad()
+    def apply(self, *, merge: bool) -> None:
+        """Step the outer optimizer from the global parameters, then merge what is local into them."""
+        alpha = self._update_alpha if merge else 0.0
+        kept = [local.clone() for local in self._locals()] if alpha else []
+        for name, param in self.params.items():
+            local_of(param).copy_(self.original_parameters[name], non_blocking=True)
+        with self._outer_gradients():
+            self._outer_optimizer.step()
+        self.save_parameters()
+        for local, before in zip(self._locals(), kept, strict=False):
+            local.lerp_(before, alpha)
+
+    @contextmanager
+    def _outer_gradients(self) -> Iterator[None]:
+        """Give the outer optimizer this fragment's averages as its only gradients; give back what was there."""
+        owned: Sequence[torch.Tensor] = [
+            param for group in self._outer_optimizer.param_groups for param in group["params"]
+        ]
+        before = [param.grad for param in owned]
+        try:
+            for param in owned:
+                param.grad = None
+            for param, value in zip(self._trained.values(), self._values, strict=True):
+                param.grad = shaped_like(value, param)
+            yield
+        finally:
+            for param, grad in zip(owned, before, strict=True):
+                param.grad = grad

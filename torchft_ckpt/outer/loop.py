@@ -1,0 +1,262 @@
+"""The outer loop: counts inner steps, exchanges fragments when the schedule says so, and finds its way into a running job.
+
+It hangs on the inner optimizer's step. What it does there, and what becomes of a round, is decided in `core.outer_schedule`;
+this file carries it out.
+
+- A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
+  outer optimizers come from the others' backups. Then it waits for their next round, adds nothing to it, and takes its outcome:
+  it is bit-equal then, and at the same place of the schedule.
+- A round that fails is tried again at once with those who are left, `round_retries` times; nothing is lost then. If that
+  does not help it is discarded: the fragment's parameters, and the inner optimizer's state of them, go back to where the
+  round began, in all replicas. Other fragments, and what comes after, are not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.outer.exchange import Exchange
+from torchft_ckpt.outer.fragment import Fragment
+from torchft_ckpt.outer.memory import buckets_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from torchft_ckpt.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Fragment)
+
+
+class OuterLoop(Generic[F]):
+    """A context manager around a training loop that steps the inner optimizer. All on the training thread.
+
+    Args:
+        manager: of this rank.
+        inner_optimizer: each of its steps is an inner step.
+        fragments: in the order in which they are exchanged.
+        schedule: when.
+        key: under which the state is registered with the manager.
+        outer_optimizers: whose state belongs to that which all replicas have in common; each once.
+        should_quantize: as for `Manager.allreduce`.
+        bucket_cap_bytes: exchange buckets of at most so many bytes; None: a collective for each parameter.
+        round_retries: how often a failed round is tried again before it is discarded.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        inner_optimizer: torch.optim.Optimizer,
+        fragments: Sequence[F],
+        schedule: OuterSchedule,
+        *,
+        key: str,
+        outer_optimizers: Sequence[torch.optim.Optimizer],
+        should_quantize: bool | str,
+        bucket_cap_bytes: int | None,
+        round_retries: int,
+    ) -> None:
+        if round_retries < 0:
+            raise ConfigError(f"round_retries={round_retries} cannot be negative", party="round_retries")
+        self._manager = manager
+        self._inner_optimizer = inner_optimizer
+        self._fragments = list(fragments)
+        self._schedule = schedule
+        self._outer_optimizers = list(outer_optimizers)
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self._round_retries = round_retries
+        self._exchange = Exchange(manager, should_quantize)
+        self._hooks: list[RemovableHandle] = []
+        self._inner_step = 0
+        self._is_in_job = False
+        self._was_loaded = False
+        self._began_at = time.monotonic()
+        self._patience_s = 0.0
+        _refuse_shared_parameters(self._fragments)
+        manager.guard_optimizer(inner_optimizer)
+        manager.register_state_dict_fn(key, self._load_state, self._state, kept_still=True)
+
+    def __enter__(self) -> Self:
+        if not self._hooks:
+            self._hooks.append(self._inner_optimizer.register_step_post_hook(self._after_inner_step))
+        if not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
+            self._enter_job()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop counting inner steps. A round that is in flight stays so until the loop is entered again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._manager.allow_state_dict_read()  # an inner step that raised did not
+
+    # The inner loop
+
+    def _after_inner_step(self, *_: object) -> None:
+        self._inner_step += 1
+        for action in self._schedule.actions(self._inner_step):
+            if action is Action.PREPARE:
+                self._patience_s = time.monotonic() - self._began_at
+                self._prepare()
+            else:
+                self._sync()
+                self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._inner_step = 0
+        self._began_at = time.monotonic()
+
+    def _prepare(self) -> None:
+        """Take the values of now and begin to average them."""
+        fragment = self._fragment_of(self._manager.current_step())
+        fragment.prepare()
+        self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
+        self._exchange.start(lambda: self._tensors_of(fragment))
+
+    def _tensors_of(self, prepared: Fragment) -> Iterable[torch.Tensor]:
+        """Return what is averaged, once the quorum is known: of a round that this replica is not in, nothing of its own."""
+        fragment = self._fragment_of(self._manager.quorum_step())
+        if fragment is prepared and self._manager.is_participating():
+            return self._tensors(fragment)
+        return self._tensors_of_others()
+
+    def _tensors_of_others(self) -> Iterable[torch.Tensor]:
+        fragment = self._fragment_of(self._manager.quorum_step())
+        fragment.prepare_nothing()
+        return self._tensors(fragment)
+
+    def _tensors(self, fragment: Fragment) -> Iterable[torch.Tensor]:
+        if self._bucket_cap_bytes is None:
+            return [value for value in fragment.values() if value.numel()]
+        return buckets_of(fragment.flat_values(), self._bucket_cap_bytes)
+
+    def _sync(self) -> None:
+        """End the round that is in flight."""
+        retries_left = self._round_retries
+        while True:
+            verdict = self._finish(retries_left, merge=True)
+            if verdict is not Verdict.RETRY:
+                break
+            retries_left -= 1
+            logger.info("%s: round %d is tried again", self._manager.replica_id(), self._manager.current_step())
+            self._prepare()
+        if verdict is Verdict.REJOIN:
+            self._enter_job()
+
+    def _finish(self, retries_left: int, *, merge: bool) -> Verdict:
+        """Wait for the averages, vote, and do what follows."""
+        self._exchange.wait()
+        fragment = self._fragment_of(self._manager.quorum_step())
+        self._was_loaded = False
+        committed = self._manager.should_commit()
+        verdict = after_vote(committed=committed, is_behind=self._manager.is_behind, retries_left=retries_left)
+        if verdict is Verdict.APPLY:
+            self._apply(fragment, merge=merge and not self._was_loaded)
+        elif verdict is Verdict.RESTORE:
+            logger.info("%s: a round is discarded, its fragment goes back", self._manager.replica_id())
+            fragment.restore()
+        if verdict in (Verdict.APPLY, Verdict.RESTORE):
+            fragment.begin_round()
+            self._manager.offer_state()
+        return verdict
+
+    def _apply(self, fragment: Fragment, *, merge: bool) -> None:
+        """A round is committed: from here on the state is the next one's, or torn."""
+        if self._was_loaded:
+            self._go_to_backup()
+        self._manager.disallow_state_dict_read()
+        try:
+            fragment.apply(merge=merge)
+            _synchronize()
+        except BaseException:
+            self._manager.report_torn_state()
+            raise
+        finally:
+            self._manager.allow_state_dict_read()
+
+    # Into the job
+
+    def _enter_job(self) -> None:
+        """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin."""
+        manager = self._manager
+        while True:
+            self._was_loaded = False
+            if manager.is_behind:
+                manager.catch_up()
+            manager.start_quorum(contributes=False, wait=True)
+            if self._was_loaded:
+                self._go_to_backup()
+            if manager.is_participating():
+                break  # nobody trains yet: this round begins here, and is asked for anew when there is something to average
+            logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
+            self._exchange.start(self._tensors_of_others)
+            if self._finish(retries_left=0, merge=False) is Verdict.APPLY:
+                break
+        for fragment in self._fragments:
+            fragment.begin_round()
+        self._is_in_job = True
+        self._begin_round()
+        manager.offer_state()
+
+    def _go_to_backup(self) -> None:
+        """What is local belongs to no round that counts."""
+        for fragment in self._fragments:
+            fragment.restore()
+
+    # The state that all replicas have in common
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "original_parameters": [dict(fragment.original_parameters) for fragment in self._fragments],
+            "outer_optimizers": [optimizer.state_dict() for optimizer in self._outer_optimizers],
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        backups, optimizers = state["original_parameters"], state["outer_optimizers"]
+        if len(backups) != len(self._fragments) or len(optimizers) != len(self._outer_optimizers):
+            raise ValueError(
+                f"the source has {len(backups)} fragments and {len(optimizers)} outer optimizers, this replica"
+                f" {len(self._fragments)} and {len(self._outer_optimizers)}"
+            )
+        for number, (fragment, backup) in enumerate(zip(self._fragments, backups, strict=True)):
+            if complaint := fragment.complain_about(backup):
+                raise ValueError(f"the source's fragment {number} is another one: {complaint}")
+        for fragment, backup in zip(self._fragments, backups, strict=True):
+            fragment.load_backup(backup)
+        for optimizer, received in zip(self._outer_optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(received)
+        self._was_loaded = True
+
+    def _fragment_of(self, num_committed: int) -> F:
+        return self._fragments[self._schedule.fragment_of(num_committed)]
+
+
+def _synchronize() -> None:
+    """What is served is read by other threads: it has to be there."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _refuse_shared_parameters(fragments: Sequence[Fragment]) -> None:
+    seen: dict[int, int] = {}
+    for number, fragment in enumerate(fragments):
+        for name, param in fragment.params.items():
+            other = seen.setdefault(id(param), number)
+            if other != number:
+                raise ConfigError(
+                    f"{name} of fragment {number} is a parameter of fragment {other} as well: it would be exchanged twice",
+                    party="model_fragments",
+                )
