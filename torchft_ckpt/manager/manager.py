@@ -199,6 +199,7 @@ class Manager:
         self._quorum_future: Future[None] | None = None
         self._step_started_at = 0.0
         self._is_load_pending = False
+        self._vote: CommitVote | None = None
         self._batches_committed = 0
         self._commit_failures = 0
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
@@ -437,6 +438,7 @@ class Manager:
     def _leave_step(self) -> None:
         """Abandon the step that is open, if there is one."""
         self._join_quorum_thread()
+        self._vote = None
         if self._collectives.has_open():
             # They must not end in the middle of the next one.
             self._pg.abort()
@@ -620,20 +622,37 @@ class Manager:
             StateMismatchError: the source's state is not one that this replica can load.
         """
         self.wait_quorum()
+        vote = self._vote or self._cast_vote(synchronize=True)
+        limit = self._at_least_patience(timeout or self._timeouts.collective)
+        outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
+        self._finish_step(vote, outcome, reason)
+        return outcome is Outcome.COMMIT
+
+    def cast_vote(self) -> None:
+        """Vote on the step already, if all of its collectives are done; `should_commit` then only asks for the decision.
+
+        For loops that go on training beside the exchange: nobody waits then for the slowest to come and take what is decided.
+        Call it on any thread, when the results of the collectives are there and before `should_commit`. A replica that has a
+        state to load votes in `should_commit`, where it is loaded.
+
+        Raises: as `wait_quorum`.
+        """
+        self.wait_quorum()
+        if not self._is_load_pending and self._vote is None:
+            self._cast_vote(synchronize=False)  # the caller's stream has waited; the device may be busy with the next step
+
+    def _cast_vote(self, *, synchronize: bool) -> CommitVote:
         self._collectives.wait_all()
-        if torch.accelerator.is_available():
+        if synchronize and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         error = self._pg.errored()
         if error is not None:
             self._talk.note_collective_error(error)
         if self._is_load_pending:
             self._load(before_forward=False)
-        vote = self._talk.vote()
+        vote = self._vote = self._talk.vote()
         self._link.send(vote)
-        limit = self._at_least_patience(timeout or self._timeouts.collective)
-        outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
-        self._finish_step(vote, outcome, reason)
-        return outcome is Outcome.COMMIT
+        return vote
 
     def _at_least_patience(self, limit: timedelta) -> timedelta:
         """Members may be as far apart as their ways to this step were long."""
@@ -719,7 +738,9 @@ class Manager:
                 continue  # another rank of this group has yet to load it
             if not located.sources:
                 return False
-            self._healing.start(located, self._registry.capture(), self._heal_in_place)
+            # An older state is still one that the job could go back to, until the newer one is here whole.
+            in_place = self._heal_in_place and not self._replica.version.proven
+            self._healing.start(located, self._registry.capture(), in_place)
             try:
                 self._take_state()
             except (StateMismatchError, StateDictLoadError):

@@ -1,6 +1,7 @@
 """The averaging of one round, on a thread of its own: it waits for the quorum and for the others, so inner steps go on.
 
-What is exchanged is known when the quorum is: a replica that turns out to be behind takes part in the others' round.
+When the averages are there it votes, so that at the round's end the decision is there as well, whoever else is late. What is
+exchanged is known when the quorum is: a replica that turns out to be behind takes part in the others' round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Exchange:
     """At most one round is in flight. `start` and `wait` are the training thread's.
 
     Args:
-        manager: averages.
+        manager: averages, and takes the vote.
         should_quantize: as for `Manager.allreduce`.
     """
 
@@ -68,11 +69,13 @@ class Exchange:
         self._manager.wait_quorum()
         if self._stream is None:
             self._average(choose())
-            return
-        with self._stream:
-            self._average(choose())
-            self._done = torch.Event()
-            self._done.record(self._stream)
+        else:
+            with self._stream:
+                self._average(choose())
+                self._done = torch.Event()
+                self._done.record(self._stream)
+            self._stream.synchronize()
+        self._manager.cast_vote()
 
     def _average(self, tensors: Iterable[torch.Tensor]) -> None:
         works = [

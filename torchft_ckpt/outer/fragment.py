@@ -124,8 +124,11 @@ class Fragment(ABC):
             return "it has other parameters"
         for name, mine in self.original_parameters.items():
             theirs = received[name]
-            if not isinstance(theirs, torch.Tensor) or local_of(theirs).shape != mine.shape:
-                return f"{name} has another shape than {tuple(mine.shape)}"
+            if not isinstance(theirs, torch.Tensor) or (theirs.dtype, local_of(theirs).shape) != (
+                mine.dtype,
+                mine.shape,
+            ):
+                return f"{name} is not {mine.dtype} of shape {tuple(mine.shape)}"
         return ""
 
     def _lay_out(self) -> None:

@@ -194,8 +194,10 @@ class OuterLoop(Generic[F]):
         manager = self._manager
         while True:
             self._was_loaded = False
-            if manager.is_behind:
-                manager.catch_up()
+            if manager.is_behind and manager.catch_up():
+                self._go_to_backup()
+                manager.offer_state()  # to others that come
+                self._was_loaded = False
             manager.start_quorum(contributes=False, wait=True)
             if self._was_loaded:
                 self._go_to_backup()
