@@ -1,0 +1,56 @@
+"""DiLoCo over shards: two ranks that hold a model as DTensors compute what one process computes that holds it whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+import torch
+from support.outer_reference import diloco
+
+RANK = Path(support.__file__).with_name("sharded_rank.py")
+
+
+def nesterov(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.processes
+def test_ranks_that_shard_a_model_train_it_as_one_that_has_it_whole(tmp_path: Path) -> None:
+    out = tmp_path / "history.pt"
+    environment = {**os.environ, "PYTHONPATH": str(RANK.parents[1])}
+    ranks = [
+        subprocess.Popen([sys.executable, str(RANK), str(rank), str(tmp_path / "store"), str(out)], env=environment)
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    actual = torch.load(out, weights_only=True)
+    (expected,) = diloco(
+        num_replicas=1,
+        num_fragments=2,
+        sync_every=6,
+        delay=1,
+        alpha=0.5,
+        num_inner_steps=len(actual),
+        make_inner=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+        make_outer=nesterov,
+        outcomes=[True, False, True],
+    )
+
+    different = [
+        (inner_step, index)
+        for inner_step, (mine, theirs) in enumerate(zip(actual, expected, strict=True))
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=True))
+        if not torch.equal(a, b)
+    ]
+    assert different == []
