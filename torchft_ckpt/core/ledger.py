@@ -225,7 +225,7 @@ class Ledger:
         """Note that a living member holds the committed step from now on, unless it gave up waiting just now."""
         quorum_id, epoch, step = key
         member = self._members.get(replica_id)
-        if member is not None and member.request is None:
+        if member is not None and member.is_in_step:
             member.version = StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
         if self._followers is not None and self._followers.key == key:
             self._followers.replica_ids.add(replica_id)

@@ -304,13 +304,20 @@ class LighthouseState:
         self._ledger.learn(hello, epoch=self.epoch, open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._recollection.heard(hello, now)
-        if hello.last_quorum_id >= self.quorum_id and hello.last_quorum_id and hello.last_epoch != self.epoch:
-            # Half a thousand at least lie between what this member heard of and the first id that is given now: those
-            # that it did not hear of any more.
-            lives = (hello.last_quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1
-            self.quorum_id = lives * QUORUM_IDS_PER_LIFE - 1
+        is_last = self._begin_after(hello.last_quorum_id, hello.last_epoch)
+        # It may hold the state of a quorum that it was not in.
+        if self._begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._quorum_members.clear()
             self._back.clear()
+
+    def _begin_after(self, quorum_id: int, epoch: str) -> bool:
+        """A quorum is heard of; one of an earlier life: its id and those after it are not given again. Whether that is news."""
+        if quorum_id < max(1, self.quorum_id) or epoch == self.epoch:
+            return False
+        # Half a thousand at least lie between it and the first id that is given now: those that were not heard of any more.
+        lives = (quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1
+        self.quorum_id = lives * QUORUM_IDS_PER_LIFE - 1
+        return True
 
     def _overtake_round(self, now: float) -> Iterator[Instruction]:
         """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
@@ -354,11 +361,7 @@ class LighthouseState:
             member.asked_at = now
         member.request = request
         member.told_reason = ""
-        member.version = request.version
-        self._recollection.asked(replica_id)
-        self._ledger.note(request.version)
-        yield from self._declined(replica_id)
-        yield from self._overtake_round(now)
+        yield from self._shows(member, request.version, now)
         self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
             self._back.add(replica_id)
@@ -370,14 +373,10 @@ class LighthouseState:
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._abandoned(current, replica_id, now)
-        member.request = None
+        member.request, member.has_left_step = None, True
         self._waiting.pop(replica_id, None)
         self._back.discard(replica_id)
-        member.version = message.version
-        self._recollection.asked(replica_id)
-        self._ledger.note(message.version)
-        yield from self._declined(replica_id)
-        yield from self._overtake_round(now)
+        yield from self._shows(member, message.version, now)
         located = locate_state(
             member,
             message,
@@ -390,6 +389,15 @@ class LighthouseState:
             self._quorum_members.pop(replica_id, None)
         yield Send(member.connection, located)
         yield from self._reconsider(now)
+
+    def _shows(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
+        """A member is between steps, and this is what it holds."""
+        member.version = version
+        self._begin_after(version.quorum_id, version.epoch)
+        self._recollection.asked(member.replica_id)
+        self._ledger.note(version)
+        yield from self._declined(member.replica_id)
+        yield from self._overtake_round(now)
 
     def _abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
         role = current.tally.roles[replica_id]
@@ -441,6 +449,7 @@ class LighthouseState:
             alive=alive,
             asked=asked,
             last_quorum=self._quorum_members,
+            holders=self._ledger.ahead((), self.newest_step),
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -583,7 +592,7 @@ class LighthouseState:
         patience_s = max(member.asked.patience_s for member in members)
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = member.asked
-            member.request = None
+            member.request, member.has_left_step = None, False
             member.told_reason = ""
             del self._waiting[member.replica_id]
             if part.role is Role.HEALTHY:
@@ -721,12 +730,12 @@ class LighthouseState:
             if member is None:
                 continue
             has_voted = replica_id in tally.votes
-            if not committed and not has_voted and member.request is None:
+            if not committed and not has_voted and member.is_in_step:
                 broken = QuorumBroken(
                     quorum_id=current.quorum_id, replica_id=culprit or replica_id, lost=False, reason=clip(tally.reason)
                 )
                 yield Send(member.connection, broken)
-            if member.request is None and (has_voted or (committed and replica_id not in tally.lost)):
+            if member.is_in_step and (has_voted or (committed and replica_id not in tally.lost)):
                 decided = CommitDecided(
                     quorum_id=current.quorum_id,
                     epoch=self.epoch,
@@ -737,8 +746,8 @@ class LighthouseState:
                 yield Send(member.connection, decided)
 
     def _is_listening(self, replica_id: str) -> bool:
-        """Whether it waits for the decision: it lives, and has not asked for the next step."""
-        return replica_id in self.members and self.members[replica_id].request is None
+        """Whether it waits for the decision: it lives, and has not gone on from this step."""
+        return replica_id in self.members and self.members[replica_id].is_in_step
 
     def _joiners(self, tally: Tally) -> list[str]:
         """Joiners of a quorum that have not been lost."""

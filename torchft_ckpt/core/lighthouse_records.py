@@ -21,6 +21,8 @@ class Member:
     checkpoint_addresses: list[str] = field(default_factory=list)
     store_address: str = ""
     request: QuorumRequest | None = None
+    has_left_step: bool = False
+    """It asked where the newest state is, and takes no decision on an earlier step any more."""
     asked_at: float = 0.0
     told_reason: str = ""
     told_at: float = float("-inf")
@@ -28,6 +30,11 @@ class Member:
     @property
     def replica_id(self) -> str:
         return self.hello.replica_id
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether it waits for the decision on its step: it has not gone on from it."""
+        return self.request is None and not self.has_left_step
 
     @property
     def asked(self) -> QuorumRequest:

@@ -1,11 +1,14 @@
 """This file decides what to say to a replica group that asks, between steps, where the newest state is.
 
 The newest state that a living member holds is named only if nothing newer is known to have been committed: else its
-holders are gone, or have not been heard of since, and the quorum has to find out. All who ask are sent to the same primary.
+holders are gone, or have not been heard of since, and the quorum has to find out.
+
+All who ask are sent to the same primary, because they find each other through it; the other sources are spread over them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 
 from torchft_ckpt.core.lighthouse_records import Member
@@ -36,15 +39,17 @@ def locate_state(
     newest = max((member.version for member in living if is_valid(member.version)), default=StateVersion())
     if not newest.proven or newest.step < newest_step:
         return StateLocated(request_id=message.request_id, rolled_back_to=rolled_back_to)
-    sources = [
+    holders = [
         Source(replica_id=member.replica_id, replica_rank=rank, checkpoint_addresses=member.checkpoint_addresses)
         for rank, member in enumerate(living)
         if member is not asker and member.version == newest and member.checkpoint_addresses
     ]
+    primary, others = holders[:1], holders[1:]
+    first = zlib.crc32(asker.replica_id.encode()) % max(1, len(others))
     return StateLocated(
         request_id=message.request_id,
         version=newest,
         is_held=message.version == newest,
-        sources=sources[:MAX_SOURCES],
+        sources=[*primary, *others[first:], *others[:first]][:MAX_SOURCES],
         rolled_back_to=rolled_back_to,
     )

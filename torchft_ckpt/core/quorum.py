@@ -8,7 +8,8 @@ The rule is torchft's. A quorum is formed when
 With `shrink_only`, asked for by anyone, nobody may join who was not in the last quorum, if there is one.
 
 A *spectator* is one that did not train for this step (`contributes` is False): it comes in with the others, and by itself
-forms no quorum while one of the last quorum lives and is at work. It counts towards `min_replicas`, not towards the half.
+forms no quorum while one of the last quorum, or one that holds the newest state, lives and is at work. It counts towards
+`min_replicas`, not towards the half.
 
 One difference: a member that is known dead does not stand in the way. Who is alive is the caller's knowledge: a closed
 connection ends a life at once, so after a loss the survivors are the fast quorum, and nobody waits for a timeout.
@@ -57,6 +58,7 @@ def decide_quorum(
     min_replicas: int,
     join_timeout_s: float,
     now: float,
+    holders: Collection[str] = (),
 ) -> QuorumVerdict:
     """Decide whether a quorum can be formed now.
 
@@ -67,6 +69,7 @@ def decide_quorum(
         min_replicas: the fewest that may train.
         join_timeout_s: how long those who asked wait for those who live and have not asked.
         now: seconds on the clock of `Asked.at`.
+        holders: who is known to hold the newest state, whether they have asked or not.
     """
     living = set(alive)
     candidates = sorted(replica_id for replica_id in asked if replica_id in living)
@@ -89,7 +92,7 @@ def decide_quorum(
 
     absent = sorted(living.difference(asked))
     trained = [replica_id for replica_id in candidates if asked[replica_id].contributes]
-    at_work = sorted(replica_id for replica_id in survivors if replica_id not in asked)
+    at_work = sorted({replica_id for replica_id in (*survivors, *holders) if replica_id in living}.difference(asked))
     if not trained and at_work:
         return QuorumVerdict(
             members=(), reason=f"{name_some(candidates)} did not train for this step; waiting for {name_some(at_work)}"

@@ -13,8 +13,8 @@ The rules, in this order:
    because they find each other through it; the others serve evenly many. Who has captured its state comes first.
 5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
    rule: it has no name, gets none, and its holder heals.
-6. A spectator (it did not train for this step) that holds the state is a joiner with nothing to load; where those who trained
-   are too few for a step that counts, it is one of them.
+6. A spectator (it did not train for this step) joins; if it holds the state it has nothing to load. Where those who trained
+   are too few for a step that counts, it is one of them: this step will not count, but the next that they train for may.
 7. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
    remain are enough.
 """
@@ -161,8 +161,11 @@ def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas
     short = len(holders) < min_replicas
     trained = [member for member in holders if member.contributes]
     needed = max((member.min_contributors for member in trained), default=1)
-    spectators = {m.replica_id for m in holders if not m.contributes} if len(trained) >= max(1, needed) else set()
-    roles = [Role.JOINER if member.replica_id in spectators else _role(member, version, short) for member in members]
+    counts = len(trained) >= max(1, needed)
+    roles = [
+        _role(member, version, short) if member.contributes else _role_of_spectator(member, version, counts)
+        for member in members
+    ]
     reason = f"{len(holders)} of {len(members)} hold step {version.step}"
     return _assignment(members, roles, version=version, deferred=deferred, is_first=False, reason=reason)
 
@@ -173,8 +176,13 @@ def _role(member: Holder, version: StateVersion, short: bool) -> Role:
         return Role.HEALTHY
     if not member.allow_heal:
         return Role.IDLE
-    heals_first = member.heal_inline or (short and member.waits_for_quorum)
-    return Role.INLINE if heals_first and member.contributes else Role.JOINER
+    return Role.INLINE if member.heal_inline or (short and member.waits_for_quorum) else Role.JOINER
+
+
+def _role_of_spectator(member: Holder, version: StateVersion, counts: bool) -> Role:
+    """`counts`: those who trained are enough for a step that counts."""
+    role = _role(member, version, short=not counts)
+    return Role.JOINER if counts and role is not Role.IDLE else role
 
 
 def _assignment(

@@ -133,19 +133,27 @@ class Healing:
         self._is_in_place = False
         self.took_s = 0.0
 
-    def start(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None, in_place: bool) -> None:
+    def start(
+        self,
+        wanted: QuorumFormed | StateLocated,
+        local: dict[str, Any] | None,
+        in_place: bool,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Begin to fetch a state.
 
         Args:
             wanted: which, and who holds it.
             local: what the registered functions return here: what is equal in it is not fetched.
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
+            timeout: instead of the one given to the constructor.
         """
         self.cancel()
         self._wanted = wanted
         self._is_cancelled = False
         self._is_in_place = in_place and local is not None and isinstance(self._transport, CheckpointTransport)
-        self._fetch = self._worker.submit(lambda: self._run(wanted, local))
+        limit = self._timeout if timeout is None else timeout
+        self._fetch = self._worker.submit(lambda: self._run(wanted, local, limit))
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.
@@ -197,7 +205,7 @@ class Healing:
         self.cancel()
         self._worker.shutdown(timeout_s=5.0)
 
-    def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None) -> Any:
+    def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None, limit: timedelta) -> Any:
         if self._is_cancelled or self._wanted is not wanted:
             raise TransferCancelledError("the step that this transfer was for is over")
         sources = [
@@ -214,7 +222,7 @@ class Healing:
             local_state = None if local is None else {"user": local}
             try:
                 state = self._transport.fetch_checkpoint(
-                    addresses, step, self._timeout, local_state=local_state, in_place=self._is_in_place
+                    addresses, step, limit, local_state=local_state, in_place=self._is_in_place
                 )
             except StateMismatchError as error:
                 if not self._is_in_place or error.state_overwritten:
@@ -222,11 +230,11 @@ class Healing:
                 # A tensor of another shape: whether that can be loaded is for the user's function to say.
                 logger.info("not received in place: %s", error)
                 self._is_in_place = False
-                state = self._transport.fetch_checkpoint(addresses, step, self._timeout, local_state=local_state)
+                state = self._transport.fetch_checkpoint(addresses, step, limit, local_state=local_state)
         else:  # one of torchft's own
             first = sources[0]
             state = self._transport.recv_checkpoint(
-                src_rank=first.replica_rank, metadata=first.checkpoint_addresses[0], step=step, timeout=self._timeout
+                src_rank=first.replica_rank, metadata=first.checkpoint_addresses[0], step=step, timeout=limit
             )
         self.took_s = time.monotonic() - started
         logger.info("fetched step %d from %s in %.3f s", step, names, self.took_s)

@@ -37,9 +37,9 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     StateDictLoadError,
     StateMismatchError,
-    TransferTimeoutError,
     UnsupportedValueError,
 )
+from torchft_ckpt.manager.catching_up import StandingOffer, catch_up
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.healing import Healing, StateRegistry
@@ -56,9 +56,6 @@ T = TypeVar("T")
 
 
 TOO_FEW_LOG_S = 10.0
-_CATCH_UP_PAUSE_S = 0.2
-_OFFER_FOR = timedelta(days=30)
-"""An offer ends when the state changes, however long that takes."""
 
 
 class WorldSizeMode(Enum):
@@ -227,6 +224,7 @@ class Manager:
         self._worker = Worker("torchft_ckpt-quorum")
         self._heal_in_place = heal_in_place
         self._healing = Healing(self._transport, self._timeouts.transfer)
+        self._offer = StandingOffer(self._transport, self._registry)
         self._link: GroupService | RankSession
         try:
             self._link = self._connect(heartbeat_interval)
@@ -320,6 +318,7 @@ class Manager:
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
+        self._offer.end()
         self._transport.disallow_checkpoint()
         self._state_dict_lock.acquire_write()
 
@@ -425,7 +424,7 @@ class Manager:
         )
         request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()])
         self._link.send(request)
-        limit = timeout or self._timeouts.quorum
+        limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
             lambda: self._run_quorum(captured, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
         )
@@ -484,6 +483,8 @@ class Manager:
             self._configure(formed)
 
     def _serve(self, formed: QuorumFormed, captured: dict[str, Any] | None) -> None:
+        if self._offer.is_of(formed.version):
+            return
         if captured is None:
             # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
             # asks for this only where nobody else could serve.
@@ -639,7 +640,8 @@ class Manager:
         """
         self.wait_quorum()
         if not self._is_load_pending and self._vote is None:
-            self._cast_vote(synchronize=False)  # the caller's stream has waited; the device may be busy with the next step
+            # The caller's stream has waited; the device may be busy with the next step.
+            self._cast_vote(synchronize=False)
 
     def _cast_vote(self, *, synchronize: bool) -> CommitVote:
         self._collectives.wait_all()
@@ -686,10 +688,13 @@ class Manager:
         try:
             state = self._healing.wait()
             user = self._registry.check(state.get("user"))
-        except Exception:
+        except BaseException:
+            self._healing.cancel()
             if self._healing.has_overwritten():
                 self._talk.load_torn()
             raise
+        if self._offer.end():
+            self._transport.disallow_checkpoint()
         try:
             self._registry.load(user)
         except StateDictLoadError:
@@ -723,39 +728,15 @@ class Manager:
             Also as `should_commit`.
         """
         self._leave_step()
-        limit = timeout or self._timeouts.transfer
-        until = time.monotonic() + limit.total_seconds()
-        why: object = "the lighthouse does not answer"
-        while time.monotonic() < until:
-            located = self._talk.locate(self._link.send, until)
-            if located is None:
-                break
-            if located.is_held:
-                return True
-            if not located.version.proven:
-                return False
-            if located.version == self._replica.version:
-                continue  # another rank of this group has yet to load it
-            if not located.sources:
-                return False
-            # An older state is still one that the job could go back to, until the newer one is here whole.
-            in_place = self._heal_in_place and not self._replica.version.proven
-            self._healing.start(located, self._registry.capture(), in_place)
-            try:
-                self._take_state()
-            except (StateMismatchError, StateDictLoadError):
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
-                why = error
-                logger.warning(
-                    "%s: catching up with step %d failed: %s", self.replica_id(), located.version.step, error
-                )
-                self._talk.pause(_CATCH_UP_PAUSE_S)
-                continue
-            self._talk.caught_up(located.version)
-            logger.info("%s caught up with step %d", self.replica_id(), located.version.step)
-        message = f"{self.replica_id()} could not catch up within {limit.total_seconds():g} s: {why}"
-        raise TransferTimeoutError(message, party=self.replica_id())
+        return catch_up(
+            self._talk,
+            self._registry,
+            self._healing,
+            send=self._link.send,
+            take_state=self._take_state,
+            limit=timeout or self._timeouts.transfer,
+            may_receive_in_place=self._heal_in_place,
+        )
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
@@ -764,15 +745,8 @@ class Manager:
         somebody asks.
         """
         version = self._replica.version
-        if not self._registry.is_kept_still or not version.proven or self.is_behind:
-            return
-        state = {"user": self._registry.capture(), "torchft": self._own_state(version)}
-        try:
-            self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
-        except UnsupportedValueError:
-            raise
-        except Exception:  # whatever a transport raises, it is the joiner's loss
-            logger.exception("%s cannot offer step %d", self.replica_id(), version.step)
+        if version.proven and not self.is_behind:
+            self._offer.open(version, self._own_state(version), self.replica_id())
 
     def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         formed = self._replica.quorum
