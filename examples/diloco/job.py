@@ -1,0 +1,282 @@
+"""One job from its first process to its last: a lighthouse, and replica groups that are killed and started again.
+
+It decides when to kill, and nothing about training. A group that exits by itself, or a job in which nothing happens for too
+long, ends the run with an error that names the group and shows its last lines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.links import Network
+from diloco.records import Finished, Reader, Record, Step, sent_bytes
+
+_RESTART_DELAY_S = 0.5
+_LOOK_EVERY_S = 0.05
+_PATIENCE_S = 120.0
+_LIGHTHOUSE_PORT = 29510
+_LAST_KILL_AT = 0.9
+_NUM_LAST_LINES = 15
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
+
+
+class JobFailedError(Exception):
+    """The job cannot reach its end; the message names the group and what it said last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """A SIGKILL that was sent; `at_s` on the clock of the records."""
+
+    at_s: float
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlan:
+    """What to run.
+
+    Attributes:
+        script: what a group runs, with `arguments`.
+        num_planned: inner steps of all groups together, of which the records count the progress.
+        kills: at which part of the progress (0 to 1) which group is killed, in order.
+        kill_every_s: besides, kill the groups in turn, one every so many seconds of training; not near the end.
+    """
+
+    name: str
+    script: Path
+    arguments: Sequence[str]
+    num_groups: int
+    num_planned: int
+    kills: Sequence[tuple[float, int]] = ()
+    kill_every_s: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class JobRecord:
+    """What happened.
+
+    Attributes:
+        records: of each group, of all its lives.
+        sent_before: bytes that each group's interface had sent before the job.
+        num_sharing: how many groups share one interface, so that each counts all of them.
+    """
+
+    name: str
+    num_groups: int
+    started_s: float
+    records: list[list[Record]]
+    kills: list[Kill] = field(default_factory=list)
+    sent_before: int = 0
+    num_sharing: int = 1
+
+    def steps(self) -> list[tuple[int, Step]]:
+        """Return all steps of all groups, in the order of time, each with its group."""
+        steps = [(g, r) for g, records in enumerate(self.records) for r in records if isinstance(r, Step)]
+        return sorted(steps, key=lambda of: of[1].at_s)
+
+    def finished(self) -> list[Finished]:
+        """Return the last records of the groups that have ended."""
+        return [r for records in self.records for r in records if isinstance(r, Finished)]
+
+
+def plan_kills(*, num_kills: int, num_groups: int, seed: int) -> list[tuple[float, int]]:
+    """Return at which part of the progress which group is to be killed, for `JobPlan.kills`.
+
+    One in each of as many stretches between 0.1 and 0.75, at a random place; every group once before one twice.
+    """
+    source = random.Random(seed)
+    victims: list[int] = []
+    while len(victims) < num_kills:
+        victims += source.sample(range(num_groups), num_groups)
+    stretch = 0.65 / max(num_kills, 1)
+    return [(0.1 + stretch * (number + source.random()), victims[number]) for number in range(num_kills)]
+
+
+class Job:
+    """One job; use it once, in a `with` block, which ends every process.
+
+    Args:
+        plan: what to run.
+        network: where.
+        folder: for records and logs.
+        say: prints a line.
+    """
+
+    def __init__(self, plan: JobPlan, network: Network, folder: Path, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._network = network
+        self._folder = folder
+        self._say = say
+        self._lighthouse: subprocess.Popen[str] | None = None
+        self._address = ""
+        self._groups: dict[int, subprocess.Popen[bytes]] = {}
+        self._due: dict[int, float] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._readers = [Reader(folder / f"{plan.name}_{group}.jsonl") for group in range(plan.num_groups)]
+        for group in range(plan.num_groups):
+            self._log_of(group).write_bytes(b"")
+        self._record = JobRecord(
+            name=plan.name,
+            num_groups=plan.num_groups,
+            started_s=time.monotonic(),
+            records=[reader.records for reader in self._readers],
+            sent_before=sent_bytes(network.interface) if network.is_shared else 0,
+            num_sharing=plan.num_groups if network.is_shared else 1,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        processes: list[subprocess.Popen[Any]] = [*self._groups.values()]
+        if self._lighthouse is not None:
+            processes.append(self._lighthouse)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if self._lighthouse is not None and self._lighthouse.stdout is not None:
+            self._lighthouse.stdout.close()
+
+    def run(self) -> JobRecord:
+        """Run until every group has ended.
+
+        Raises:
+            JobFailedError: a group exited by itself, or nothing happened for a long time.
+        """
+        self._start_lighthouse()
+        for group in range(self._plan.num_groups):
+            self._start(group)
+        heard_s, said = time.monotonic(), 0.0
+        while self._groups or self._due:
+            time.sleep(_LOOK_EVERY_S)
+            now = time.monotonic()
+            if any([reader.read_on() for reader in self._readers]):
+                heard_s = now
+            if now - heard_s > _PATIENCE_S:
+                raise JobFailedError(
+                    f"{self._plan.name}: nobody trained for {_PATIENCE_S:.0f} s.{self._all_last_lines()}"
+                )
+            for group, process in list(self._groups.items()):
+                if process.poll() is not None:
+                    self._ended(group, process)
+            for group in [group for group, at in self._due.items() if at <= now]:
+                del self._due[group]
+                self._start(group)
+            self._consider_kill()
+            if min(self._progress(), 1.0) - said >= 0.2:
+                said = self._progress()
+                self._say(f"{self._plan.name}: {said:.0%}")
+        return self._record
+
+    def _start_lighthouse(self) -> None:
+        network, hub = self._network, self._network.hub
+        port = 0 if network.is_shared else _LIGHTHOUSE_PORT
+        bind = ["--bind", f"{network.address(hub)}:{port}", "--hostname", network.address(hub)]
+        command = [sys.executable, "-m", "torchft_ckpt", "lighthouse", *bind]
+        with (self._folder / f"{self._plan.name}_lighthouse.log").open("wb") as log:
+            self._lighthouse = subprocess.Popen(
+                [*network.inside(hub), *command, f"--min-replicas={max(1, self._plan.num_groups - 1)}"],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                preexec_fn=_die_with_parent,
+            )
+        said = self._lighthouse.stdout.readline() if self._lighthouse.stdout is not None else ""
+        if not said.startswith("lighthouse at "):
+            raise JobFailedError(f"the lighthouse did not start; see {log.name}")
+        self._address = said.split()[-1]
+
+    def _start(self, group: int) -> None:
+        environment = os.environ | {
+            "REPLICA_GROUP_ID": str(group),
+            "TORCHFT_LIGHTHOUSE": self._address,
+            "TORCHFT_CKPT_HOSTNAME": self._network.address(group),
+            "OMP_NUM_THREADS": "1",
+        }
+        options = [
+            f"--records={self._folder / f'{self._plan.name}_{group}.jsonl'}",
+            f"--interface={self._network.interface}",
+            f"--end-with={self._plan.num_groups}",
+        ]
+        command = [sys.executable, str(self._plan.script), *self._plan.arguments, *options]
+        with self._log_of(group).open("ab") as log:
+            self._groups[group] = subprocess.Popen(
+                [*self._network.inside(group), *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent,
+            )
+
+    def _ended(self, group: int, process: subprocess.Popen[bytes]) -> None:
+        del self._groups[group]
+        code = process.returncode
+        was_killed = code == -signal.SIGKILL and any(kill.group == group for kill in self._record.kills)
+        if was_killed:
+            self._due[group] = time.monotonic() + _RESTART_DELAY_S
+        elif code != 0:
+            raise JobFailedError(
+                f"{self._plan.name}: group {group} exited by itself with {code}.{self._last_lines(group)}"
+            )
+
+    def _consider_kill(self) -> None:
+        group = self._next_victim()
+        if group is None or not self._all_train():
+            return
+        self._groups[group].kill()
+        self._record.kills.append(Kill(at_s=time.monotonic(), group=group))
+        self._say(f"{self._plan.name}: SIGKILL to group {group}")
+
+    def _next_victim(self) -> int | None:
+        """Return the group that is to be killed now; None where it is not time."""
+        number, progress = len(self._record.kills), self._progress()
+        if self._plan.kill_every_s is not None:
+            began_s = min((reader.records[0].at_s for reader in self._readers if reader.records), default=None)
+            is_due = began_s is not None and time.monotonic() > began_s + self._plan.kill_every_s * (number + 1)
+            return number % self._plan.num_groups if is_due and progress < _LAST_KILL_AT else None
+        due = self._plan.kills[number : number + 1]
+        return due[0][1] if due and progress >= due[0][0] else None
+
+    def _progress(self) -> float:
+        latest = [reader.records[-1].num_counted for reader in self._readers if reader.records]
+        return max(latest, default=0) / self._plan.num_planned
+
+    def _all_train(self) -> bool:
+        """Whether every group was in the last round that it knows of, in its present life."""
+        since = {kill.group: kill.at_s for kill in self._record.kills}
+        for group, reader in enumerate(self._readers):
+            latest = reader.records[-1] if reader.records else None
+            if not isinstance(latest, Step) or latest.at_s < since.get(group, 0.0):
+                return False
+            if latest.participants < self._plan.num_groups:
+                return False
+        return len(self._groups) == self._plan.num_groups
+
+    def _log_of(self, group: int) -> Path:
+        return self._folder / f"{self._plan.name}_{group}.log"
+
+    def _last_lines(self, group: int) -> str:
+        lines = self._log_of(group).read_text(errors="replace").splitlines()[-_NUM_LAST_LINES:]
+        return "\n".join([f"\nThe last lines of {self._log_of(group)}:", *lines])
+
+    def _all_last_lines(self) -> str:
+        return "".join(self._last_lines(group) for group in range(self._plan.num_groups))
+
+
+def _die_with_parent() -> None:
+    """In a child, on Linux: be killed when the launcher is."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)

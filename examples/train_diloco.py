@@ -1,0 +1,133 @@
+"""Streaming DiLoCo on a slow link: replica groups that are killed and come back, beside plain data-parallel training.
+
+    python examples/train_diloco.py            # everything: groups, links of 50 Mbit/s, kills, both trainings, table, picture
+    python examples/train_diloco.py --quick    # the same in 15 seconds
+
+The links are network namespaces, which need Linux, root, `ip` and `tc`; without them it says so and runs on loopback. The
+demo's GPT learns Python's standard library; `pip install torchft_ckpt[demo]` brings what the picture needs.
+
+What a replica group does is `train` below. Each may be started by torchrun, or by anything that starts it again when it dies:
+
+    python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
+    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510
+    REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node=1 examples/train_diloco.py --groups 2 &
+    REPLICA_GROUP_ID=1 torchrun --standalone --nproc-per-node=1 examples/train_diloco.py --groups 2
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import timedelta
+
+import torch
+from diloco.options import Options, parse
+from diloco.records import Recorder
+from diloco.task import (
+    Task,
+    digest_of,
+    make_inner_optimizer,
+    progress_of,
+    set_learning_rate,
+    split,
+    take_global_parameters,
+)
+
+from torchft_ckpt import DiLoCo, Manager, ProcessGroupGloo
+
+
+def train(options: Options, group: int) -> None:
+    """Be one replica group, until all of them together have learned from the planned number of characters."""
+    task = Task(options, group)
+    model = task.model
+    fragments = split(model, options.fragments)
+    inner_optimizer = make_inner_optimizer(model)
+    outer_optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(
+            fragment.parameters(),
+            lr=options.outer_learning_rate,
+            momentum=options.outer_momentum,
+            nesterov=True,
+        )
+        for fragment in fragments
+    ]
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=None,  # DiLoCo registers what a group that joins has to know
+        state_dict=None,
+        min_replica_size=1,
+        use_async_quorum=False,
+        replica_id=f"group_{group}",
+    )
+    diloco = DiLoCo(
+        manager,
+        fragments,
+        inner_optimizer,
+        outer_optimizers,
+        sync_every=options.sync_every,
+        fragment_sync_delay=options.delay,  # inner steps that go on beside a transfer
+        fragment_update_alpha=options.alpha,
+        use_bucketization=True,
+        should_quantize=options.quantize,
+    )
+    with diloco, Recorder(options.records, options.interface) as recorder:
+        inner_step = manager.current_step() * options.period
+        num_in_last_round = manager.num_participants()
+        while True:
+            # What went into committed rounds is the same number in all groups, so they end after the same round.
+            progress = progress_of(manager, options, options.period)
+            if progress >= 1 and num_in_last_round >= options.end_with:
+                break
+            recorder.begin()
+            rounds_before = manager.current_step()
+            set_learning_rate(inner_optimizer, options.learning_rate, progress)
+
+            inputs, targets = task.batch(inner_step)
+            inner_optimizer.zero_grad()
+            loss = task.loss(model, inputs, targets)
+            loss.backward()
+            inner_optimizer.step()  # DiLoCo hangs on it: begins a transfer after some of these steps, ends it after others
+
+            inner_step += 1
+            if manager.current_step() > rounds_before:
+                num_in_last_round = manager.num_participants()
+            recorder.step(
+                round=manager.current_step(),
+                num_counted=manager.batches_committed() * options.period,
+                participants=num_in_last_round,
+                loss=loss.item(),
+            )
+            if inner_step % 100 == 0:
+                print(
+                    f"[{group}] inner step {inner_step}, round {manager.current_step()} of {num_in_last_round} groups,"
+                    f" loss {loss.item():.3f}",
+                    flush=True,
+                )
+        take_global_parameters(diloco)
+        digest = digest_of(model, outer_optimizers)
+        held_out_loss = task.held_out_loss()
+        recorder.finish(
+            round=manager.current_step(),
+            num_counted=manager.batches_committed() * options.period,
+            digest=digest,
+            held_out_loss=held_out_loss,
+        )
+    print(f"[{group}] ended after round {manager.current_step()}: held-out loss {held_out_loss:.4f}, state {digest}")
+    manager.shutdown()
+
+
+def main() -> None:
+    """Be a replica group where the environment names one, else start all of them."""
+    options = parse(sys.argv[1:], __doc__ or "")
+    if "REPLICA_GROUP_ID" not in os.environ:
+        from diloco.launch import launch
+
+        sys.exit(launch(options, sys.argv[1:]))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    train(options, int(os.environ["REPLICA_GROUP_ID"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""examples/train_diloco.py as a user starts it: real processes, limited links, a SIGKILL; and its figures, on made-up records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from diloco import figures, job, links, options, records
+from diloco.job import JobRecord, Kill
+from diloco.records import Finished, Step
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "examples" / "train_diloco.py"
+
+
+def run_script(out: Path, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", f"--out={out}", *arguments],
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        cwd=out,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def need_links() -> None:
+    try:
+        with links.Links(1, rate_mbit=50.0):
+            pass
+    except links.LinksUnavailableError as error:
+        pytest.skip(f"no network namespaces: {error}")
+
+
+def rows_of(output: str) -> dict[str, list[str]]:
+    """Return the table's cells by the names of its rows."""
+    rows = [[cell for cell in line.split("  ") if cell.strip()] for line in output.splitlines()]
+    return {row[0]: [cell.strip() for cell in row[1:]] for row in rows if len(row) > 1}
+
+
+@pytest.mark.processes
+def test_a_group_is_killed_on_a_limited_link_and_all_end_bit_equal(tmp_path: Path) -> None:
+    need_links()
+
+    result = run_script(tmp_path)
+
+    assert result.returncode == 0, result.stdout
+    rows = rows_of(result.stdout)
+    assert rows["groups ended bit-equal"] == ["yes", "yes"]
+    assert rows["SIGKILLs"] == ["1", "0"]
+    diloco_kb, ddp_kb = (float(cell) for cell in rows["kB sent by a group in an inner step"][:2])
+    assert diloco_kb < ddp_kb / 5  # a tenth, and what joining takes
+    assert (tmp_path / "diloco.png").stat().st_size > 10_000
+    assert not list(Path("/var/run/netns").glob(f"{links._PREFIX}-*"))
+
+
+@pytest.mark.processes
+def test_without_namespaces_it_says_so_and_trains_on_loopback(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "--no-throttle", "--no-ddp", "--kills=0", "--groups=2", "--quantize")
+
+    assert result.returncode == 0, result.stdout
+    assert "not throttled, on loopback (--no-throttle)" in result.stdout
+    assert rows_of(result.stdout)["committed rounds"] == ["30"]
+
+
+@pytest.mark.processes
+def test_a_group_that_dies_by_itself_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    plan = job.JobPlan(name="broken", script=tmp_path / "none.py", arguments=[], num_groups=1, num_planned=1)
+
+    with (
+        job.Job(plan, links.Loopback(), tmp_path, print) as broken,
+        pytest.raises(job.JobFailedError, match=r"(?s)group 0 exited by itself with 2.*none\.py"),
+    ):
+        broken.run()
+
+
+@pytest.mark.processes
+def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
+    script = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--quick", "--no-throttle", "--inner-steps=100000", f"--out={tmp_path}"],
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert script.stdout is not None
+    script.stdout.readline()
+    first = tmp_path / "diloco_0.jsonl"
+    while not (first.exists() and first.stat().st_size) and script.poll() is None:
+        time.sleep(0.05)
+    children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
+
+    script.send_signal(signal.SIGTERM)
+    output, _ = script.communicate(timeout=60)
+
+    assert (len(children), [child for child in children if Path(f"/proc/{child}").exists()]) == (4, []), output
+
+
+def a_step(at_s: float, *, sent: int, loss: float = 1.0, contributed: bool = True) -> Step:
+    return Step(
+        at_s=at_s,
+        took_s=0.5,
+        round=1,
+        num_counted=8,
+        participants=2,
+        contributed=contributed,
+        loss=loss,
+        sent_bytes=sent,
+    )
+
+
+def the_end(at_s: float, *, sent: int, digest: str = "a", loss: float = 2.0) -> Finished:
+    return Finished(at_s=at_s, round=4, num_counted=40, digest=digest, held_out_loss=loss, sent_bytes=sent)
+
+
+def test_the_curve_has_the_mean_of_what_the_groups_had_sent_by_then() -> None:
+    record = JobRecord(
+        name="x", num_groups=2, started_s=10.0, records=[[a_step(11, sent=100)], [a_step(12, sent=40, loss=3.0)]]
+    )
+
+    points = [(point.at_s, point.sent_bytes, point.loss) for point in figures.curve(record)]
+
+    assert points == [(1.0, 50.0, 1.0), (2.0, 70.0, 3.0)]
+
+
+def test_on_a_shared_interface_its_count_is_divided_and_begins_at_the_job() -> None:
+    record = JobRecord(
+        name="x",
+        num_groups=2,
+        started_s=10.0,
+        records=[[a_step(11, sent=1100)], [a_step(12, sent=1400)]],
+        sent_before=1000,
+        num_sharing=2,
+    )
+
+    assert [point.sent_bytes for point in figures.curve(record)] == [50.0, 200.0]
+
+
+def test_what_a_group_learned_while_it_healed_is_not_in_the_curve() -> None:
+    record = JobRecord(
+        name="x", num_groups=1, started_s=0.0, records=[[a_step(1, sent=1, contributed=False), a_step(2, sent=2)]]
+    )
+
+    assert [point.sent_bytes for point in figures.curve(record)] == [2.0]
+
+
+@pytest.mark.parametrize(("digests", "is_equal"), [(["a", "a"], True), (["a", "b"], False)])
+def test_groups_are_equal_only_if_all_digests_are(digests: list[str], is_equal: bool) -> None:
+    record = JobRecord(
+        name="x",
+        num_groups=2,
+        started_s=0.0,
+        records=[[a_step(1, sent=0), the_end(5, sent=10, digest=digest)] for digest in digests],
+        kills=[Kill(at_s=2.0, group=1)],
+    )
+
+    summary = figures.summarize(record)
+
+    assert (summary.is_equal, summary.took_s, summary.num_kills, summary.sent_bytes) == (is_equal, 4.5, 1, 10)
+
+
+def test_a_group_that_did_not_end_is_not_equal() -> None:
+    record = JobRecord(
+        name="x", num_groups=2, started_s=0.0, records=[[a_step(1, sent=0), the_end(5, sent=1)], [a_step(1, sent=0)]]
+    )
+
+    assert not figures.summarize(record).is_equal
+
+
+def test_records_are_read_while_they_are_written_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    reader = records.Reader(path)
+    with records.Recorder(path, "lo") as recorder:
+        recorder.step(round=0, num_counted=0, participants=0, loss=4.0)
+        with path.open("ab") as file:
+            file.write(b'{"type":"St')
+        first = reader.read_on()
+
+        assert [type(record) for record in first] == [Step]
+        assert reader.read_on() == []
+
+
+def test_the_sent_bytes_are_those_of_the_interface_or_of_all_but_loopback(tmp_path: Path) -> None:
+    table = tmp_path / "dev"
+    line = "  {}: 1 2 3 4 5 6 7 8 {} 10 11 12 13 14 15 16\n"
+    table.write_text("head\nhead\n" + line.format("lo", 5) + line.format("eth0", 70) + line.format("eth1", 600))
+
+    sent = [records.sent_bytes(interface, table) for interface in ("lo", "eth0", None)]
+
+    assert sent == [5, 70, 670]
+
+
+def test_every_group_is_killed_once_before_one_is_killed_twice_and_not_near_the_end() -> None:
+    for seed in range(50):
+        kills = job.plan_kills(num_kills=5, num_groups=4, seed=seed)
+        assert sorted(group for _, group in kills[:4]) == [0, 1, 2, 3]
+        assert kills == sorted(kills)
+        assert kills[0][0] >= 0.1 and kills[-1][0] <= 0.75
+
+
+@pytest.mark.parametrize("arguments", [["--groups=1"], ["--fragments=3"], ["--inner-steps=0"]])
+def test_what_cannot_be_run_is_refused_before_anything_starts(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        options.parse(arguments, "")
+
+    assert error.value.code == 2
+
+
+def test_what_is_given_goes_before_what_the_short_form_says() -> None:
+    short = options.parse(["--quick", "--groups=2"], "")
+
+    assert (short.groups, short.inner_steps) == (2, options.QUICK["inner_steps"])
+
+
+def test_the_fragments_have_every_parameter_once() -> None:
+    from demo.model import CharGPT, GPTConfig
+    from diloco.task import split
+
+    model = CharGPT(GPTConfig(width=16, num_blocks=3, num_heads=2))
+    fragments = split(model, 2)
+
+    split_parameters = [id(param) for fragment in fragments for param in fragment.parameters()]
+    assert sorted(split_parameters) == sorted(id(param) for param in model.parameters())
+
+
+def test_lines_of_a_record_are_json(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with records.Recorder(path, None) as recorder:
+        recorder.finish(round=3, num_counted=60, digest="d", held_out_loss=1.5)
+
+    assert json.loads(path.read_text())["digest"] == "d"
