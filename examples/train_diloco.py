@@ -31,7 +31,6 @@ from diloco.task import (
     progress_of,
     set_learning_rate,
     split,
-    take_global_parameters,
 )
 
 from torchft_ckpt import DiLoCo, Manager, ProcessGroupGloo
@@ -104,7 +103,7 @@ def train(options: Options, group: int) -> None:
                     f" loss {loss.item():.3f}",
                     flush=True,
                 )
-        take_global_parameters(diloco)
+        diloco.restore_parameters()  # what all groups agreed on last, in place of this group's own
         digest = digest_of(model, outer_optimizers)
         held_out_loss = task.held_out_loss()
         recorder.finish(

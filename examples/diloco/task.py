@@ -16,7 +16,7 @@ from demo.model import CharGPT, GPTConfig, loss_of, sample_batch
 from torch import Tensor, nn
 
 from diloco.options import Options
-from torchft_ckpt import DiLoCo, Manager
+from torchft_ckpt import Manager
 
 _NUM_HELD_OUT = 500_000
 _NUM_HELD_OUT_BATCHES = 8
@@ -96,14 +96,6 @@ def progress_of(manager: Manager, options: Options, steps_a_round: int) -> float
     Every group gets the same number: it is part of the state that they have in common.
     """
     return manager.batches_committed() * steps_a_round / options.num_planned
-
-
-@torch.no_grad()
-def take_global_parameters(diloco: DiLoCo) -> None:
-    """Put what all groups agreed on last into the model, in place of its own."""
-    for fragment in diloco._fragments:
-        for name, param in fragment.params.items():
-            param.copy_(fragment.original_parameters[name])
 
 
 def digest_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> str:

@@ -68,7 +68,8 @@ def test_without_namespaces_it_says_so_and_trains_on_loopback(tmp_path: Path) ->
 
     assert result.returncode == 0, result.stdout
     assert "not throttled, on loopback (--no-throttle)" in result.stdout
-    assert rows_of(result.stdout)["committed rounds"] == ["30"]
+    (num_rounds,) = rows_of(result.stdout)["committed rounds"]
+    assert int(num_rounds) >= 30  # more, where one group began alone
 
 
 @pytest.mark.processes

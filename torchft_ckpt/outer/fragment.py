@@ -94,10 +94,14 @@ class Fragment(ABC):
         """
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to the backup, and the inner optimizer's state to what it was when the round began."""
+    def restore_parameters(self) -> None:
+        """Put the global parameters in place of the local ones."""
         for name, param in self.params.items():
             local_of(param).copy_(self.original_parameters[name], non_blocking=True)
+
+    def restore(self) -> None:
+        """Go back to the backup, and the inner optimizer's state to what it was when the round began."""
+        self.restore_parameters()
         if self._inner_state is not None:
             self._inner_state.restore()
 
@@ -202,8 +206,7 @@ class PseudoGradientFragment(Fragment):
         """Step the outer optimizer from the global parameters, then merge what is local into them."""
         alpha = self._update_alpha if merge else 0.0
         kept = [local.clone() for local in self._locals()] if alpha else []
-        for name, param in self.params.items():
-            local_of(param).copy_(self.original_parameters[name], non_blocking=True)
+        self.restore_parameters()
         with self._outer_gradients():
             self._outer_optimizer.step()
         self.save_parameters()

@@ -103,6 +103,14 @@ class OuterLoop(Generic[F]):
         self._hooks.clear()
         self._manager.allow_state_dict_read()  # an inner step that raised did not
 
+    def restore_parameters(self) -> None:
+        """Put the global parameters into the model, in place of this replica's: what all groups agreed on last.
+
+        For evaluating or saving them. Training goes on from them; what was local, and not exchanged yet, is lost.
+        """
+        for fragment in self._fragments:
+            fragment.restore_parameters()
+
     # The inner loop
 
     def _after_inner_step(self, *_: object) -> None:
