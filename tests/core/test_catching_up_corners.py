@@ -6,7 +6,8 @@ import pytest
 from lighthouse_script import Job
 from test_catching_up import NEWEST, Looker, job_in_a_phase, look
 
-from torchft_ckpt.core.messages import Role, StateVersion
+from torchft_ckpt.core.group import GroupState, RankSaid
+from torchft_ckpt.core.messages import Hello, QuorumRequest, Role, StateVersion
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, assign_recovery
 
@@ -156,15 +157,27 @@ def test_all_who_look_have_one_primary_and_the_other_sources_are_spread() -> Non
     assert {name for names in named for name in names[1:]} == {f"{name}:1" for name in "bcdefgh"}
 
 
-def test_a_new_lighthouse_names_no_source_before_it_has_heard_an_address() -> None:
+def test_a_new_lighthouse_knows_sources_before_they_ask_for_a_quorum() -> None:
     job, (a,) = job_in_a_phase("a")
     c = look(job, "c")
     job.restart()
-    for member in (a, c):
-        member.connects()
+    a.connects(checkpoint_addresses=["http://a:1"])
+    c.connects()
     located = c.looks()
 
-    assert (located.version, located.sources) == (a.replica.version, [])
+    assert located.version == a.replica.version
+    assert [source.checkpoint_addresses for source in located.sources] == [["http://a:1"]]
+
+
+def test_a_group_introduces_itself_with_the_addresses_that_it_knows() -> None:
+    group = GroupState(2)
+    hello = Hello(protocol=1, replica_id="a:1", group_world_size=2)
+    assert group.introduce(hello) == hello
+    for rank in range(2):
+        request = QuorumRequest(request_id=1, version=NEWEST, checkpoint_addresses=[f"http://{rank}"])
+        group.handle(RankSaid(rank, request))
+
+    assert group.introduce(hello).checkpoint_addresses == ["http://0", "http://1"]
 
 
 def test_the_first_state_is_known_before_its_first_commit() -> None:

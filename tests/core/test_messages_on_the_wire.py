@@ -52,7 +52,8 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "heartbeat_timeout_s": SECONDS,
         "patience_s": SECONDS,
         "waited_s": SECONDS,
-        "checkpoint_addresses": st.none() | st.lists(TEXTS, max_size=3),
+        "checkpoint_addresses": (st.nothing() if message is messages.Hello else st.none())
+        | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(COUNTS, max_size=3),
         "contributor_rank": st.none() | COUNTS,
         "role": st.sampled_from(messages.Role),

@@ -5,20 +5,23 @@ A seed that fails is printed with its log; `Simulation(seed).run()` replays it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import msgspec
 import pytest
 
-from torchft_ckpt.core import recovery
+from torchft_ckpt.core import lighthouse, recovery
 from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.group import GroupState
 from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.messages import Outcome, Role
+from torchft_ckpt.core.messages import Outcome, Role, StateLocated
+from torchft_ckpt.core.outer_schedule import OuterSchedule
+from torchft_ckpt.core.quorum import Asked
 from torchft_ckpt.core.replica import ReplicaState
-from torchft_ckpt.testing.simulated.chaos import Fault, Moods, Scenario
-from torchft_ckpt.testing.simulation import InvariantError, Report, Simulation, main, run_seeds
+from torchft_ckpt.testing.simulated.chaos import Fault, Moods, OuterPlan, Scenario
+from torchft_ckpt.testing.simulation import InvariantError, Report, Simulation, main, run_seeds, simulate
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
@@ -28,8 +31,23 @@ def test_nothing_that_must_never_happen_happens_and_all_recover(first: int) -> N
     assert sum(report.num_faults for report in reports) > 100
 
 
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_outer_loops_recover_as_well_and_leave_nobody_out_who_is_merely_slow(first: int) -> None:
+    reports = run_seeds(range(first, first + 50), outer=True)
+    assert sum(report.num_commits for report in reports) > 500
+    assert sum(report.num_faults for report in reports) > 100
+
+
+def test_outer_loops_without_faults_commit_every_round_with_all_however_long_their_phases_are() -> None:
+    for seed in range(10):
+        outer = OuterPlan(phase_s=20.0, spread=1.7, delay=(0.0, 0.1, 0.5)[seed % 3])
+        report = Simulation(seed, Scenario(num_groups=4, join_timeout_s=0.5, chaos_s=300.0, outer=outer)).run()
+        assert max(report.discarded.values()) == 0, f"seed {seed}: {report}"
+
+
 def test_one_seed_gives_one_run() -> None:
     assert Simulation(12).run() == Simulation(12).run()
+    assert simulate(12, outer=True) == simulate(12, outer=True)
 
 
 def test_the_command_line_runs_seeds_and_says_by_its_status_whether_all_went_well() -> None:
@@ -173,6 +191,84 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError):
         run_seeds(range(60))
+
+
+def broken_spectator(patch: pytest.MonkeyPatch) -> None:
+    """Who looks on is counted."""
+    patch.setattr(
+        recovery, "_role_of_spectator", lambda member, version, counts: recovery._role(member, version, False)
+    )
+
+
+def broken_wait_for_work(patch: pytest.MonkeyPatch) -> None:
+    """Those who look on do not wait for those who are at work."""
+    right = lighthouse.decide_quorum
+
+    def decide(*, asked: dict[str, Asked], **others: object) -> object:
+        if not any(wish.contributes for wish in asked.values()):
+            asked = {name: replace(wish, contributes=True) for name, wish in asked.items()}
+        return right(asked=asked, **others)  # type: ignore[arg-type]
+
+    patch.setattr(lighthouse, "decide_quorum", decide)
+
+
+def broken_patience(patch: pytest.MonkeyPatch) -> None:
+    """Patience does not reach beyond the way to the exchange."""
+    patch.setattr(OuterSchedule, "patience_s", lambda schedule, elapsed_s: elapsed_s)
+
+
+def broken_holders(patch: pytest.MonkeyPatch) -> None:
+    """Who holds the newest state and is at work is waited for only where it was in the last quorum."""
+    right = lighthouse.decide_quorum
+    patch.setattr(lighthouse, "decide_quorum", lambda *, holders, **others: right(**others))
+
+
+def broken_catching_up(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is named is taken for what is held."""
+    right = ReplicaState.located
+
+    def located(state: ReplicaState, message: StateLocated) -> None:
+        right(state, message)
+        if message.version.proven:
+            state.caught_up(message.version)
+
+    patch.setattr(ReplicaState, "located", located)
+
+
+def broken_return(patch: pytest.MonkeyPatch) -> None:
+    """Who was cut off for a moment is forgotten."""
+    patch.setattr(LighthouseState, "_is_still_in_quorum", lambda state, member: False)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [broken_spectator, broken_wait_for_work, broken_patience, broken_holders, broken_catching_up],
+    ids=lambda function: function.__name__,
+)
+def test_the_simulation_of_outer_loops_finds_a_rule_that_was_broken_on_purpose(
+    break_it: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError):
+        run_seeds(range(300), outer=True)
+
+
+def run_with_cuts(seed: int) -> Report:
+    """A job of outer loops whose members lose their connections in the middle of long phases."""
+    outer = OuterPlan(phase_s=8.0, spread=1.2)
+    plan = Scenario(num_groups=3, fault_rate=0.003, faults={Fault.CUT: 1.0}, chaos_s=60.0, outer=outer)
+    return Simulation(seed, plan).run()
+
+
+def test_outer_loops_that_are_cut_off_in_a_phase_and_come_back_are_not_left_out() -> None:
+    assert sum(run_with_cuts(seed).num_faults for seed in range(20)) > 20
+
+
+def test_the_simulation_finds_that_who_was_cut_off_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_return(monkeypatch)
+    with pytest.raises(InvariantError, match="left out"):
+        for seed in range(20):
+            run_with_cuts(seed)
 
 
 def test_moods_calm_down() -> None:

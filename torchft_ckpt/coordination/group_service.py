@@ -82,7 +82,7 @@ class GroupService:
         self._client = LighthouseClient(
             lighthouse_addr,
             token=token,
-            hello=hello,
+            hello=lambda: self._state.introduce(hello()),
             on_message=lambda message: self._handle(LighthouseSaid(message)),
             on_up=lambda: self._handle(LighthouseUp()),
             on_refused=self._refused,

@@ -35,6 +35,7 @@ from torchft_ckpt.core.messages import (
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
+    Hello,
     JoinerWaiting,
     Leave,
     LocateState,
@@ -145,6 +146,11 @@ class GroupState:
         if isinstance(event, LighthouseUp):
             return list(self._say_again())
         return list(self._lighthouse_said(event.message))
+
+    def introduce(self, hello: Hello) -> Hello:
+        """Return rank 0's first message on a connection as the group's."""
+        addresses = [self._addresses.get(rank, "") for rank in range(self.world_size)] if self._addresses else []
+        return msgspec.structs.replace(hello, checkpoint_addresses=addresses)
 
     def waiting_for(self) -> str:
         """Name the ranks that the group's next request waits for; empty when it waits for none of them."""

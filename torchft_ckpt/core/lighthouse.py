@@ -245,14 +245,20 @@ class LighthouseState:
         if before is not None and before in self.members:
             old_connection = self.members[before].connection
             if before == replica_id:
-                yield from self._lose(before, "it connected again", now)
+                yield from self._lose(before, "it connected again", now, is_back=True)
             else:
                 yield from self._lose(before, f"replaced by a newer process of {name}", now)
                 yield Send(old_connection, _superseded(name))
             yield Close(old_connection)
         self._ledger.is_back(name)
 
-        self.members[replica_id] = Member(connection=connection, hello=hello, last_seen=now, version=hello.version)
+        self.members[replica_id] = Member(
+            connection=connection,
+            hello=hello,
+            last_seen=now,
+            version=hello.version,
+            checkpoint_addresses=hello.checkpoint_addresses,
+        )
         self._by_connection[connection] = replica_id
         self.lost_members.pop(replica_id, None)
         welcome = Welcome(
@@ -264,12 +270,26 @@ class LighthouseState:
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         self._learn(hello, now)
+        if self._is_still_in_quorum(self.members[replica_id]):
+            self._quorum_members[replica_id] = None
         yield from self._overtake_round(now)
         yield from self._reopen(hello, connection)
         for other in self._quorum_members:
             yield Send(self.members[other].connection, JoinerWaiting())
         yield from self._settle_forgotten(now)
         yield from self._reconsider(now)
+
+    def _is_still_in_quorum(self, member: Member) -> bool:
+        """It was cut off between two steps and holds what the others hold: it is at work for the next, and waited for."""
+        current = self.round
+        return (
+            current is not None
+            and current.tally.decided
+            and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self.epoch)
+            and self._ledger.is_valid(member.version)
+            and member.version.step >= self.newest_step
+            and member.is_in_step
+        )
 
     def _reopen(self, hello: Hello, connection: str) -> Iterator[Instruction]:
         """A member comes back with a step open: that was cut off with it, unless an earlier life's members decide it."""
@@ -359,7 +379,7 @@ class LighthouseState:
             member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
-        member.request = request
+        member.request, member.is_looking = request, False
         member.told_reason = ""
         yield from self._shows(member, request.version, now)
         self._waiting[replica_id] = None
@@ -385,7 +405,8 @@ class LighthouseState:
             is_valid=self._ledger.is_valid,
             rolled_back_to=self._ledger.rolled_back_to,
         )
-        if not located.is_held:
+        member.is_looking = not located.is_held
+        if member.is_looking:
             self._quorum_members.pop(replica_id, None)
         yield Send(member.connection, located)
         yield from self._reconsider(now)
@@ -444,7 +465,7 @@ class LighthouseState:
             )
             for m in admitted
         }
-        alive = [replica_id for replica_id in self.members if replica_id not in out]
+        alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_looking]
         verdict = decide_quorum(
             alive=alive,
             asked=asked,
@@ -677,7 +698,10 @@ class LighthouseState:
             # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
             tally.votes.setdefault(member.replica_id, vote)
             return
-        yield Send(member.connection, self._ledger.late_answer(member.replica_id, vote))
+        answer = self._ledger.late_answer(member.replica_id, vote)
+        if answer.outcome is Outcome.COMMIT and member.is_in_step:
+            self._quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
+        yield Send(member.connection, answer)
 
     def _declined(self, replica_id: str) -> Iterator[Instruction]:
         """It asks for the next step, maybe without having waited for the decision on the last one."""
@@ -729,6 +753,10 @@ class LighthouseState:
             member = self.members.get(replica_id)
             if member is None:
                 continue
+            if replica_id in followers or (
+                tally.roles[replica_id] is Role.HEALTHY and self._is_still_in_quorum(member)
+            ):
+                self._quorum_members[replica_id] = None  # also where it was lost on the way, and is back
             has_voted = replica_id in tally.votes
             if not committed and not has_voted and member.is_in_step:
                 broken = QuorumBroken(
@@ -794,9 +822,16 @@ class LighthouseState:
     # --------------------------------------------------------------------------------------------------------- losses
 
     def _lose(
-        self, replica_id: str, reason: str, now: float, *, is_on_purpose: bool = False, is_closed: bool = False
+        self,
+        replica_id: str,
+        reason: str,
+        now: float,
+        *,
+        is_on_purpose: bool = False,
+        is_closed: bool = False,
+        is_back: bool = False,
     ) -> Iterator[Instruction]:
-        """A member is gone: tell those who share a collective with it, at once."""
+        """A member is gone: tell those who share a collective with it, at once. `is_back`: it is here again in an instant."""
         member = self.members.pop(replica_id)
         del self._by_connection[member.connection]
         if not is_closed:
@@ -823,7 +858,8 @@ class LighthouseState:
             self._evaluate_at = None
         yield from self._break_forgotten(self._recollection.lost(replica_id))
         yield from self._settle_forgotten(now)
-        yield from self._reconsider(now)
+        if not is_back:
+            yield from self._reconsider(now)
 
     def _break_collectives(self, current: Round, culprit: str, *, lost: bool, reason: str) -> Iterator[Instruction]:
         broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)

@@ -23,6 +23,8 @@ class Member:
     request: QuorumRequest | None = None
     has_left_step: bool = False
     """It asked where the newest state is, and takes no decision on an earlier step any more."""
+    is_looking: bool = False
+    """It is about to fetch the newest state: nobody waits for it before it asks for a quorum."""
     asked_at: float = 0.0
     told_reason: str = ""
     told_at: float = float("-inf")

@@ -98,6 +98,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The latest going back on purpose that this member knows of: see `QuorumFormed.rolled_back_to`."""
     last_outcome: Outcome | None = None
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
+    checkpoint_addresses: Addresses = []
+    """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -81,6 +81,14 @@ class OuterSchedule:
         """Return the fragment that is exchanged after so many committed rounds."""
         return num_committed % self.num_fragments
 
+    def patience_s(self, elapsed_s: float) -> float:
+        """Return how long to wait for the others at PREPARE, `elapsed_s` after the round began here.
+
+        As long as a round takes, and as long again as its averages are on their way: a slower one begins its round so much
+        later, because it takes the decision at its own SYNC.
+        """
+        return elapsed_s * (self.period + self.sync_delay) / (self.period - self.sync_delay)
+
     def actions(self, inner_step: int) -> tuple[Action, ...]:
         """Return what follows on an inner step of a round; they are counted from 1."""
         prepares = (Action.PREPARE,) if inner_step == self.period - self.sync_delay else ()

@@ -87,16 +87,16 @@ def decide_quorum(
         )
 
     survivors = [replica_id for replica_id in last_quorum if replica_id in living]
-    if survivors and all(replica_id in asked for replica_id in survivors):
-        return QuorumVerdict(members=tuple(candidates), reason="all living members of the last quorum are back")
-
-    absent = sorted(living.difference(asked))
     trained = [replica_id for replica_id in candidates if asked[replica_id].contributes]
     at_work = sorted({replica_id for replica_id in (*survivors, *holders) if replica_id in living}.difference(asked))
     if not trained and at_work:
         return QuorumVerdict(
             members=(), reason=f"{name_some(candidates)} did not train for this step; waiting for {name_some(at_work)}"
         )
+    if survivors and all(replica_id in asked for replica_id in survivors):
+        return QuorumVerdict(members=tuple(candidates), reason="all living members of the last quorum are back")
+
+    absent = sorted(living.difference(asked))
     num_asked = len(trained) or len(candidates)
     num_living = num_asked + len(absent)
     if 2 * num_asked <= num_living:
@@ -107,7 +107,9 @@ def decide_quorum(
         )
     if absent:
         join_timeout_s = max(join_timeout_s, max(asked[replica_id].patience_s for replica_id in candidates))
-        deadline = min(asked[replica_id].at for replica_id in trained or candidates) + join_timeout_s
+        # Who asks with an older state was left behind, maybe long ago: those who are at work are not late on its account.
+        first = [replica_id for replica_id in trained if replica_id in holders] or trained or candidates
+        deadline = min(asked[replica_id].at for replica_id in first) + join_timeout_s
         if now < deadline:
             return QuorumVerdict(
                 members=(),

@@ -105,7 +105,7 @@ class ReplicaState:
         self._last_outcome: Outcome | None = None
         self._is_broken = False
         self._is_stale = False
-        """A quorum that went by trained from another state."""
+        """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self._vote: CommitVote | None = None
 
     # ------------------------------------------------------------------------------------------------ what it is now
@@ -345,7 +345,14 @@ class ReplicaState:
             self.newest_step = max(self.newest_step, decided.step + 1)
             self._is_stale = True
             self.configured = None
+        else:
+            self._stay_joiner()
         return outcome
+
+    def _stay_joiner(self) -> None:
+        """The lighthouse knows of a joiner's state by its approval alone, and lets nobody wait for it before."""
+        if self.quorum is not None and self.quorum.role is Role.JOINER:
+            self._is_stale = True
 
     def overtaken(self, decided: CommitDecided) -> bool:
         """The others decided the open step without this replica's vote: what it still loads for it is of no use."""
@@ -369,6 +376,7 @@ class ReplicaState:
         self.phase = Phase.IDLE
         self._last_outcome = None
         self.configured = None
+        self._stay_joiner()
 
     def hello(self, replica_id: str, group_world_size: int) -> Hello:
         """What a lighthouse that hears of this replica for the first time has to know."""

@@ -117,7 +117,7 @@ class OuterLoop(Generic[F]):
         self._inner_step += 1
         for action in self._schedule.actions(self._inner_step):
             if action is Action.PREPARE:
-                self._patience_s = time.monotonic() - self._began_at
+                self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
                 self._prepare()
             else:
                 self._sync()

@@ -13,19 +13,21 @@ import argparse
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from torchft_ckpt.core.lighthouse import LighthouseSettings, Received
 from torchft_ckpt.core.messages import AllowStepLoss
 from torchft_ckpt.core.replica import ReplicaSettings
-from torchft_ckpt.testing.simulated.chaos import Fault, Scenario, draw_scenario
+from torchft_ckpt.testing.simulated.chaos import Fault, OuterPlan, Scenario, draw_outer_scenario, draw_scenario
 from torchft_ckpt.testing.simulated.clock import Clock, Process
 from torchft_ckpt.testing.simulated.collectives import Collectives
 from torchft_ckpt.testing.simulated.group import ReplicaGroup
 from torchft_ckpt.testing.simulated.lighthouse import Lighthouse
 from torchft_ckpt.testing.simulated.oracle import InvariantError, Oracle
+from torchft_ckpt.testing.simulated.outer_rank import OuterPace, OuterRank
+from torchft_ckpt.testing.simulated.outer_watch import SLOWEST, OuterWatch
 from torchft_ckpt.testing.simulated.trainer import Trainer, TrainerSettings
 from torchft_ckpt.testing.simulated.transfers import Transfers
 
@@ -34,7 +36,11 @@ logger = logging.getLogger(__name__)
 QUIET_LIMIT_S = 150.0
 """Simulated time within which all must be well again. The longest wait in it is a joiner's back-off."""
 QUIET_COMMITS = 3
+QUIET_PHASES = 15
+"""As long again as so many of the slowest outer loop's phases."""
 OPERATOR_PATIENCE_S = 5.0
+RECONNECT_S = 4.0
+"""A connection is up again within this, once it can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,13 @@ class Simulation:
         self.groups: list[ReplicaGroup] = []
         self.past: list[ReplicaGroup] = []
         self._lives = [0] * plan.num_groups
+        self._paces = [_pace(plan.outer, self.rng) for _ in range(plan.num_groups)] if plan.outer else []
         self._silent_until = [0.0] * plan.num_groups
+        self._troubled_until = [0.0] * plan.num_groups
+        self._cuts: list[list[tuple[float, float]]] = [[] for _ in range(plan.num_groups)]
+        if plan.outer is not None:
+            watch = OuterWatch(lambda: self.groups, self._troubled_until, self._cuts, self.oracle.fail)
+            self.oracle.on_formed = watch.formed
         self._is_restarting = [False] * plan.num_groups
         self._checkpoint: tuple[int, list[object]] | None = None
         self._num_faults = 0
@@ -146,7 +158,7 @@ class Simulation:
         )
         restored = self._checkpoint if self.rng.random() < plan.restore_rate else None
         for rank, process in enumerate(processes):
-            trainer = Trainer(
+            trainer = (Trainer if plan.outer is None else OuterRank)(
                 self.clock,
                 self.rng,
                 process,
@@ -163,6 +175,8 @@ class Simulation:
             )
             if restored is not None:
                 trainer.replica.restore(restored[0])
+            if isinstance(trainer, OuterRank):
+                trainer.pace, trainer.is_alone = self._paces[index], len(processes) == 1
             group.trainers.append(trainer)
             process.on_death.append(lambda: self._notice_death(index, group))
         return group
@@ -221,19 +235,34 @@ class Simulation:
             victims = group.processes if fault is Fault.STOP_GROUP else [rng.choice(group.processes)]
             for process in victims:
                 clock.stop(process)
-            clock.after(rng.uniform(0.1, 4.0), None, lambda: self._wake(victims))
+            duration_s = rng.uniform(0.1, 4.0)
+            self._note_trouble([index], duration_s)
+            clock.after(duration_s, None, lambda: self._wake(victims))
         elif fault is Fault.CUT:
+            self._cuts[index].append((clock.now, clock.now + RECONNECT_S))
             if group.connection is not None:
                 group.connection.cut()
         elif fault is Fault.SILENCE:
-            self._silence(index, group, rng.uniform(0.1, 4.0))
+            duration_s = rng.uniform(0.1, 4.0)
+            self._note_trouble([index], duration_s)
+            self._silence(index, group, duration_s)
         elif fault is Fault.CRASH_LIGHTHOUSE:
             self.lighthouse.crash()
-            clock.after(rng.choice((0.02, rng.uniform(0.05, 3.0))), None, self._restart_lighthouse)
+            duration_s = rng.choice((0.02, rng.uniform(0.05, 3.0)))
+            self._note_trouble(range(len(self.groups)), duration_s)
+            clock.after(duration_s, None, self._restart_lighthouse)
         elif fault is Fault.STOP_LIGHTHOUSE:
             process = self.lighthouse.process
             clock.stop(process)
-            clock.after(rng.uniform(0.1, 4.0), None, lambda: self._wake([process]))
+            duration_s = rng.uniform(0.1, 4.0)
+            self._note_trouble(range(len(self.groups)), duration_s)
+            clock.after(duration_s, None, lambda: self._wake([process]))
+
+    def _note_trouble(self, indices: Iterable[int], duration_s: float) -> None:
+        """These groups cannot be blamed, or relied on, until they are connected again."""
+        until = self.clock.now + duration_s + RECONNECT_S
+        for index in indices:
+            self._troubled_until[index] = max(self._troubled_until[index], until)
 
     def _wake(self, processes: Sequence[Process]) -> None:
         for process in processes:
@@ -260,7 +289,9 @@ class Simulation:
         plan.moods.calm_down(slowness=3.0)
         self.transfers.duration_s = (0.02, 0.1)
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
+        self._keep_pace()
         began = self.clock.now
+        limit_s = QUIET_LIMIT_S + QUIET_PHASES * max((outer.phase_s for outer in self._paces), default=0.0)
         stuck_since: float | None = None
         check_at = began
         while self.clock.step():
@@ -269,7 +300,7 @@ class Simulation:
             check_at = self.clock.now + 0.25
             if self._all_is_well():
                 return self.clock.now - began
-            if self.clock.now > began + QUIET_LIMIT_S:
+            if self.clock.now > began + limit_s:
                 break
             reasons = [t.pending.reason for g in self.groups for t in g.trainers if t.pending is not None]
             needs_word = [r for r in reasons if "accept the loss" in r]
@@ -292,6 +323,15 @@ class Simulation:
         ]
         raise InvariantError(f"not well {self.clock.now - began:.1f} s after the last fault: {states}")
 
+    def _keep_pace(self) -> None:
+        """No outer loop is slower from now on than the others wait for."""
+        for index, pace in enumerate(self._paces):
+            slowest_s = min(pace.phase_s for pace in self._paces) * SLOWEST / (1.0 + pace.jitter)
+            self._paces[index] = replace(pace, phase_s=min(pace.phase_s, slowest_s))
+            for trainer in self.groups[index].trainers:
+                if isinstance(trainer, OuterRank):
+                    trainer.pace = self._paces[index]
+
     def _all_is_well(self) -> bool:
         """All live, hold equal versions after the same commits, and have trained together several times."""
         trainers = [trainer for group in self.groups for trainer in group.trainers]
@@ -312,9 +352,25 @@ class Simulation:
         )
 
 
-def run_seeds(seeds: Sequence[int]) -> list[Report]:
+def _pace(plan: OuterPlan, rng: Random) -> OuterPace:
+    """Draw one group's share of a plan: how slow it is."""
+    return OuterPace(
+        phase_s=plan.phase_s * rng.uniform(1.0, plan.spread),
+        delay=plan.delay,
+        retries=plan.retries,
+        late_vote_rate=plan.late_vote_rate,
+        catch_up_s=plan.catch_up_s,
+    )
+
+
+def simulate(seed: int, *, outer: bool = False) -> Report:
+    """Run the simulation of a seed. `outer`: of outer loops. Raises `InvariantError`."""
+    return Simulation(seed, draw_outer_scenario(Random(seed)) if outer else None).run()
+
+
+def run_seeds(seeds: Sequence[int], *, outer: bool = False) -> list[Report]:
     """Run one simulation a seed. Raises `InvariantError` at the first that fails."""
-    return [Simulation(seed).run() for seed in seeds]
+    return [simulate(seed, outer=outer) for seed in seeds]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,12 +378,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Simulate jobs with faults, from seeds.")
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--outer", action="store_true", help="replicas run outer loops")
     parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
     options = parser.parse_args(arguments)
     failures = events = commits = 0
     for seed in range(options.first, options.first + options.seeds):
         try:
-            report = Simulation(seed).run()
+            report = simulate(seed, outer=options.outer)
         except InvariantError as error:
             failures += 1
             text = str(error)

@@ -5,6 +5,8 @@ network      connections between groups and the lighthouse
 collectives  the training process group: allreduce that fails for some members and succeeds for others
 transfers    state from a healthy rank to a healing one: slow, failing, torn
 trainer      one rank: drives `core.replica` as the manager does
+outer_rank   likewise, as an outer loop does: long phases between two rounds
+outer_watch  what must hold of the quorums of outer loops
 group        one replica group: drives `core.group`, keeps a connection to the lighthouse
 lighthouse   drives `core.lighthouse`, dies and comes back without memory
 oracle       what must hold after every event

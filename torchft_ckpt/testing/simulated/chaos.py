@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
@@ -38,6 +38,21 @@ class Moods:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OuterPlan:
+    """The replicas run outer loops: long phases between two rounds. Durations in seconds."""
+
+    phase_s: float = 1.0
+    """Of the fastest."""
+    spread: float = 1.8
+    """The slowest takes so many times as long, at most."""
+    delay: float = 0.0
+    """The part of a phase during which averages are on their way."""
+    retries: int = 2
+    late_vote_rate: float = 0.0
+    catch_up_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """One run's job and its troubles. Durations in seconds."""
 
@@ -66,6 +81,7 @@ class Scenario:
     chaos_s: float = 6.0
     moods: Moods = field(default_factory=Moods)
     decision_timeout_s: float = 2.0
+    outer: OuterPlan | None = None
 
 
 def draw_scenario(rng: Random) -> Scenario:
@@ -101,4 +117,26 @@ def draw_scenario(rng: Random) -> Scenario:
             impatience=sometimes(0.3, 0.5),
         ),
         decision_timeout_s=rng.choice((0.5, 2.0)),
+    )
+
+
+def draw_outer_scenario(rng: Random) -> Scenario:
+    """Draw a run of outer loops."""
+    phase_s = rng.choice((0.3, 1.0, 1.0, 3.0, 6.0))
+    plan = draw_scenario(rng)
+    return replace(
+        plan,
+        num_groups=max(plan.num_groups, 2) if rng.random() < 0.9 else plan.num_groups,
+        join_timeout_s=rng.choice((0.3, 2.0, 2.0)),
+        transfer_s=rng.choice(((0.02, 0.15), (0.1, 0.5), (0.1, 2.0))),
+        fault_rate=plan.fault_rate * rng.choice((0.3, 1.0)),
+        chaos_s=rng.uniform(4.0, 12.0) * max(1.0, phase_s / 2),
+        outer=OuterPlan(
+            phase_s=phase_s,
+            spread=rng.choice((1.0, 1.7, 1.7, 3.0)),
+            delay=rng.choice((0.0, 0.0, 0.1, 0.5)),
+            retries=rng.choice((0, 1, 2)),
+            late_vote_rate=rng.choice((0.0, 0.0, 0.3)),
+            catch_up_s=max(10.0, 3 * phase_s),
+        ),
     )

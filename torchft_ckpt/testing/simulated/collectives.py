@@ -90,16 +90,21 @@ class Collectives:
         return handle
 
     def allreduce(
-        self, handle: Handle, step: int, contribution: object, done: Callable[[tuple[object, ...] | None], None]
+        self,
+        handle: Handle,
+        step: int,
+        contribution: object,
+        done: Callable[[tuple[object, ...] | None], None],
+        timeout_s: float | None = None,
     ) -> None:
-        """Reduce. `done` is called once, with all contributions or None."""
+        """Reduce. `done` is called once, with all contributions or None. `timeout_s`: if another one than usual."""
         number = handle.num_ops
         handle.num_ops += 1
         if handle.is_aborted or not handle.is_ready:
             self._clock.after(0.0, handle.process, lambda: done(None))
             return
         handle.waiting[number] = done
-        self._clock.after(self._timeout_s, handle.process, lambda: self._time_out(handle, number))
+        self._clock.after(timeout_s or self._timeout_s, handle.process, lambda: self._time_out(handle, number))
         group = handle.group
         operation = group.operations.setdefault(number, _Operation())
         operation.entered[handle.replica_rank] = (step, contribution)

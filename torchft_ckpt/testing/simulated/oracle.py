@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from torchft_ckpt.core.messages import (
     AllowStepLoss,
     CommitDecided,
     Hello,
+    LocateState,
     Outcome,
     QuorumFormed,
     QuorumRequest,
@@ -68,6 +69,9 @@ class Oracle:
         self._requests: dict[str, QuorumRequest] = {}
         self._formed: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
+        self._asked: dict[str, QuorumRequest] = {}
+        self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
+        """Called when a quorum is formed, with what its members had asked for, by replica id."""
 
     def fail(self, what: str) -> None:
         """Raise."""
@@ -108,9 +112,20 @@ class Oracle:
         if formed is None or self._values.get((formed.version, trainer.rank)) != trainer.value:
             self.fail(f"{trainer.address} contributes without the state of {formed}")
 
-    def commits(self, trainer: Trainer, before: StateVersion, value: object) -> None:
-        """A rank steps its optimizer."""
+    def may_hold(self, trainer: Trainer) -> None:
+        """A rank is between two steps: what it holds is what its version names."""
+        version = trainer.replica.version
+        if version.proven and self._values.get((version, trainer.rank)) != trainer.value:
+            self.fail(f"{trainer.address} holds {trainer.value} under the name {version}, which is another state")
+
+    def commits(
+        self, trainer: Trainer, before: StateVersion, value: object, sums: tuple[tuple[object, ...], ...]
+    ) -> None:
+        """A rank steps its optimizer, with what went into each sum."""
         formed, version = trainer.replica.quorum, trainer.replica.version
+        for parts in sums:
+            if formed is not None and sum(part != 0 for part in parts) != formed.num_contributors:
+                self.fail(f"{trainer.address} commits {version}: {parts} are divided by {formed.num_contributors}")
         if formed is None or before != formed.version or self._values.get((before, trainer.rank)) != trainer.value:
             self.fail(f"{trainer.address} commits {version} from {before}, the quorum's state is {formed}")
         self._holds(trainer, version, value)
@@ -158,12 +173,21 @@ class Oracle:
                 if message.last_epoch != state.epoch:
                     life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
             elif isinstance(message, QuorumRequest):
+                asker = next((m for m in state.members.values() if m.connection == event.connection), None)
+                if asker is not None:
+                    self._asked[asker.replica_id] = message
+                self._learn(life, message.version)
+            elif isinstance(message, LocateState):
                 self._learn(life, message.version)
             elif isinstance(message, AllowStepLoss):
                 life.may_lose_steps = True
         if state.quorum_id < life.highest_quorum_id:
             self.fail(f"quorum id fell from {life.highest_quorum_id} to {state.quorum_id}")
         life.highest_quorum_id = state.quorum_id
+        if self.on_formed is not None and any(
+            isinstance(i, Send) and isinstance(i.message, QuorumFormed) for i in instructions
+        ):
+            self.on_formed(state, self._asked)
         for instruction in instructions:
             if isinstance(instruction, Send):
                 if isinstance(instruction.message, QuorumFormed):

@@ -17,6 +17,7 @@ import msgspec
 from torchft_ckpt.core.messages import (
     CommitDecided,
     CommitUnknown,
+    CommitVote,
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
@@ -97,7 +98,7 @@ class Trainer:
         """Rises with each step: what was meant for an earlier one is dropped."""
         self._handle: Handle | None = None
         self._plan: StepPlan | None = None
-        self._results: list[object] = []
+        self._results: list[tuple[object, ...]] = []
         self._arrival: tuple[Arrival, object] | None = None
         self._is_loading = False
         self._is_cancelled = False
@@ -138,7 +139,7 @@ class Trainer:
         self.pending = None
         self._results = []
         turn = self._turn
-        self._watch.begin_step(formed.join_budget_s)
+        self._watch.begin_step(self._stall_budget_s(formed))
         if plan.serve:
             self._transfers.serve(self.address, Snapshot(self.replica.version, self.value, self.process))
         if plan.load:
@@ -219,7 +220,14 @@ class Trainer:
                 self._results.append(result)
             self._allreduce(turn)
 
-        self._collectives.allreduce(self._handle, formed.version.step, contribution, done)
+        timeout_s = self._collective_timeout_s(formed)
+        self._collectives.allreduce(self._handle, formed.version.step, contribution, done, timeout_s)
+
+    def _stall_budget_s(self, formed: QuorumFormed) -> float | None:
+        return formed.join_budget_s
+
+    def _collective_timeout_s(self, formed: QuorumFormed) -> float | None:
+        return None
 
     def _report_stall(self, turn: int, formed: QuorumFormed) -> None:
         deadline = self._watch.deadline()
@@ -240,6 +248,9 @@ class Trainer:
         if vote.approve and len(self._results) != self._settings.num_allreduces:
             self._oracle.fail(f"{self.address} approves without the sum: {vote}")
         self._send(vote)
+        self._await_decision(turn, vote)
+
+    def _await_decision(self, turn: int, vote: CommitVote) -> None:
         unknown = GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
 
         def give_up() -> None:
@@ -324,7 +335,7 @@ class Trainer:
             return
         if outcome is Outcome.COMMIT:
             value = self._oracle.next_value(self.value, tuple(self._results))
-            self._oracle.commits(self, before, value)
+            self._oracle.commits(self, before, value, tuple(self._results))
             self.value = value
             self.last_commits.append(self.replica.version)
         else:

@@ -1,0 +1,147 @@
+"""Who is waited for between two rounds: members that are slow or were cut off for a moment, not those who were left behind."""
+
+from __future__ import annotations
+
+import pytest
+from test_catching_up import Looker, job_in_a_phase, look
+
+from torchft_ckpt.core.outer_schedule import OuterSchedule
+from torchft_ckpt.core.quorum import Asked, decide_quorum
+
+
+def test_one_that_was_left_behind_and_asks_long_before_makes_nobody_late() -> None:
+    def decide(now: float) -> bool:
+        return decide_quorum(
+            alive=["a", "b", "c", "stale"],
+            asked={"a": Asked(at=100.0), "b": Asked(at=101.0), "stale": Asked(at=0.0)},
+            last_quorum="abc",
+            holders="abc",
+            min_replicas=1,
+            join_timeout_s=60.0,
+            now=now,
+        ).formed
+
+    assert (decide(159.0), decide(160.0)) == (False, True)
+
+
+def test_spectators_that_were_a_quorum_by_themselves_wait_for_one_that_is_at_work() -> None:
+    verdict = decide_quorum(
+        alive="ab",
+        asked={"b": Asked(at=0.0, contributes=False)},
+        last_quorum="b",
+        holders="ab",
+        min_replicas=1,
+        join_timeout_s=60.0,
+        now=3000.0,
+    )
+
+    assert verdict.reason == "b did not train for this step; waiting for a"
+
+
+def test_a_joiner_of_a_discarded_round_says_that_it_holds_the_state_before_it_trains_on() -> None:
+    job, (a,) = job_in_a_phase("a")
+    c = look(job, "c")
+    c.asks_as()
+    a.asks_as()
+    c.loads()
+    a.votes(error="a collective failed")
+    c.votes()
+    assert c.hears()[-1] == "discard"
+
+    assert c.replica.version == a.replica.version
+    assert c.replica.is_behind  # the lighthouse has heard of a transfer, not of its end
+    assert c.looks().is_held
+    assert not c.replica.is_behind
+
+
+def test_a_joiner_that_does_not_learn_the_decision_says_so_as_well() -> None:
+    replica = joiner_that_voted().replica
+    replica.decision_unknown()
+
+    assert replica.is_behind
+
+
+def joiner_that_voted() -> Looker:
+    job, (a,) = job_in_a_phase("a")
+    c = look(job, "c")
+    c.asks_as()
+    a.asks_as()
+    c.votes()
+    return c
+
+
+def asks_first(member: Looker) -> bool:
+    """Whether a member that asks is told to go on at once, without the others."""
+    before = member.formed
+    member.asks_as()
+    return member.formed is not before
+
+
+def test_one_that_was_cut_off_in_its_phase_is_waited_for_when_it_is_back() -> None:
+    _job, (a, b) = job_in_a_phase("a", "b")
+    b.is_cut_off()
+    b.connects()
+
+    assert not asks_first(a)
+    assert asks_first(b)
+    assert a.formed is not None
+    assert (a.formed.replica_world_size, a.formed.num_contributors) == (2, 2)
+
+
+def test_one_that_does_not_come_back_is_not_waited_for() -> None:
+    _job, (a, b) = job_in_a_phase("a", "b")
+    b.is_cut_off()
+
+    assert asks_first(a)
+
+
+def test_one_that_comes_back_with_an_older_state_is_not_waited_for() -> None:
+    job, (a, b) = job_in_a_phase("a", "b")
+    b.is_cut_off()
+    job.step(a)
+    b.connects()
+
+    assert asks_first(a)
+
+
+@pytest.mark.parametrize("comes_back_first", [True, False])
+def test_one_that_was_cut_off_in_the_round_and_follows_its_commit_is_waited_for(comes_back_first: bool) -> None:
+    _job, (a, b) = job_in_a_phase("a", "b")
+    for member in (a, b):
+        member.asks_as()
+    b.is_cut_off()
+    b.votes()
+    a.has_the_sum()
+    if comes_back_first:
+        b.connects()
+        b.says_again()
+        a.votes()
+    else:
+        a.votes()
+        b.connects()
+        b.says_again()
+    assert (a.step, b.step) == (3, 3)
+
+    assert not asks_first(a)
+
+
+def test_one_that_was_cut_off_in_a_round_that_is_discarded_is_waited_for() -> None:
+    _job, (a, b, c) = job_in_a_phase("a", "b", "c")
+    for member in (a, b, c):
+        member.asks_as()
+    b.is_cut_off()
+    b.connects()
+    c.dies()
+    a.votes()
+
+    assert not asks_first(a)
+
+
+@pytest.mark.parametrize(("sync_delay", "patience_s"), [(0, 60.0), (10, 88.0), (50, 180.0)])
+def test_patience_covers_a_round_and_the_time_by_which_a_slower_one_begins_it_later(
+    sync_delay: int, patience_s: float
+) -> None:
+    assert (
+        OuterSchedule(sync_every=100, sync_delay=sync_delay).patience_s(60.0 if sync_delay != 10 else 72.0)
+        == patience_s
+    )
