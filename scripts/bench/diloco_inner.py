@@ -23,8 +23,8 @@ from diloco.options import Options
 from bench import sides
 from bench.diloco_figures import Kind, kind_of
 from bench.diloco_jobs import DEMO_GPT, arguments_of, options_of
-from bench.diloco_run import Run
 from bench.processes import Child, Children
+from bench.run import Run
 from bench.stats import judge_at_most, median, pair_ratios
 from bench.table import Row, Section, ratio, seconds
 

@@ -16,7 +16,7 @@ from diloco.options import Options, parse
 from diloco.records import Step
 
 from bench.diloco_figures import InnerStep
-from bench.diloco_run import Run
+from bench.run import Run
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DILOCO = _EXAMPLES / "train_diloco.py"

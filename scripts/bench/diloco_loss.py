@@ -11,7 +11,7 @@ from diloco.figures import Summary, summarize
 
 from bench.diloco_figures import excess, percent
 from bench.diloco_jobs import DDP, DILOCO, arguments_of, options_of, run_job
-from bench.diloco_run import Run
+from bench.run import Run
 from bench.stats import judge_at_most, median
 from bench.table import Row, Section, seconds
 

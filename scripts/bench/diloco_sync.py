@@ -10,7 +10,8 @@ from diloco.links import LinksUnavailableError
 
 from bench.diloco_figures import Kind, by_kind, joined, over_plain
 from bench.diloco_jobs import DEMO_GPT, DILOCO, arguments_of, inner_steps, options_of, run_job
-from bench.diloco_run import Run, skipped
+from bench.diloco_skipped import skipped
+from bench.run import Run
 from bench.stats import judge_at_most, median
 from bench.table import Row, Section, ratio, seconds
 

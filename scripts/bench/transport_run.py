@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
+import bench.run
 from bench import sides
 from bench.processes import Children
 from bench.transport_peer import Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """How to measure.
-
-    Attributes:
-        quick: fewer repetitions, smaller states where links are limited.
-        repeat: repetitions of every figure, where the user asked for a number.
-        seed: of what the states are filled with, and of moments.
-        log_dir: where the processes' logs go.
-        say: prints a line where the user wants to see every measurement.
-    """
-
-    quick: bool
-    repeat: int | None
-    seed: int
-    log_dir: Path
-    say: Callable[[str], None]
-
-    def num_repeats(self, full: int, quick: int) -> int:
-        """Return how often to measure."""
-        return self.repeat or (quick if self.quick else full)
+class Run(bench.run.Run):
+    """How to measure, beside the reference."""
 
     def settings(self) -> list[int]:
         """Return the reference's numbers of chunks that are tried; none where it is not installed."""

@@ -13,9 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from bench import diloco_bytes, diloco_figures, diloco_jobs, diloco_main, diloco_sync
+from bench import command, diloco_bytes, diloco_figures, diloco_jobs, diloco_main, diloco_sync
 from bench.diloco_figures import InnerStep, Kind
-from bench.diloco_run import Run
+from bench.run import Run
 from diloco.job import JobRecord
 from diloco.records import Step
 
@@ -105,13 +105,13 @@ def test_the_steps_of_a_job_are_taken_from_its_groups_records() -> None:
 
 
 def test_names_of_figures_are_read_with_commas() -> None:
-    assert diloco_main.parse_names("bytes, loss") == ["bytes", "loss"]
+    assert command.parse_names("bytes, loss", diloco_main.FIGURES) == ["bytes", "loss"]
 
 
 @pytest.mark.parametrize("text", ["", "bytes,last"])
 def test_a_name_that_is_no_figure_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no figure"):
-        diloco_main.parse_names(text)
+        command.parse_names(text, diloco_main.FIGURES)
 
 
 @pytest.mark.parametrize("figure", [diloco_bytes, diloco_sync])

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from bench import transport_figures, transport_links, transport_main, transport_sources, transport_states
+from bench import command, transport_figures, transport_links, transport_main, transport_sources, transport_states
 from bench.stats import Verdict
 from bench.transport_memory import PeakMemory
 from bench.transport_raw import RawReceiver, RawSource
@@ -55,13 +55,13 @@ def test_buffers_are_dealt_to_all_streams_and_none_twice() -> None:
 
 
 def test_names_of_figures_are_read_with_commas() -> None:
-    assert transport_main.parse_names("first, swarm") == ["first", "swarm"]
+    assert command.parse_names("first, swarm", transport_main.FIGURES) == ["first", "swarm"]
 
 
 @pytest.mark.parametrize("text", ["", "first,last"])
 def test_a_name_that_is_no_figure_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no figure"):
-        transport_main.parse_names(text)
+        command.parse_names(text, transport_main.FIGURES)
 
 
 def test_with_another_seed_no_element_keeps_its_bits() -> None:

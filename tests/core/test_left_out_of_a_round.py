@@ -145,3 +145,14 @@ def test_patience_covers_a_round_and_the_time_by_which_a_slower_one_begins_it_la
         OuterSchedule(sync_every=100, sync_delay=sync_delay).patience_s(60.0 if sync_delay != 10 else 72.0)
         == patience_s
     )
+
+
+def test_nobody_goes_on_without_one_that_connects_again_before_its_old_connection_is_known_to_be_broken() -> None:
+    _job, (a, b) = job_in_a_phase("a", "b")
+    assert not asks_first(a)
+    b.connects()
+
+    assert a.formed is not None
+    assert a.formed.version.step == 1
+    b.asks_as()
+    assert (a.formed.version.step, a.formed.num_contributors) == (2, 2)

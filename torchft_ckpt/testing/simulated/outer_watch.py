@@ -1,9 +1,9 @@
 """What must hold of the quorums of outer loops, judged from outside when one is formed.
 
 - Who did not train for a step is not counted in it, unless those who trained are too few for one that counts.
-- Spectators alone form no quorum while a member that holds their state, or a later one, is connected and at work.
+- Spectators alone form no quorum while a member that is known to hold their state, or a later one, is connected and at work.
 - A member that is merely slow is not left out: its phase is at most `SLOWEST` times as long as anybody's who is counted, it
-  began no later, and nothing happened to it since.
+  was in the last quorum, began no later, and nothing happened to it since but that its connection broke and came up again.
 """
 
 from __future__ import annotations
@@ -44,16 +44,21 @@ class OuterWatch:
         self._groups, self._fail = groups, fail
         self._troubled_until, self._cuts = troubled_until, cuts
         self._last_at = 0.0
+        self._members: set[str] = set()
+        self._last_members: set[str] = set()
 
     def formed(self, state: LighthouseState, asked: dict[str, QuorumRequest]) -> None:
         """A quorum was formed. `asked`: by replica id, what its members had asked for."""
         if state.round is None:
             return
         last_at, self._last_at = self._last_at, state.round.formed_at
+        self._last_members, self._members = self._members, set(state.round.tally.roles)
         self._check_divisor(state, asked)
         at_work = list(self._at_work(state))
         if not any(asked[replica_id].contributes for replica_id in state.round.tally.roles):
-            self._check_spectators(state, [group for group, _ in at_work])
+            version = state.round.assignment.version
+            known = [g for g, _ in at_work if state.members[g.replica_id].version.step >= version.step]
+            self._check_spectators(state, known)
         else:
             self._check_left_out(state, asked, at_work, last_at)
 
@@ -115,6 +120,8 @@ class OuterWatch:
         first_asked_at = min((state.members[r].asked_at for r in counted if r in state.members), default=0.0)
         for group, ranks in at_work:
             index = self._groups().index(group)
+            if group.replica_id not in self._last_members:
+                continue
             if any(
                 cut_at < last_at < cut_until or cut_until > first_asked_at for cut_at, cut_until in self._cuts[index]
             ):
