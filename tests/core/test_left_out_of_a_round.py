@@ -104,6 +104,21 @@ def test_one_that_comes_back_with_an_older_state_is_not_waited_for() -> None:
     assert asks_first(a)
 
 
+def test_one_that_comes_back_after_a_round_that_it_did_not_follow_is_not_waited_for() -> None:
+    _job, (a, b) = job_in_a_phase("a", "b")
+    for member in (a, b):
+        member.asks_as()
+    b.is_cut_off()
+    b.votes(error="its collectives failed")
+    a.has_the_sum()
+    a.votes()
+    b.connects()
+    b.says_again()
+    assert (a.step, b.step) == (3, 2)
+
+    assert asks_first(a)
+
+
 @pytest.mark.parametrize("comes_back_first", [True, False])
 def test_one_that_was_cut_off_in_the_round_and_follows_its_commit_is_waited_for(comes_back_first: bool) -> None:
     _job, (a, b) = job_in_a_phase("a", "b")

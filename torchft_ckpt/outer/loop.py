@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, TransferError
 from torchft_ckpt.outer.exchange import Exchange
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.memory import buckets_of
@@ -202,10 +202,10 @@ class OuterLoop(Generic[F]):
         manager = self._manager
         while True:
             self._was_loaded = False
-            if manager.is_behind and manager.catch_up():
+            if manager.is_behind and self._catch_up():
                 self._go_to_backup()
-                manager.offer_state()  # to others that come
                 self._was_loaded = False
+            manager.offer_state()  # to others that come: this may be the only one that holds it
             manager.start_quorum(contributes=False, wait=True)
             if self._was_loaded:
                 self._go_to_backup()
@@ -220,6 +220,14 @@ class OuterLoop(Generic[F]):
         self._is_in_job = True
         self._begin_round()
         manager.offer_state()
+
+    def _catch_up(self) -> bool:
+        try:
+            return self._manager.catch_up()
+        except TransferError as error:
+            # The next round names sources as well, and whoever is there then.
+            logger.warning("%s: %s; asks for a round instead", self._manager.replica_id(), error)
+            return False
 
     def _go_to_backup(self) -> None:
         """What is local belongs to no round that counts."""
