@@ -189,3 +189,17 @@ def test_the_first_state_is_known_before_its_first_commit() -> None:
 
     assert located.version == a.replica.version
     assert located.version.proven
+
+
+def test_one_that_is_fetching_is_not_waited_for_where_the_last_quorum_is_forgotten() -> None:
+    job, (a,) = job_in_a_phase("a")
+    c = look(job, "c")
+    job.restart()
+    a.connects()
+    c.connects()
+    assert not c.looks().is_held
+    a.asks_as()
+    job.passes(1.5)
+
+    assert a.formed is not None
+    assert a.formed.quorum_id >= 1000, "it would wait for a majority as long as the transfer takes"

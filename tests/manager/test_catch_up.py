@@ -19,7 +19,7 @@ from support.groups import free_port
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.checkpointing.snapshot import Phase, Snapshot
-from torchft_ckpt.errors import StateDictLoadError, TransferTimeoutError
+from torchft_ckpt.errors import SourceLostError, StateDictLoadError, TransferTimeoutError
 
 SHORT = timedelta(seconds=20)
 NUM_FLOATS = 512 * 1024
@@ -549,3 +549,27 @@ def test_no_rank_is_done_before_the_other_holds_the_state(
             first.result(0.3)
         may_fetch.set()
         assert (first.result(20), second.result(20)) == (True, True)
+
+
+def test_a_rank_that_holds_the_state_waits_for_the_one_whose_transfer_failed(
+    lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = two_ranks(replicas, lighthouse, "source")
+    assert together(*(source.round for source in sources)) == [True, True]
+    joiners = two_ranks(replicas, lighthouse, "joiner")
+    fetch = joiners[1].transport.fetch_checkpoint
+    asked: list[int] = []
+
+    def fetch_twice(addresses: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        asked.append(step)
+        if len(asked) == 1:
+            wait_until(lambda: joiners[0].loaded == [0])
+            raise SourceLostError("the source closed the connection")
+        return fetch(addresses, step, timeout, **how)
+
+    monkeypatch.setattr(joiners[1].transport, "fetch_checkpoint", fetch_twice)
+    limit = timedelta(seconds=8)
+    assert together(*(lambda j=joiner: j.manager.catch_up(limit) for joiner in joiners)) == [True, True]  # type: ignore[misc]
+
+    assert (asked, joiners[0].loaded, joiners[1].loaded) == ([1, 1], [0], [0])
+    assert [joiner.bits() for joiner in joiners] == [source.bits() for source in sources]

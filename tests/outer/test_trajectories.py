@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -234,3 +235,43 @@ def test_dtypes_are_not_mixed_in_a_bucket() -> None:
 
     assert manager.dtypes == {torch.double, torch.bfloat16}
     assert sorted(manager.num_reduced) == [5, 6 * 36 + 3 * 6]
+
+
+def test_what_is_in_the_model_when_the_loop_begins_are_the_global_parameters() -> None:
+    model = build_model()
+    inner = adamw(model)
+    loop = DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 2)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(5.0)  # a checkpoint is loaded after the loop was made
+    with loop:
+        for inner_step in range(2):
+            train_step(model, inner, 0, inner_step)
+
+    assert all(float((param.detach() - 5.0).abs().max()) < 0.1 for param in model.parameters())
+
+
+class VotesBadlyOnce(ScriptedManager):
+    """Its first vote raises, as it does where `max_retries` is reached."""
+
+    num_asked = 0
+
+    def should_commit(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise RuntimeError("too many steps in a row were discarded")
+        return super().should_commit()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_script_that_catches_an_error_of_a_round_takes_part_in_the_next(delay: int) -> None:
+    model = build_model()
+    inner = adamw(model)
+    manager = VotesBadlyOnce(Hub(1), 0)
+    outer = nesterov(model.parameters())
+    with DiLoCo(manager, [model], inner, outer, 3, fragment_sync_delay=delay):  # type: ignore[arg-type]
+        for inner_step in range(9):
+            with contextlib.suppress(RuntimeError):
+                train_step(model, inner, 0, inner_step)
+
+    assert (manager.num_asked, manager.current_step()) == (3, 2)

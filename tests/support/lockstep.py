@@ -56,6 +56,7 @@ class ScriptedManager:
     """One replica's manager; all are healthy, always."""
 
     is_behind = False
+    has_live_state = False
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub
@@ -89,6 +90,8 @@ class ScriptedManager:
 
     def is_participating(self) -> bool:
         return True
+
+    is_counted = is_participating
 
     def current_step(self) -> int:
         return self._step

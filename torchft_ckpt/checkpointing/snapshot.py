@@ -107,7 +107,7 @@ class Snapshot:
         self._lengths = space.lengths
         self._num_on_cpu = sum(memory.device.type == "cpu" for memory in space.memories)
         staged = space.memories[self._num_on_cpu :]
-        self._staging = Staging(staged) if staged else None
+        self._staging = Staging(staged, starts_now=num_expected > 0) if staged else None
         self._staged: list[Memory] = []
         self._detaching = threading.Lock()
         self._changed = threading.Condition()
@@ -154,6 +154,8 @@ class Snapshot:
             if not self._can_begin():
                 return False
             self._receivers.add(receiver, now)
+            if self._staging is not None:
+                self._staging.start()
             return True
 
     def is_revoked(self, receiver: str | None) -> bool:

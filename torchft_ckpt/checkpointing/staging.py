@@ -16,14 +16,18 @@ from torchft_ckpt.errors import CheckpointError
 
 
 class Staging:
-    """One state's accelerator memory on its way to the CPU. Starts at construction, in a thread of its own.
+    """One state's accelerator memory on its way to the CPU, in a thread of its own.
 
     Args:
         memories: segments on accelerators. Constructed in the thread whose current stream wrote them.
+        starts_now: False: it starts when somebody wants the copies, and costs nothing if nobody does.
     """
 
-    def __init__(self, memories: list[Memory]) -> None:
+    def __init__(self, memories: list[Memory], *, starts_now: bool = True) -> None:
         self._memories = memories
+        self._start_lock = threading.Lock()
+        self._is_started = False
+        self._is_too_late = False
         self._devices = sorted({memory.device for memory in memories}, key=str)
         self._written = {}
         for device in self._devices:
@@ -34,6 +38,15 @@ class Staging:
         self._enqueued = threading.Event()
         self._failure: BaseException | None = None
         self._pinned: list[torch.Tensor] = []
+        if starts_now:
+            self.start()
+
+    def start(self) -> None:
+        """Begin to copy, if it has not begun, and the source may not have been overwritten. Any thread."""
+        with self._start_lock:
+            if self._is_started or self._is_too_late:
+                return
+            self._is_started = True
         threading.Thread(target=self._run, name="torchft_ckpt-staging", daemon=True).start()
 
     def _run(self) -> None:
@@ -62,11 +75,15 @@ class Staging:
         return self._enqueued.is_set() and all(event.query() for event in self._copied.values())
 
     def wait(self, timeout: timedelta) -> list[torch.Tensor]:
-        """Wait until the copies are complete; return the pinned uint8 tensors in the order of `memories`.
+        """Wait until the copies are complete, and start them if need be; return the pinned uint8 tensors in the order of
+        `memories`.
 
         Raises:
             CheckpointError: the memory could not be staged.
         """
+        self.start()
+        if self._is_too_late:
+            raise CheckpointError("the source was overwritten before anybody wanted it staged", party="staging")
         if not self._enqueued.wait(timeout.total_seconds()):
             raise CheckpointError(f"staging to pinned memory was not enqueued within {timeout}", party="staging")
         if self._failure is not None:
@@ -81,6 +98,11 @@ class Staging:
         Raises:
             CheckpointError: the copies were not even enqueued in time.
         """
+        with self._start_lock:
+            self._is_too_late = not self._is_started
+        if self._is_too_late:
+            self._memories = []
+            return
         if not self._enqueued.wait(timeout.total_seconds()):
             raise CheckpointError(f"staging to pinned memory was not enqueued within {timeout}", party="staging")
         for device, event in self._copied.items():

@@ -831,6 +831,19 @@ class Manager:
         """Return whether this replica contributes to this step."""
         return self._replica.participating_rank is not None
 
+    def is_counted(self) -> bool:
+        """Return whether the open quorum counts this group among those that contribute; the same for all ranks of a group.
+
+        A rank that could not load what it has to hold does not participate then (`is_participating`).
+        """
+        formed = self._replica.quorum
+        return formed is not None and formed.contributor_rank is not None
+
+    @property
+    def has_live_state(self) -> bool:
+        """Whether state is registered that the steps of optimizers change."""
+        return not self._registry.is_kept_still
+
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""
         return self._talk.replica_id

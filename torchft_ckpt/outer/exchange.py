@@ -6,6 +6,7 @@ exchanged is known when the quorum is: a replica that turns out to be behind tak
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -54,8 +55,10 @@ class Exchange:
         Raises:
             What `Manager.wait_quorum` raises.
         """
-        exchange, self._round = self._round, None
+        exchange = self._round
         if exchange is not None:
+            concurrent.futures.wait([exchange])  # if that is interrupted, the round is still in flight
+            self._round = None
             exchange.result()
         if self._done is not None:
             torch.accelerator.current_stream().wait_event(self._done)

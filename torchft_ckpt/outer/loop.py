@@ -80,6 +80,7 @@ class OuterLoop(Generic[F]):
         self._hooks: list[RemovableHandle] = []
         self._inner_step = 0
         self._is_in_job = False
+        self._has_begun = False
         self._was_loaded = False
         self._began_at = time.monotonic()
         self._patience_s = 0.0
@@ -90,6 +91,13 @@ class OuterLoop(Generic[F]):
     def __enter__(self) -> Self:
         if not self._hooks:
             self._hooks.append(self._inner_optimizer.register_step_post_hook(self._after_inner_step))
+        if not self._has_begun:
+            # What is in the model now, from a checkpoint maybe, is what this replica begins with.
+            self._has_begun = True
+            for fragment in self._fragments:
+                fragment.save_parameters()
+                fragment.begin_round()
+            _synchronize()
         if not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
             self._enter_job()
         return self
@@ -115,13 +123,17 @@ class OuterLoop(Generic[F]):
 
     def _after_inner_step(self, *_: object) -> None:
         self._inner_step += 1
-        for action in self._schedule.actions(self._inner_step):
-            if action is Action.PREPARE:
-                self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
-                self._prepare()
-            else:
-                self._sync()
-                self._begin_round()
+        try:
+            for action in self._schedule.actions(self._inner_step):
+                if action is Action.PREPARE:
+                    self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
+                    self._prepare()
+                else:
+                    self._sync()
+                    self._begin_round()
+        except BaseException:
+            self._begin_round()  # a script that goes on takes part in a later round
+            raise
 
     def _begin_round(self) -> None:
         self._inner_step = 0
@@ -129,6 +141,8 @@ class OuterLoop(Generic[F]):
 
     def _prepare(self) -> None:
         """Take the values of now and begin to average them."""
+        if self._exchange.in_flight:
+            self._exchange.wait()  # an exception came in the way of its end; its values are in the same memory
         fragment = self._fragment_of(self._manager.current_step())
         fragment.prepare()
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
@@ -209,8 +223,10 @@ class OuterLoop(Generic[F]):
             manager.start_quorum(contributes=False, wait=True)
             if self._was_loaded:
                 self._go_to_backup()
-            if manager.is_participating():
-                break  # nobody trains yet: this round begins here, and is asked for anew when there is something to average
+            if manager.is_counted():
+                if self._begins_here():
+                    break
+                continue
             logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
             self._exchange.start(self._tensors_of_others)
             if self._finish(retries_left=0, merge=False) is Verdict.APPLY:
@@ -220,6 +236,19 @@ class OuterLoop(Generic[F]):
         self._is_in_job = True
         self._begin_round()
         manager.offer_state()
+
+    def _begins_here(self) -> bool:
+        """Nobody trains yet: the round begins here, once all ranks of this group hold the state that it begins from.
+
+        It is asked for anew when there is something to average.
+        """
+        if self._manager.has_live_state:
+            return self._manager.is_participating()
+        self._was_loaded = False
+        is_held = self._catch_up()
+        if self._was_loaded:
+            self._go_to_backup()
+        return is_held
 
     def _catch_up(self) -> bool:
         try:
@@ -232,7 +261,10 @@ class OuterLoop(Generic[F]):
     def _go_to_backup(self) -> None:
         """What is local belongs to no round that counts."""
         for fragment in self._fragments:
-            fragment.restore()
+            if self._manager.has_live_state:  # the inner optimizer's state may have come with it
+                fragment.restore_parameters()
+            else:
+                fragment.restore()
 
     # The state that all replicas have in common
 
