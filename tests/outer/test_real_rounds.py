@@ -177,3 +177,15 @@ def test_all_ranks_of_a_group_come_in_with_one_state(tmp_path: Path) -> None:
     assert [len(found) for found in by_rank] == [1, 1]
     assert_equal_rounds([first[0][0], again[0]])
     assert_equal_rounds([first[0][1], again[1]])
+
+
+def test_a_rank_whose_first_fetch_fails_is_waited_for_by_its_group_before_that_begins(tmp_path: Path) -> None:
+    with outer_job(tmp_path) as job:
+        groups = [job.start("group_0", ranks=2), job.start("group_1", ranks=2, first_fetch_fails_at_rank=1)]
+        for ranks in groups:
+            for rank in ranks:
+                rank.wait_for_step(3)
+        reports = job.finish(ahead=4)
+    by_rank = [{(report["step"], report["digest"]) for report in reports[rank::2]} for rank in range(2)]
+    assert [len(found) for found in by_rank] == [1, 1]
+    assert sum(event["restores"] for ranks in groups for rank in ranks for event in rank.steps()) == 0

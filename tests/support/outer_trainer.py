@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,20 @@ from trainer import SteeredTransport, report
 
 from torchft_ckpt import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
 from torchft_ckpt.core.messages import CommitVote
+from torchft_ckpt.errors import SourceLostError
 from torchft_ckpt.outer.fragment import Fragment
+
+
+class FailsOnce(SteeredTransport):
+    """A transport whose first fetch fails."""
+
+    has_failed = False
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise SourceLostError("told to fail once", party="test")
+        return super().fetch_checkpoint(sources, step, timeout, **how)
 
 
 def digest_of_globals(loop: Any) -> str:
@@ -110,7 +123,9 @@ def main() -> None:
     torch.manual_seed(options["seed"])
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    fails = os.environ.get("RANK") == str(options.get("first_fetch_fails_at_rank"))
+    kind = FailsOnce if fails else SteeredTransport
+    transport = kind(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
     transport.control, transport.cancelled = control, threading.Event()
     manager = Manager(
         ProcessGroupGloo(timeout=timedelta(seconds=30)),
