@@ -124,9 +124,9 @@ class DiLoCo(OuterLoop[PseudoGradientFragment]):
     def __init__(
         self,
         manager: Manager,
-        model_fragments: list[nn.Module],
+        model_fragments: Sequence[nn.Module],
         inner_optimizer: optim.Optimizer,
-        outer_optimizer: optim.Optimizer | list[optim.Optimizer],
+        outer_optimizer: optim.Optimizer | Sequence[optim.Optimizer],
         sync_every: int,
         backup_device: torch.device | None = None,
         pin_memory: bool = True,

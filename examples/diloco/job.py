@@ -26,6 +26,8 @@ _LOOK_EVERY_S = 0.05
 _PATIENCE_S = 120.0
 _LIGHTHOUSE_PORT = 29510
 _LAST_KILL_AT = 0.9
+_OVERDUE = 0.1
+"""After so much more progress a kill is not put off any longer until all groups train; one other has to."""
 _NUM_LAST_LINES = 15
 _SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
 
@@ -233,37 +235,44 @@ class Job:
             )
 
     def _consider_kill(self) -> None:
-        group = self._next_victim()
-        if group is None or not self._all_train():
+        wanted, is_overdue = self._next_kill()
+        least = 2 if is_overdue else self._plan.num_groups
+        training = self._training_with(least)
+        if wanted is None or len(training) < least:
             return
+        group = wanted if wanted in training else training[0]
         self._groups[group].kill()
         self._record.kills.append(Kill(at_s=time.monotonic(), group=group))
         self._say(f"{self._plan.name}: SIGKILL to group {group}")
 
-    def _next_victim(self) -> int | None:
-        """Return the group that is to be killed now; None where it is not time."""
+    def _next_kill(self) -> tuple[int | None, bool]:
+        """Return the group that is to be killed now, if it is time, and whether not to wait until all groups train."""
         number, progress = len(self._record.kills), self._progress()
         if self._plan.kill_every_s is not None:
             began_s = min((reader.records[0].at_s for reader in self._readers if reader.records), default=None)
             is_due = began_s is not None and time.monotonic() > began_s + self._plan.kill_every_s * (number + 1)
-            return number % self._plan.num_groups if is_due and progress < _LAST_KILL_AT else None
-        due = self._plan.kills[number : number + 1]
-        return due[0][1] if due and progress >= due[0][0] else None
+            return number % self._plan.num_groups if is_due and progress < _LAST_KILL_AT else None, False
+        for at, group in self._plan.kills[number : number + 1]:
+            if progress >= at:
+                return group, progress >= at + _OVERDUE
+        return None, False
 
     def _progress(self) -> float:
         latest = [reader.records[-1].num_counted for reader in self._readers if reader.records]
         return max(latest, default=0) / self._plan.num_planned
 
-    def _all_train(self) -> bool:
-        """Whether every group was in the last round that it knows of, in its present life."""
+    def _training_with(self, least: int) -> list[int]:
+        """Return the groups whose last round, in their present life, was one of at least so many groups."""
         since = {kill.group: kill.at_s for kill in self._record.kills}
-        for group, reader in enumerate(self._readers):
-            latest = reader.records[-1] if reader.records else None
-            if not isinstance(latest, Step) or latest.at_s < since.get(group, 0.0):
-                return False
-            if latest.participants < self._plan.num_groups:
-                return False
-        return len(self._groups) == self._plan.num_groups
+        latest = {group: reader.records[-1] for group, reader in enumerate(self._readers) if reader.records}
+        return [
+            group
+            for group, record in latest.items()
+            if group in self._groups
+            and isinstance(record, Step)
+            and record.at_s > since.get(group, 0.0)
+            and record.participants >= least
+        ]
 
     def _log_of(self, group: int) -> Path:
         return self._folder / f"{self._plan.name}_{group}.log"

@@ -12,7 +12,7 @@ class Options:
     """What is run. Rates are 10^6 bits a second; `context` is in characters."""
 
     groups: int = 4
-    inner_steps: int = 5000
+    inner_steps: int = 3000
     kills: int = 3
     quantize: bool = False
     sync_every: int = 40

@@ -50,7 +50,8 @@ def draw(records: Sequence[JobRecord], labels: Sequence[str], title: str, path: 
         by_bytes.set_ylabel("training loss, nats a character (smoothed)")
         by_time.set_xlabel("seconds since the first step")
         by_time.set_xlim(left=0)
-        figure.legend(frameon=False, loc="outside upper right", ncols=3)
+        handles, names = by_time.get_legend_handles_labels()  # the other has the same
+        figure.legend(handles, names, frameon=False, loc="outside upper right", ncols=3)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path, dpi=130)
         plt.close(figure)

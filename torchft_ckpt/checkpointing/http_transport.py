@@ -192,7 +192,8 @@ class HTTPTransport(CheckpointTransport[T]):
             raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
         _check(step >= 0, "step", step, "a step that is not negative")
         snapshot = Snapshot(state_dict, step=step, lock=self._lock, pool=self._pool, num_expected=len(set(dst_ranks)))
-        logger.info("serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
+        level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
+        logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=max(timeout.total_seconds(), 0.0))
 
     def disallow_checkpoint(self) -> None:
