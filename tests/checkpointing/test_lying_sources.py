@@ -256,6 +256,7 @@ def test_an_answer_without_end_costs_neither_memory_nor_time_beyond_the_deadline
         for name, make in floods().items()
     ]
     for case in cases:
+        case.stall_s = 4.0  # a flood ends with the deadline; a healthy answer may take long on a busy machine
         if case.name.startswith(("manifest", "blocks")) and case.expect is Expect.EITHER:
             case.expect = Expect.ERROR
     bench.run(mode, cases, concurrency=4)
