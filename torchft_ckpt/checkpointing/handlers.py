@@ -415,6 +415,10 @@ class CheckpointHandlers:
                 if await asyncio.shield(turn) is Turn.FULL:
                     await _writable(sock)
                 taken()
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # the receiver learns it now, whatever the burst still waits for
+            raise
         finally:
             stop.set()
             if turn is not None and not turn.done():
