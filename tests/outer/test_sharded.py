@@ -6,18 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import support
 import torch
-from support.outer_reference import diloco
+from support.outer_reference import adamw, diloco, nesterov
 
 RANK = Path(support.__file__).with_name("sharded_rank.py")
-
-
-def nesterov(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @pytest.mark.processes
@@ -42,7 +37,7 @@ def test_ranks_that_shard_a_model_train_it_as_one_that_has_it_whole(tmp_path: Pa
         delay=1,
         alpha=0.5,
         num_inner_steps=len(actual),
-        make_inner=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+        make_inner=adamw,
         make_outer=nesterov,
         outcomes=[True, False, True],
     )

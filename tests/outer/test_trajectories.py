@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.lockstep import Hub, ScriptedManager, run_replicas
-from support.outer_reference import Bits, bits_of, build_model, diloco, fragments_of, local_sgd, train_step
+from support.outer_reference import (
+    Bits,
+    adamw,
+    bits_of,
+    build_model,
+    diloco,
+    fragments_of,
+    local_sgd,
+    nesterov,
+    train_step,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,14 +30,6 @@ from torchft_ckpt import DiLoCo, LocalSGD
 SYNC_EVERY = 6
 NUM_INNER_STEPS = 26
 DELAYS = [(fragments, delay) for fragments in (1, 2, 3) for delay in range(SYNC_EVERY // fragments)]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-
-def nesterov(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def run_diloco(

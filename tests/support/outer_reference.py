@@ -7,7 +7,7 @@ this library's own: the fragment goes back to the global parameters, the inner o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +25,16 @@ def build_model(seed: int = 5) -> nn.Sequential:
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.double) / 4)
     return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the tests' inner optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def nesterov(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the tests' outer optimizer."""
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def batch_of(rank: int, inner_step: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from support.lockstep import Hub, ScriptedManager
-from support.outer_reference import build_model, fragments_of, train_step
+from support.outer_reference import adamw, build_model, fragments_of, nesterov, train_step
 from torchft_ckpt import DiLoCo
 
 OUTCOMES = [True, False, True]
@@ -30,9 +30,9 @@ def main() -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    inner = adamw(model)
     fragments = fragments_of(model, 2)
-    outer = [torch.optim.SGD(f.parameters(), lr=0.7, momentum=0.9, nesterov=True) for f in fragments]
+    outer = [nesterov(f.parameters()) for f in fragments]
     history = []
     loop = DiLoCo(
         ScriptedManager(Hub(1, OUTCOMES), 0),  # type: ignore[arg-type]

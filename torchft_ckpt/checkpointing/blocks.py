@@ -47,11 +47,6 @@ def sample_range(block: int, total_bytes: int, block_bytes: int) -> tuple[int, i
     return low, min(low + SAMPLE_BYTES, stop)
 
 
-def plan_runs(num_blocks: int, max_run: int) -> list[range]:
-    """Cut the blocks into runs of neighbours, each fetched by one request."""
-    return [range(first, min(first + max_run, num_blocks)) for first in range(0, num_blocks, max_run)]
-
-
 def format_runs(blocks: Iterable[int]) -> str:
     """Write block numbers as `0-3,7`."""
     runs: list[list[int]] = []

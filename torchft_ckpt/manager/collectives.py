@@ -173,14 +173,12 @@ class Collectives:
                 self._failed(error)
                 later.set_result(tensor)
 
-        def run_quantized() -> None:
-            assert codec is not None
-            reduce = partial(allreduce_quantized, self._process_group, tensor, codec, divisor=divisor, timeout=timeout)
-            later.set_result(self._finish(reduce, tensor, None))
-
         try:
             if codec is not None and self._process_group.size() > 1:
-                self._lane.run(run_quantized, tensor)
+                reduce = partial(
+                    allreduce_quantized, self._process_group, tensor, codec, divisor=divisor, timeout=timeout
+                )
+                self._lane.run(lambda: later.set_result(self._finish(reduce, tensor, None)), tensor)
                 return later
             return later if self._lane.run_if_busy(start_later, tensor) else start()
         except Exception as error:  # noqa: BLE001 - as above

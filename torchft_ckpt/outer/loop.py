@@ -82,6 +82,7 @@ class OuterLoop(Generic[F]):
         self._is_in_job = False
         self._has_begun = False
         self._was_loaded = False
+        """The backup was loaded, and the model is not there yet."""
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
@@ -148,19 +149,11 @@ class OuterLoop(Generic[F]):
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
         self._exchange.start(lambda: self._tensors_of(fragment))
 
-    def _tensors_of(self, prepared: Fragment) -> Iterable[torch.Tensor]:
+    def _tensors_of(self, prepared: Fragment | None) -> Iterable[torch.Tensor]:
         """Return what is averaged, once the quorum is known: of a round that this replica is not in, nothing of its own."""
         fragment = self._fragment_of(self._manager.quorum_step())
-        if fragment is prepared and self._manager.is_participating():
-            return self._tensors(fragment)
-        return self._tensors_of_others()
-
-    def _tensors_of_others(self) -> Iterable[torch.Tensor]:
-        fragment = self._fragment_of(self._manager.quorum_step())
-        fragment.prepare_nothing()
-        return self._tensors(fragment)
-
-    def _tensors(self, fragment: Fragment) -> Iterable[torch.Tensor]:
+        if fragment is not prepared or not self._manager.is_participating():
+            fragment.prepare_nothing()
         if self._bucket_cap_bytes is None:
             return [value for value in fragment.values() if value.numel()]
         return buckets_of(fragment.flat_values(), self._bucket_cap_bytes)
@@ -182,7 +175,6 @@ class OuterLoop(Generic[F]):
         """Wait for the averages, vote, and do what follows."""
         self._exchange.wait()
         fragment = self._fragment_of(self._manager.quorum_step())
-        self._was_loaded = False
         committed = self._manager.should_commit()
         verdict = after_vote(committed=committed, is_behind=self._manager.is_behind, retries_left=retries_left)
         if verdict is Verdict.APPLY:
@@ -215,10 +207,8 @@ class OuterLoop(Generic[F]):
         """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin."""
         manager = self._manager
         while True:
-            self._was_loaded = False
-            if manager.is_behind and self._catch_up():
-                self._go_to_backup()
-                self._was_loaded = False
+            if manager.is_behind:
+                self._catch_up()
             manager.offer_state()  # to others that come: this may be the only one that holds it
             manager.start_quorum(contributes=False, wait=True)
             if self._was_loaded:
@@ -228,7 +218,7 @@ class OuterLoop(Generic[F]):
                     break
                 continue
             logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
-            self._exchange.start(self._tensors_of_others)
+            self._exchange.start(lambda: self._tensors_of(None))
             if self._finish(retries_left=0, merge=False) is Verdict.APPLY:
                 break
         for fragment in self._fragments:
@@ -242,24 +232,23 @@ class OuterLoop(Generic[F]):
 
         It is asked for anew when there is something to average.
         """
-        if self._manager.has_live_state:
-            return self._manager.is_participating()
-        self._was_loaded = False
-        is_held = self._catch_up()
-        if self._was_loaded:
-            self._go_to_backup()
-        return is_held
+        return self._manager.is_participating() if self._manager.has_live_state else self._catch_up()
 
     def _catch_up(self) -> bool:
+        """Return whether all ranks of this group hold the newest state now; then the model is there as well."""
         try:
-            return self._manager.catch_up()
+            is_held = self._manager.catch_up()
         except TransferError as error:
             # The next round names sources as well, and whoever is there then.
             logger.warning("%s: %s; asks for a round instead", self._manager.replica_id(), error)
             return False
+        if is_held:
+            self._go_to_backup()
+        return is_held
 
     def _go_to_backup(self) -> None:
         """What is local belongs to no round that counts."""
+        self._was_loaded = False
         for fragment in self._fragments:
             if self._manager.has_live_state:  # the inner optimizer's state may have come with it
                 fragment.restore_parameters()
