@@ -17,6 +17,7 @@
     |   |-- StateFormatError            received bytes break a rule of the state format
     |   |-- UnsupportedValueError       our own state dict holds something that the format cannot carry
     |   |-- StateMismatchError          a whole and correct state that does not fit this replica
+    |   |   `-- LayoutMismatchError     the same tensors, but in other shards than here
     |   |-- StateDictLoadError          the user's load_state_dict function raised
     |   `-- TransferError               a transfer did not finish; nothing was applied
     |       |-- SourceLostError         the source closed the connection or could not be reached
@@ -139,6 +140,10 @@ class UnsupportedValueError(CheckpointError):
 
 class StateMismatchError(CheckpointError):
     """A whole and correct state that does not fit this replica (names, shapes or dtypes); nothing was applied."""
+
+
+class LayoutMismatchError(StateMismatchError):
+    """The source's tensors are those of this replica, but its ranks hold other parts of them: they have to be re-sharded."""
 
 
 class StateDictLoadError(CheckpointError):

@@ -8,18 +8,25 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchft_ckpt.checkpointing.boxes import local_box
 from torchft_ckpt.checkpointing.buffers import BufferPool
 from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.shards import DTensorAdapter
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.space import plan_space
-from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
+from torchft_ckpt.errors import LayoutMismatchError, UnsupportedValueError
+
+
+def local_box(tensor: torch.Tensor, path: str) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """What this rank holds of a tensor: data, global shape, offsets."""
+    adapter = DTensorAdapter()
+    (box,), (data,) = adapter.boxes(tensor, path), adapter.data(tensor, path)
+    return data, tuple(tensor.shape), box.offsets
 
 
 @pytest.fixture(params=range(4))
@@ -58,7 +65,8 @@ def test_the_space_holds_the_local_shard_alone(rank):
     sharded = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
     space = plan_space([("w", sharded)])
     placed = space.placed[0]
-    assert (placed.global_shape, placed.offsets, placed.sizes) == ((8, 2), (2 * rank, 0), (2, 2))
+    (chunk,) = placed.chunks
+    assert (placed.global_shape, chunk.offsets, chunk.sizes) == ((8, 2), (2 * rank, 0), (2, 2))
     assert space.memories[0].copy_out(0, 16) == bytes(full[2 * rank : 2 * rank + 2].clone().untyped_storage())
 
 
@@ -97,5 +105,33 @@ def test_another_ranks_shard_of_the_same_shape_is_not_received_into(rank):
     moved = msgspec.structs.replace(entry.chunks[0], offsets=[(entry.chunks[0].offsets[0] + 2) % 8, 0])
     other = msgspec.structs.replace(own, tensors=[msgspec.structs.replace(entry, chunks=[moved])])
     assert len(LocalState({"w": sharded}).memories_for(own, is_strict=True)) == 1
-    with pytest.raises(StateMismatchError, match=r"w is float32\[2, 2\] at .* of \[8, 2\] here"):
+    with pytest.raises(LayoutMismatchError, match=r"w is \[.*\] of float32\[8, 2\] here"):
         LocalState({"w": sharded}).memories_for(other, is_strict=True)
+
+
+def test_what_arrives_for_a_sharded_tensor_has_its_mesh_and_placements(rank):
+    full = torch.arange(14.0).view(7, 2)
+    sharded = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
+    adapter = DTensorAdapter()
+    data = [local + 1 for local in adapter.data(sharded, "w")]
+    rebuilt = adapter.rebuild(sharded, data)
+    assert isinstance(rebuilt, DTensor)
+    assert (rebuilt.shape, rebuilt.stride(), rebuilt.device_mesh, rebuilt.placements) == (
+        sharded.shape,
+        sharded.stride(),
+        sharded.device_mesh,
+        sharded.placements,
+    )
+    assert rebuilt.to_local().data_ptr() == data[0].data_ptr()
+    assert adapter.boxes(rebuilt, "w") == adapter.boxes(sharded, "w")
+
+
+def test_a_rank_outside_of_the_mesh_holds_nothing_and_says_so(rank):
+    mesh = DeviceMesh("cpu", [0, 1, 2], _init_backend=False) if rank < 3 else DeviceMesh("cpu", [0, 1, 2])
+    if rank < 3:
+        return
+    tensor = DTensor.from_local(torch.empty(0), mesh, [Shard(0)], run_check=False, shape=torch.Size([6]), stride=(1,))
+    space = plan_space([("w", tensor)])
+    assert space.placed[0].chunks == []
+    assert space.placed[0].global_shape == (6,)
+    assert DTensorAdapter().rebuild(tensor, []).shape == (6,)

@@ -141,7 +141,7 @@ LIES: dict[str, Change] = {
     "a negative step": put("step", -STEP),
     "a step beyond 64 bits": put("step", 2**64 + STEP),
     "a step that is text": put("step", str(STEP)),
-    "another version": put("version", 2),
+    "another version": put("version", 1),
     "another format": put("format", "pickle"),
     "another snapshot than the ETag": put("snapshot", "another"),
     "a snapshot that is a path": put("snapshot", "../../etc/passwd"),

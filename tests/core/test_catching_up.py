@@ -245,7 +245,7 @@ def ups(group: GroupState, rank: int, message: LocateState | QuorumRequest) -> l
     return [i.message for i in group.handle(RankSaid(rank, message)) if isinstance(i, Up)]
 
 
-def test_a_group_looks_when_all_ranks_want_to_and_each_gets_its_own_address() -> None:
+def test_a_group_looks_when_all_ranks_want_to_and_each_is_told_all_addresses() -> None:
     group = GroupState(2)
     assert ups(group, 1, locate(7)) == []
     (asked,) = ups(group, 0, locate(3))
@@ -256,7 +256,7 @@ def test_a_group_looks_when_all_ranks_want_to_and_each_gets_its_own_address() ->
     told = {i.rank: i.message for i in group.handle(LighthouseSaid(answer)) if isinstance(i, ToRank)}
 
     assert {rank: message.request_id for rank, message in told.items()} == {0: 3, 1: 7}
-    assert {rank: m.sources[0].checkpoint_addresses for rank, m in told.items()} == {0: ["x0"], 1: ["x1"]}  # type: ignore[union-attr]
+    assert {rank: m.sources[0].checkpoint_addresses for rank, m in told.items()} == {0: ["x0", "x1"], 1: ["x0", "x1"]}  # type: ignore[union-attr]
 
 
 def test_ranks_that_hold_different_states_hold_none_when_they_look() -> None:

@@ -129,12 +129,12 @@ def test_ranks_that_hold_different_states_hold_none_as_a_group() -> None:
     assert (asked.version, asked.torn) == (StateVersion(step=3), True)
 
 
-def test_each_rank_gets_the_sources_address_of_its_own_rank() -> None:
+def test_each_rank_gets_the_addresses_of_all_ranks_of_the_sources() -> None:
     group = GroupState(2)
     group.handle(RankSaid(0, request()))
     (asked,) = up(group.handle(RankSaid(1, request())))
     out = group.handle(LighthouseSaid(formed(asked.request_id, role=Role.JOINER, sources=2)))
-    assert [i.message.sources[0].checkpoint_addresses for i in out] == [["x0"], ["x1"]]
+    assert [i.message.sources[0].checkpoint_addresses for i in out] == [["x0", "x1"]] * 2
 
 
 def test_addresses_are_sent_once_on_a_connection() -> None:

@@ -88,7 +88,7 @@ def transport() -> RecordingTransport:
 
 @pytest.fixture
 def healing(transport: RecordingTransport) -> Iterator[Healing]:
-    healing = Healing(transport, TIMEOUT)
+    healing = Healing(transport, TIMEOUT, rank=0, world_size=1)
     yield healing
     healing.shutdown()
 

@@ -1,4 +1,4 @@
-"""The state format, version 1: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
+"""The state format, version 2: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
 
 This file specifies the format, writes manifests and checks those of others. It does not know how bytes travel.
 
@@ -6,13 +6,14 @@ Manifest
 --------
 UTF-8 JSON, one object with exactly these members:
 
-- `format`: the string `torchft_ckpt.state`. `version`: 1. A reader MUST refuse another version before it looks further.
+- `format`: the string `torchft_ckpt.state`. `version`: 2. A reader MUST refuse another version before it looks further.
 - `step`: the step that this state is the state of. `snapshot`: 1 to 64 of `[0-9A-Za-z._-]`, different for each serving.
 - `block_bytes`: length of a block, 4 KiB to 64 MiB. `total_bytes`: length of the byte space.
 - `segments`: list of `[offset, length]`, in order. Each MUST start at the end of the one before, rounded up to 64 (the first
   at 0). The last MUST end at `total_bytes`. So they neither overlap nor leave holes; the padding between them is zeros.
 - `tensors`: list of `{fqn, dtype, shape, chunks}`. `fqn` is the path in the tree, for people. `dtype` is torch's name.
-  `shape` is the global shape. `chunks` MUST hold exactly one chunk in this version: the box that the source holds.
+  `shape` is the global shape. `chunks` are the boxes of it that the source holds: one, the whole, of a tensor that is not
+  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element.
 - a chunk: `{offsets, sizes, segment, byte_offset, strides}`. The box MUST lie within the global shape. Its bytes start
   `byte_offset` into the segment, which MUST be a multiple of the item size. Where `strides` is null they are little-endian
   items in C order; else they are addressed with these strides (in items, not negative), and the box MUST NOT have more bytes
@@ -27,8 +28,8 @@ key twice; `n` the same: Counter; `x` index: tensor; `a` index: numpy array; `b`
 not finite; `c` 32 hex digits: a complex number. A key is null, boolean, number, string, `i`, `f`, or `t` of keys.
 
 What changes on the way: `OrderedDict` and `defaultdict` arrive as `dict`, `Parameter` as tensor, numpy scalars as Python
-numbers, a DTensor as its local shard, an expanded view as a tensor of its own; memory on an accelerator arrives on the
-CPU. All else arrives equal in type and in every bit.
+numbers, a sharded tensor as the boxes that the process holds, an expanded view as a tensor of its own; memory on an
+accelerator arrives on the CPU. All else arrives equal in type and in every bit.
 
 Byte space
 ----------
@@ -42,6 +43,7 @@ of the byte space, and MUST check all of the above before it allocates memory fo
 from __future__ import annotations
 
 import sys
+from itertools import combinations
 from typing import Annotated
 
 import msgspec
@@ -49,13 +51,15 @@ import msgspec
 from torchft_ckpt.checkpointing.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.space import ALIGN_BYTES, Placed, Space
+from torchft_ckpt.checkpointing.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.tree import check_tree
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_DIMS = 64
+MAX_CHUNKS = 64
+"""Boxes of one tensor in one process: as many as it has devices, at most."""
 MAX_CONTAINERS = 4_000_000
 """Of JSON: an empty list of 3 bytes costs some hundred in memory, so the length of a manifest alone is no bound."""
 
@@ -74,12 +78,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One tensor: its name, dtype, global shape, and the chunk that the source holds."""
+    """One tensor: its name, dtype, global shape, and the chunks that the source holds."""
 
     fqn: str
     dtype: str
     shape: _Dims
-    chunks: Annotated[list[Chunk], msgspec.Meta(min_length=1, max_length=1)]
+    chunks: Annotated[list[Chunk], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,15 +126,18 @@ def build_manifest(*, step: int, snapshot: str, block_bytes: int, tree: object, 
     )
 
 
-def _entry(placed: Placed) -> TensorEntry:
-    chunk = Chunk(
-        offsets=list(placed.offsets),
-        sizes=list(placed.sizes),
-        segment=placed.segment,
-        byte_offset=placed.byte_offset,
-        strides=None if placed.strides is None else list(placed.strides),
-    )
-    return TensorEntry(fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=[chunk])
+def _entry(placed: PlacedTensor) -> TensorEntry:
+    chunks = [
+        Chunk(
+            offsets=list(chunk.offsets),
+            sizes=list(chunk.sizes),
+            segment=chunk.segment,
+            byte_offset=chunk.byte_offset,
+            strides=None if chunk.strides is None else list(chunk.strides),
+        )
+        for chunk in placed.chunks
+    ]
+    return TensorEntry(fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=chunks)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -201,12 +208,14 @@ def check_manifest(manifest: Manifest, *, max_total_bytes: int | None = None) ->
     reached = [-1] * len(lengths)
     dtypes = [parse_dtype(tensor.dtype) for tensor in manifest.tensors]
     for tensor, dtype in zip(manifest.tensors, dtypes, strict=True):
-        chunk = tensor.chunks[0]
-        if chunk.segment >= len(lengths):
-            raise StateFormatError(f"tensor {_name(tensor)} lies in a segment that does not exist", party="source")
-        last = _check_chunk(tensor, chunk, dtype.itemsize, lengths[chunk.segment])
-        if last > reached[chunk.segment]:
-            reached[chunk.segment] = last
+        for chunk in tensor.chunks:
+            if chunk.segment >= len(lengths):
+                raise StateFormatError(f"tensor {_name(tensor)} lies in a segment that does not exist", party="source")
+            last = _check_chunk(tensor, chunk, dtype.itemsize, lengths[chunk.segment])
+            if last > reached[chunk.segment]:
+                reached[chunk.segment] = last
+        if len(tensor.chunks) > 1:
+            _check_apart(tensor)
     if reached != lengths:
         index = next(index for index, length in enumerate(lengths) if reached[index] != length)
         raise StateFormatError(f"segment {index} has {lengths[index]} bytes that no tensor reaches", party="source")
@@ -246,6 +255,15 @@ def _check_chunk(tensor: TensorEntry, chunk: Chunk, itemsize: int, length: int) 
     if last > length:
         raise StateFormatError(f"tensor {_name(tensor)} reaches beyond its segment", party="source")
     return last
+
+
+def _check_apart(tensor: TensorEntry) -> None:
+    for one, other in combinations(tensor.chunks, 2):
+        if all(
+            max(a, b) < min(a + a_size, b + b_size)
+            for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        ):
+            raise StateFormatError(f"tensor {_name(tensor)}: two of its boxes overlap", party="source")
 
 
 def _element_limit(sizes: list[int]) -> int:

@@ -1,22 +1,25 @@
 """The state that is here, seen as memory for one that arrives: where its tensors lie, and whether they fit.
 
-Tensors are matched by their path in the tree. It does not know blocks or the network.
+Tensors are matched by their path in the tree. A sharded tensor is its boxes, each with memory of its own; what arrives for it
+becomes a tensor of the same class and layout. It does not know blocks or the network.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.boxes import is_dtensor, local_box
 from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.dtypes import dtype_name
-from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.shards import ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.space import memory_at, span_of
 from torchft_ckpt.checkpointing.tree import TreeEncoder
-from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError
 
 _NAMED = 5
 
@@ -27,6 +30,16 @@ class LocalMemory(NamedTuple):
     tensor: torch.Tensor
     view: memoryview
     address: int
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of the state that is here, and the boxes of it that this process holds."""
+
+    given: torch.Tensor
+    adapter: ShardAdapter | None
+    boxes: list[Box]
+    data: list[torch.Tensor]
+    """The memory of each box; empty where an adapter's data are copies."""
 
 
 class LocalState:
@@ -44,16 +57,16 @@ class LocalState:
         with collector_paused():
             encoder.encode(state)
             counts = Counter(path for path, _ in encoder.tensors)
-            encoder.tensors = [item for item in encoder.tensors if counts[item[0]] == 1]  # {1: a, "1": b} have one path
-            self._given = dict(encoder.tensors)
-            self._local: dict[str, torch.Tensor] = {}
-            self._boxes: dict[str, tuple[list[int], list[int]]] = {}
-            for path, tensor in encoder.tensors:
-                if is_dtensor(tensor):
-                    tensor, global_shape, offsets = local_box(tensor, path)
-                    self._boxes[path] = ([*global_shape], [*offsets])
-                self._local[path] = tensor
-            self._memories = {path: _memory_of(tensor) for path, tensor in self._local.items()}
+            self._held = {
+                path: _hold(path, tensor)
+                for path, tensor in encoder.tensors
+                if counts[path] == 1  # {1: a, "1": b} have one path
+            }
+            self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
+
+    def get(self, path: str) -> HeldTensor | None:
+        """Return what is here under a path."""
+        return self._held.get(path)
 
     def memories_for(self, manifest: Manifest, *, is_strict: bool) -> dict[int, LocalMemory]:
         """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
@@ -65,68 +78,97 @@ class LocalState:
             is_strict: refuse a state that does not fit, because it is to be received into this memory.
 
         Raises:
+            LayoutMismatchError: the same tensors are there, but other boxes of them than here.
             StateMismatchError: tensors of the same name have other shapes or dtypes, or tensors that are separate at the
                 source share memory here. The message names the first few.
         """
         found: dict[int, LocalMemory] = {}
         wrong: list[TensorEntry] = []
+        elsewhere: list[TensorEntry] = []
         lengths = [length for _, length in manifest.segments]
         for entry in manifest.tensors:
-            tensor = self._local.get(entry.fqn)
-            if tensor is None:
+            held = self._held.get(entry.fqn)
+            if held is None:
                 continue
-            chunk = entry.chunks[0]
-            is_other_box = entry.fqn in self._boxes and self._boxes[entry.fqn] != (entry.shape, chunk.offsets)
-            if [*tensor.shape] != chunk.sizes or dtype_name(tensor.dtype) != entry.dtype or is_other_box:
+            if not _is_alike(held, entry):
                 wrong.append(entry)
                 continue
-            memory = self._memories[entry.fqn] if chunk.strides is None and chunk.segment not in found else None
-            if memory is not None and len(memory.view) == lengths[chunk.segment]:
-                found[chunk.segment] = memory
+            if not _same_boxes(held.boxes, entry.chunks):
+                elsewhere.append(entry)
+                continue
+            for chunk, memory in zip(entry.chunks, self._memories[entry.fqn], strict=False):
+                if memory is None or chunk.strides is not None or chunk.segment in found:
+                    continue
+                if len(memory.view) == lengths[chunk.segment]:
+                    found[chunk.segment] = memory
         if is_strict:
             self._check_fits(wrong)
+        if elsewhere:
+            raise LayoutMismatchError(
+                f"the source's ranks hold other parts of the tensors than this one: {self._differences(elsewhere)}; "
+                "nothing was received",
+                party="local_state",
+            )
+        if is_strict:
             self._check_apart(manifest)
         return found
 
     def adopt(
-        self, manifest: Manifest, received: list[torch.Tensor], direct: dict[int, LocalMemory]
+        self, manifest: Manifest, received: Sequence[Sequence[torch.Tensor]], direct: dict[int, LocalMemory]
     ) -> list[torch.Tensor]:
-        """Return the tensors of a state that was received in place: local ones, filled, wherever there is one of that name."""
+        """Return the tensors of a state that was received in place: local ones, filled, wherever there is one of that name.
+
+        Args:
+            manifest: of the state.
+            received: for each tensor, its chunks.
+            direct: by segment, the local memory that was received into.
+        """
         adopted = []
         written = []
         with torch.no_grad():
-            for entry, tensor in zip(manifest.tensors, received, strict=True):
-                local = self._local.get(entry.fqn)
-                if local is None:
-                    adopted.append(tensor)
+            for entry, shards in zip(manifest.tensors, received, strict=True):
+                held = self._held.get(entry.fqn)
+                if held is None:
+                    adopted.append(whole_tensor(entry, shards))
                     continue
-                memory = direct.get(entry.chunks[0].segment)
-                if memory is None or (local is not memory.tensor and local.data_ptr() != memory.address):
-                    local.copy_(tensor)
-                else:
-                    written.append(local)
-                adopted.append(self._given[entry.fqn])
+                if held.adapter is not None and not held.adapter.shares_memory:
+                    adopted.append(held.adapter.rebuild(held.given, list(shards)))
+                    continue
+                for chunk, local, shard in zip(entry.chunks, held.data, shards, strict=True):
+                    memory = direct.get(chunk.segment)
+                    if memory is None or (local is not memory.tensor and local.data_ptr() != memory.address):
+                        local.copy_(shard)
+                    else:
+                        written.append(local)
+                adopted.append(held.given)
             torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
         return adopted
 
-    def _check_fits(self, wrong: list[TensorEntry]) -> None:
-        if not wrong:
-            return
-        named = [
-            f"{entry.fqn[:120]} is {self._describe(entry.fqn)} here, "
-            f"{_text(entry.dtype, entry.chunks[0].sizes, entry.shape, entry.chunks[0].offsets)} there"
-            for entry in wrong[:_NAMED]
-        ]
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise StateMismatchError(
-            f"the source's state does not fit this replica: {'; '.join(named)}{more}; nothing was received",
-            party="local_state",
-        )
+    def dress(self, manifest: Manifest, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the tensors of a state: sharded where those here are, with their layout, else as they came."""
+        dressed = []
+        for entry, shards in zip(manifest.tensors, received, strict=True):
+            held = self._held.get(entry.fqn)
+            if held is not None and held.adapter is not None and _is_alike(held, entry):
+                dressed.append(held.adapter.rebuild(held.given, list(shards)))
+            else:
+                dressed.append(whole_tensor(entry, shards))
+        return dressed
 
-    def _describe(self, path: str) -> str:
-        local = self._local[path]
-        sizes = [*local.shape]
-        return _text(dtype_name(local.dtype), sizes, *self._boxes.get(path, (sizes, [])))
+    def _check_fits(self, wrong: list[TensorEntry]) -> None:
+        if wrong:
+            raise StateMismatchError(
+                f"the source's state does not fit this replica: {self._differences(wrong)}; nothing was received",
+                party="local_state",
+            )
+
+    def _differences(self, entries: list[TensorEntry]) -> str:
+        named = [
+            f"{entry.fqn[:120]} is {describe(self._held[entry.fqn])} here, {describe_entry(entry)} there"
+            for entry in entries[:_NAMED]
+        ]
+        more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+        return "; ".join(named) + more
 
     def _check_apart(self, manifest: Manifest) -> None:
         """Refuse tensors that share memory here and are separate there, or share it otherwise: one would overwrite the other.
@@ -135,10 +177,13 @@ class LocalState:
         """
         spans = []
         for entry in manifest.tensors:
-            local = self._local.get(entry.fqn)
-            if local is not None and local.is_cpu and local.nbytes:
-                chunk, low = entry.chunks[0], local.data_ptr()
-                memory = self._memories[entry.fqn]
+            held = self._held.get(entry.fqn)
+            if held is None:
+                continue
+            for chunk, local, memory in zip(entry.chunks, held.data, self._memories[entry.fqn], strict=False):
+                if not local.is_cpu or not local.nbytes:
+                    continue
+                low = local.data_ptr()
                 high = low + (local.nbytes if memory is not None else span_of(local))
                 is_alike = chunk.strides == [*local.stride()] if chunk.strides is not None else memory is not None
                 spans.append((low, high, (chunk.segment, low - chunk.byte_offset, is_alike), entry.fqn))
@@ -155,8 +200,76 @@ class LocalState:
                 reach, place, name = high, other_place, other_name
 
 
-def _text(dtype: str, sizes: list[int], shape: list[int], offsets: list[int]) -> str:
-    return f"{dtype}{sizes}" if sizes == shape else f"{dtype}{sizes} at {offsets} of {shape}"
+def whole_tensor(entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what a tensor arrives as where nothing is known of it here: its only box, or all of its boxes put together.
+
+    Raises:
+        StateMismatchError: the source holds several boxes, which are not the whole tensor.
+    """
+    if len(shards) == 1:
+        return shards[0]
+    if not shards:
+        return torch.empty(0, dtype=parse_dtype(entry.dtype))
+    boxes = [box_of(chunk) for chunk in entry.chunks]
+    everything = whole(entry.shape)
+    if sum(box.volume for box in boxes) != everything.volume:
+        raise StateMismatchError(
+            f"the source holds {', '.join(map(str, boxes[:_NAMED]))} of {entry.fqn[:120]}, which has the shape {entry.shape}, "
+            "and no tensor of that name is here to say which part is wanted",
+            party="local_state",
+        )
+    assembled = torch.empty(entry.shape, dtype=shards[0].dtype)
+    for box, shard in zip(boxes, shards, strict=True):
+        view_of(assembled, box).copy_(shard)
+    return assembled
+
+
+def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a box of a tensor, as a view."""
+    return tensor[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+def box_of(chunk: Chunk) -> Box:
+    """Return the box of a chunk."""
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def describe(held: HeldTensor) -> str:
+    """Say what is here of a tensor, for people."""
+    return _text(dtype_name(held.given.dtype), [*held.given.shape], held.boxes)
+
+
+def describe_entry(entry: TensorEntry) -> str:
+    """Say what a source holds of a tensor, for people."""
+    return _text(entry.dtype, entry.shape, [box_of(chunk) for chunk in entry.chunks])
+
+
+def _text(dtype: str, shape: list[int], boxes: list[Box]) -> str:
+    if boxes == [whole(shape)]:
+        return f"{dtype}{shape}"
+    held = ", ".join(map(str, boxes[:_NAMED])) or "nothing"
+    return f"{held} of {dtype}{shape}"
+
+
+def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
+    adapter = adapter_of(tensor)
+    if adapter is None:
+        return HeldTensor(tensor, None, [whole(tuple(tensor.shape))], [tensor])
+    boxes = adapter.boxes(tensor, path)
+    return HeldTensor(tensor, adapter, boxes, adapter.data(tensor, path) if adapter.shares_memory else [])
+
+
+def _is_alike(held: HeldTensor, entry: TensorEntry) -> bool:
+    """Whether it is a tensor of the same global shape and dtype."""
+    return [*held.given.shape] == entry.shape and dtype_name(held.given.dtype) == entry.dtype
+
+
+def _same_boxes(boxes: Sequence[Box], chunks: Iterable[Chunk]) -> bool:
+    """Whether the boxes are the same ones; where empty ones lie does not matter."""
+    there = [box_of(chunk) for chunk in chunks]
+    return len(boxes) == len(there) and all(
+        a == b or (a.sizes == b.sizes and not a.volume) for a, b in zip(boxes, there, strict=True)
+    )
 
 
 def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:

@@ -17,9 +17,9 @@ import xxhash
 
 from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.local_state import LocalState
+from torchft_ckpt.checkpointing.dtypes import DTYPES
+from torchft_ckpt.checkpointing.format import Chunk, Manifest
+from torchft_ckpt.checkpointing.local_state import LocalState, whole_tensor
 from torchft_ckpt.checkpointing.space import pieces_of
 from torchft_ckpt.checkpointing.tree import decode_tree
 from torchft_ckpt.errors import TransferError
@@ -191,7 +191,9 @@ class Destination:
             for block in blocks
             for segment, *_ in pieces_of(self._starts, self._lengths, block * block_bytes, (block + 1) * block_bytes)
         }
-        return [entry.fqn for entry in self.manifest.tensors if entry.chunks[0].segment in segments]
+        return [
+            entry.fqn for entry in self.manifest.tensors if any(chunk.segment in segments for chunk in entry.chunks)
+        ]
 
     def give_up(self) -> list[np.ndarray]:
         """Return the memory of its own, to which this object does not refer any more."""
@@ -209,32 +211,44 @@ class Destination:
         Where it was received in place these are the local tensors themselves, where there is one of that name.
         """
         with collector_paused():
-            tensors = self._assemble_tensors()
-            if self._local is not None and self._in_place:
+            received = self._assemble_chunks()
+            if self._local is None:
+                tensors = [
+                    whole_tensor(entry, shards) for entry, shards in zip(self.manifest.tensors, received, strict=True)
+                ]
+            elif self._in_place:
                 self.is_overwritten = True
-                tensors = self._local.adopt(self.manifest, tensors, self._direct)
+                tensors = self._local.adopt(self.manifest, received, self._direct)
+            else:
+                tensors = self._local.dress(self.manifest, received)
             return decode_tree(self.manifest.tree, tensors)
 
-    def _assemble_tensors(self) -> list[torch.Tensor]:
-        num_entries = [0] * len(self.manifest.segments)
+    def _assemble_chunks(self) -> list[list[torch.Tensor]]:
+        """Return, for each tensor, its chunks."""
+        num_chunks = [0] * len(self.manifest.segments)
         for entry in self.manifest.tensors:
-            num_entries[entry.chunks[0].segment] += 1
+            for chunk in entry.chunks:
+                num_chunks[chunk.segment] += 1
         storages: dict[int, torch.UntypedStorage] = {}
-        tensors = []
+        received = []
         for entry in self.manifest.tensors:
-            index = entry.chunks[0].segment
-            direct = self._direct.get(index)
-            if direct is not None and num_entries[index] == 1:
-                tensors.append(direct.tensor)
-            elif direct is None and num_entries[index] == 1:
-                tensors.append(_only_tensor(entry, self._buffers[index]))
-            else:
-                if index not in storages:
-                    memory = torch.from_numpy(self._buffers[index]) if direct is None else direct.tensor
-                    storages[index] = memory.untyped_storage()
-                base = 0 if direct is None else int(direct.tensor.storage_offset()) * direct.tensor.element_size()
-                tensors.append(_tensor(entry, storages[index], base))
-        return tensors
+            dtype = DTYPES[entry.dtype]
+            shards = []
+            for chunk in entry.chunks:
+                index = chunk.segment
+                direct = self._direct.get(index)
+                if direct is not None and num_chunks[index] == 1:
+                    shards.append(direct.tensor)
+                elif direct is None and num_chunks[index] == 1:
+                    shards.append(_only_tensor(chunk, dtype, self._buffers[index]))
+                else:
+                    if index not in storages:
+                        memory = torch.from_numpy(self._buffers[index]) if direct is None else direct.tensor
+                        storages[index] = memory.untyped_storage()
+                    base = 0 if direct is None else int(direct.tensor.storage_offset()) * direct.tensor.element_size()
+                    shards.append(_tensor(chunk, dtype, storages[index], base))
+            received.append(shards)
+        return received
 
     def _cut(self, memories: Sequence[memoryview | None], start: int, stop: int) -> list[memoryview]:
         """Return the memory of bytes [start, stop); incomplete where a segment has none."""
@@ -271,22 +285,18 @@ def _receive_scattered(
                 index, filled = index + 1, 0
 
 
-def _only_tensor(entry: TensorEntry, memory: np.ndarray) -> torch.Tensor:
+def _only_tensor(chunk: Chunk, dtype: torch.dtype, memory: np.ndarray) -> torch.Tensor:
     """Return the only tensor of a segment."""
-    chunk = entry.chunks[0]
-    dtype = parse_dtype(entry.dtype)
     if chunk.strides is not None or not memory.nbytes or chunk.byte_offset or chunk.sizes.count(0):
-        return _tensor(entry, torch.from_numpy(memory).untyped_storage(), 0)
+        return _tensor(chunk, dtype, torch.from_numpy(memory).untyped_storage(), 0)
     flat = torch.frombuffer(memory, dtype=dtype)
     if len(chunk.sizes) == 1:
         return flat
     return flat.view(chunk.sizes)
 
 
-def _tensor(entry: TensorEntry, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
+def _tensor(chunk: Chunk, dtype: torch.dtype, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
     """Return one tensor of a segment that begins `base` bytes into a storage."""
-    chunk = entry.chunks[0]
-    dtype = parse_dtype(entry.dtype)
     if 0 in chunk.sizes:
         return torch.empty(chunk.sizes, dtype=dtype)
     start = (base + chunk.byte_offset) // dtype.itemsize

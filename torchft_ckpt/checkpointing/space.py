@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.boxes import is_dtensor, local_box
 from torchft_ckpt.checkpointing.dtypes import CARRIED_DTYPES
+from torchft_ckpt.checkpointing.shards import adapter_of
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 ALIGN_BYTES = 64
@@ -26,19 +26,25 @@ _WHOLE: list[tuple[int, tuple[int, ...] | None]] = [(0, None)]
 
 
 class Placed(NamedTuple):
-    """Where one tensor lies: global shape, its box, and the bytes of the box inside a segment.
+    """Where one box of a tensor lies: the box, and its bytes inside a segment.
 
     `strides` (elements) is None where the box is the segment's bytes in C order.
     """
 
-    path: str
-    dtype: torch.dtype
-    global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     segment: int
     byte_offset: int
     strides: tuple[int, ...] | None
+
+
+class PlacedTensor(NamedTuple):
+    """One tensor: its global shape, and where its boxes that are here lie."""
+
+    path: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    chunks: list[Placed]
 
 
 class Memory:
@@ -124,16 +130,15 @@ class Space:
     memories: list[Memory]
     starts: list[int]
     lengths: list[int]
-    placed: list[Placed]
+    placed: list[PlacedTensor]
     total_bytes: int
 
 
 class _Piece:
-    """One tensor on its way into the space: what it is, and the addresses [low, high) of its bytes."""
+    """One box of a tensor on its way into the space: what it is, and the addresses [low, high) of its bytes."""
 
     __slots__ = (
         "device",
-        "global_shape",
         "high",
         "index",
         "is_contiguous",
@@ -145,20 +150,12 @@ class _Piece:
         "tensor",
     )
 
-    def __init__(
-        self,
-        index: int,
-        path: str,
-        tensor: torch.Tensor,
-        global_shape: tuple[int, ...] | None,
-        offsets: tuple[int, ...] | None,
-    ) -> None:
+    def __init__(self, index: int, path: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None) -> None:
         self.index = index
         self.path = path
         self.tensor = tensor
         self.device = "" if tensor.is_cpu else str(tensor.device)
         self.sizes = tuple(tensor.shape)
-        self.global_shape = self.sizes if global_shape is None else global_shape
         self.offsets = _ZEROS[: len(self.sizes)] if offsets is None else offsets
         self.nbytes = tensor.nbytes
         self.low = tensor.data_ptr()
@@ -171,19 +168,33 @@ class _Piece:
 
 
 _BY_LOW = operator.attrgetter("low")
-_NOT_PLACED = Placed("", torch.uint8, (), (), (), 0, 0, None)
+_NOT_PLACED = Placed((), (), 0, 0, None)
 
 
 def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
     """Lay the tensors out in one byte space.
 
     Args:
-        tensors: (path, tensor) pairs; DTensors stand for their local shard.
+        tensors: (path, tensor) pairs; sharded tensors stand for the boxes that are here.
 
     Raises:
         UnsupportedValueError: a tensor that cannot be carried; the message has its path.
     """
-    pieces = [_piece(index, path, tensor) for index, (path, tensor) in enumerate(tensors)]
+    pieces: list[_Piece] = []
+    counts: list[int] = []
+    for path, tensor in tensors:
+        adapter = adapter_of(tensor)
+        if adapter is None:
+            pieces.append(_piece(len(pieces), path, tensor, None))
+            counts.append(1)
+            continue
+        boxes = adapter.boxes(tensor, path)
+        data = adapter.data(tensor, path)
+        counts.append(len(boxes))
+        for box, local in zip(boxes, data, strict=True):
+            if local.dtype != tensor.dtype or tuple(local.shape) != box.sizes:
+                raise _refuse(path, f"a shard {local.dtype}{[*local.shape]} of a {tensor.dtype} tensor, for {box}, it")
+            pieces.append(_piece(len(pieces), path, local, box.offsets))
     groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
     groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
     groups.sort(key=_place_in_space)
@@ -201,17 +212,13 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
         lengths.append(memory.length)
         memories.append(memory)
         for piece, (byte_offset, strides) in zip(group, places, strict=True):
-            placed[piece.index] = Placed(
-                piece.path,
-                piece.tensor.dtype,
-                piece.global_shape,
-                piece.offsets,
-                piece.sizes,
-                segment,
-                byte_offset,
-                strides,
-            )
-    return Space(memories, starts, lengths, placed, end)
+            placed[piece.index] = Placed(piece.offsets, piece.sizes, segment, byte_offset, strides)
+    of_tensors: list[PlacedTensor] = []
+    at = 0
+    for (path, tensor), count in zip(tensors, counts, strict=True):
+        of_tensors.append(PlacedTensor(path, tensor.dtype, tuple(tensor.shape), placed[at : at + count]))
+        at += count
+    return Space(memories, starts, lengths, of_tensors, end)
 
 
 def pieces_of(starts: list[int], lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -249,11 +256,7 @@ def _storage_bytes(tensor: torch.Tensor, start: int, length: int) -> torch.Tenso
     return view.set_(tensor.untyped_storage(), start, (length,))  # type: ignore[call-overload]
 
 
-def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
-    global_shape: tuple[int, ...] | None = None
-    offsets: tuple[int, ...] | None = None
-    if is_dtensor(tensor):
-        tensor, global_shape, offsets = local_box(tensor, path)
+def _piece(index: int, path: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None) -> _Piece:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _refuse(path, f"a tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}")
     if tensor.requires_grad:
@@ -266,7 +269,7 @@ def _piece(index: int, path: str, tensor: torch.Tensor) -> _Piece:
         raise _refuse(path, f"a tensor on device {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return _Piece(index, path, tensor, global_shape, offsets)
+    return _Piece(index, path, tensor, offsets)
 
 
 def _span(tensor: torch.Tensor) -> int:

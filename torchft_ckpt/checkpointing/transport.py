@@ -14,7 +14,13 @@ from datetime import timedelta
 from typing import Generic, TypeVar
 
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.errors import CheckpointError, StateFormatError, TransferCancelledError, TransferError
+from torchft_ckpt.errors import (
+    CheckpointError,
+    StateFormatError,
+    StateMismatchError,
+    TransferCancelledError,
+    TransferError,
+)
 
 T = TypeVar("T")
 
@@ -117,6 +123,39 @@ class CheckpointTransport(Generic[T], ABC):
             except (TransferError, StateFormatError) as error:
                 failure = error
         raise failure
+
+    def fetch_sharded(
+        self,
+        groups: Sequence[Sequence[str]],
+        rank: int,
+        step: int,
+        timeout: timedelta,
+        *,
+        local_state: T | None = None,
+        in_place: bool = False,
+        on_progress: ProgressCallback | None = None,
+    ) -> T:
+        """Fetch the state of a step from groups whose ranks hold other parts of the tensors than this one; whole, or raise.
+
+        What `local_state` holds of each tensor is put together from all ranks that hold some of it. A transport that knows
+        no better refuses.
+
+        Args:
+            groups: for each source group, what the `metadata()` of its ranks returned, in the order of their ranks; an empty
+                one is not known. The first is the primary: the state received is its own.
+            rank: of this process in its own group: values that are no tensors come from the rank of that number, modulo
+                the size of the group.
+            step, timeout, local_state, in_place, on_progress: as in `fetch_checkpoint`.
+
+        Raises:
+            StateMismatchError: no rank holds some part of what is here, or a tensor has another shape or dtype. Before anything
+                was received.
+            TransferError, StateFormatError: as `fetch_checkpoint`.
+        """
+        raise StateMismatchError(
+            f"{type(self).__name__} cannot receive from a group that holds its tensors in other shards",
+            party="transport",
+        )
 
     def cancel_recv(self) -> None:
         """Give up the receives in progress: each raises `TransferCancelledError` soon. From any thread.

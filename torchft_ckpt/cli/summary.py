@@ -89,7 +89,7 @@ def as_json(url: str, index: Index, manifest: Manifest, num_tensors: int | None)
                     "name": tensor.fqn,
                     "dtype": tensor.dtype,
                     "shape": tensor.shape,
-                    "sizes": tensor.chunks[0].sizes,
+                    "boxes": [{"offsets": chunk.offsets, "sizes": chunk.sizes} for chunk in tensor.chunks],
                     "bytes": _num_bytes(tensor),
                 }
                 for tensor in _by_size(manifest)[:num_tensors]
@@ -142,13 +142,15 @@ def _by_size(manifest: Manifest) -> list[TensorEntry]:
 
 
 def _num_bytes(tensor: TensorEntry) -> int:
-    return prod(tensor.chunks[0].sizes) * parse_dtype(tensor.dtype).itemsize
+    return sum(prod(chunk.sizes) for chunk in tensor.chunks) * parse_dtype(tensor.dtype).itemsize
 
 
 def _shape(tensor: TensorEntry) -> str:
-    """The global shape, and the box of it that the peer holds where that is less."""
-    sizes = tensor.chunks[0].sizes
-    return str(tensor.shape) if sizes == tensor.shape else f"{sizes} of {tensor.shape}"
+    """The global shape, and the boxes of it that the peer holds where they are less."""
+    held = [str(chunk.sizes) for chunk in tensor.chunks]
+    if held == [str(tensor.shape)]:
+        return held[0]
+    return f"{' and '.join(held) or 'nothing'} of {tensor.shape}"
 
 
 def _served(entry: SnapshotEntry) -> str:

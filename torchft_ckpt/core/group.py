@@ -48,7 +48,6 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     Refused,
     Role,
-    Source,
     StallReport,
     StateLocated,
     StateVersion,
@@ -392,17 +391,14 @@ class GroupState:
         self._quorum = formed
         self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
-            sources = _of_rank(formed.sources, rank)
-            mine = msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id, sources=sources)
-            yield ToRank(rank, mine)
+            yield ToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
 
     def _located(self, located: StateLocated) -> Iterator[GroupInstruction]:
         if self._located_for is None or located.request_id != self._located_for.request_id:
             return
         asked, self._locating, self._located_for = self._locating, {}, None
         for rank, message in asked.items():
-            sources = _of_rank(located.sources, rank)
-            yield ToRank(rank, msgspec.structs.replace(located, request_id=message.request_id, sources=sources))
+            yield ToRank(rank, msgspec.structs.replace(located, request_id=message.request_id))
 
     def _remember(self, decided: CommitDecided | CommitUnknown) -> None:
         self._decided[_key(decided)] = decided
@@ -422,14 +418,6 @@ class GroupState:
                 yield Up(self._located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
-
-
-def _of_rank(sources: list[Source], rank: int) -> list[Source]:
-    """Return sources with the address of their rank of that number alone."""
-    return [
-        msgspec.structs.replace(source, checkpoint_addresses=source.checkpoint_addresses[rank : rank + 1])
-        for source in sources
-    ]
 
 
 def _late_vote(message: CommitDecided) -> CommitVote:

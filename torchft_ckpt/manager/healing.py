@@ -20,16 +20,20 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
+from torchft_ckpt.checkpointing.shards import adapter_of
+from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
+    LayoutMismatchError,
     SourceLostError,
     SourceRefusedError,
     StateDictLoadError,
     StateMismatchError,
     TransferCancelledError,
 )
+from torchft_ckpt.manager.optimizer_state import with_optimizer_state
 from torchft_ckpt.manager.still import hold_still
 from torchft_ckpt.manager.worker import Worker
 
@@ -74,6 +78,26 @@ class StateRegistry:
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
         return {key: get() for key, get in self._get.items()}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a guarded optimizer has parameters of which this process holds parts."""
+        return any(
+            adapter_of(parameter) is not None
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def capture_to_receive(self) -> dict[str, Any]:
+        """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
+
+        Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread.
+        """
+        if not self.is_sharded:
+            return self.capture()
+        with with_optimizer_state(self._optimizers):
+            return self.capture()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
@@ -121,10 +145,14 @@ class Healing:
     Args:
         transport: fetches.
         timeout: overall deadline of a fetch.
+        rank: of this process in its replica group.
+        world_size: of the replica group.
     """
 
-    def __init__(self, transport: CheckpointTransport[Any], timeout: timedelta) -> None:
+    def __init__(self, transport: CheckpointTransport[Any], timeout: timedelta, *, rank: int, world_size: int) -> None:
         self._transport = transport
+        self._rank = rank
+        self._world_size = world_size
         self._timeout = timeout
         self._worker = Worker("torchft_ckpt-heal")
         self._fetch: Future[Any] | None = None
@@ -208,9 +236,7 @@ class Healing:
     def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None, limit: timedelta) -> Any:
         if self._is_cancelled or self._wanted is not wanted:
             raise TransferCancelledError("the step that this transfer was for is over")
-        sources = [
-            source for source in wanted.sources if source.checkpoint_addresses and source.checkpoint_addresses[0]
-        ]
+        sources = [source for source in wanted.sources if any(source.checkpoint_addresses)]
         if not sources:
             raise SourceLostError(f"no source of {wanted.version} can be reached for this rank")
         names = ", ".join(source.replica_id for source in sources)
@@ -218,27 +244,50 @@ class Healing:
         started = time.monotonic()
         logger.info("fetching step %d from %s", step, names)
         if isinstance(self._transport, CheckpointTransport):
-            addresses = [source.checkpoint_addresses[0] for source in sources]
-            local_state = None if local is None else {"user": local}
-            try:
-                state = self._transport.fetch_checkpoint(
-                    addresses, step, limit, local_state=local_state, in_place=self._is_in_place
-                )
-            except StateMismatchError as error:
-                if not self._is_in_place or error.state_overwritten:
-                    raise
-                # A tensor of another shape: whether that can be loaded is for the user's function to say.
-                logger.info("not received in place: %s", error)
-                self._is_in_place = False
-                state = self._transport.fetch_checkpoint(addresses, step, limit, local_state=local_state)
+            groups = [source.checkpoint_addresses for source in sources]
+            state = self._fetch_state(self._transport, groups, step, limit, None if local is None else {"user": local})
         else:  # one of torchft's own
             first = sources[0]
+            metadata = first.checkpoint_addresses[self._rank]
             state = self._transport.recv_checkpoint(
-                src_rank=first.replica_rank, metadata=first.checkpoint_addresses[0], step=step, timeout=limit
+                src_rank=first.replica_rank, metadata=metadata, step=step, timeout=limit
             )
         self.took_s = time.monotonic() - started
         logger.info("fetched step %d from %s in %.3f s", step, names, self.took_s)
         return state
+
+    def _fetch_state(
+        self,
+        transport: CheckpointTransport[Any],
+        groups: list[list[str]],
+        step: int,
+        limit: timedelta,
+        local_state: dict[str, Any] | None,
+    ) -> Any:
+        """Fetch from the ranks of the same number, or, where their shards are not those of this rank, from all ranks."""
+        until = time.monotonic() + limit.total_seconds()
+        addresses = counterparts(groups, self._rank, self._world_size)
+        is_alike = bool(addresses)
+        while True:
+            try:
+                if is_alike:
+                    return transport.fetch_checkpoint(
+                        addresses, step, limit, local_state=local_state, in_place=self._is_in_place
+                    )
+                return transport.fetch_sharded(
+                    groups, self._rank, step, limit, local_state=local_state, in_place=self._is_in_place
+                )
+            except StateMismatchError as error:
+                if is_alike and isinstance(error, LayoutMismatchError):
+                    logger.info("re-sharding: %s", error)
+                    is_alike = False
+                elif self._is_in_place and not error.state_overwritten:
+                    # A tensor of another shape: whether that can be loaded is for the user's function to say.
+                    logger.info("not received in place: %s", error)
+                    self._is_in_place = False
+                else:
+                    raise
+            limit = timedelta(seconds=max(until - time.monotonic(), 0.0))
 
     def _source_name(self) -> str:
         return self._wanted.sources[0].replica_id if self._wanted and self._wanted.sources else "the source"

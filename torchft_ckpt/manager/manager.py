@@ -30,6 +30,7 @@ from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
 from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState
 from torchft_ckpt.errors import (
+    CheckpointError,
     ConfigError,
     CoordinationError,
     GroupBrokenError,
@@ -223,7 +224,12 @@ class Manager:
         logger.info("%s serves its state at %s", self._launch.replica_id, self._transport.metadata())
         self._worker = Worker("torchft_ckpt-quorum")
         self._heal_in_place = heal_in_place
-        self._healing = Healing(self._transport, self._timeouts.transfer)
+        self._healing = Healing(
+            self._transport,
+            self._timeouts.transfer,
+            rank=self._launch.group_rank,
+            world_size=self._launch.group_world_size,
+        )
         self._offer = StandingOffer(self._transport, self._registry)
         self._link: GroupService | RankSession
         try:
@@ -412,7 +418,11 @@ class Manager:
         has_to_wait = has_to_wait if wait is None else wait
         has_to_capture = has_to_capture or is_wished_for
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
+        is_sharded = self._registry.is_sharded
+        # What arrives for sharded tensors takes its layout from those that are here.
+        has_to_capture = has_to_capture or (is_sharded and self.is_behind)
         captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
+        receiving = self._registry.capture_to_receive() if captured and is_sharded and self.is_behind else captured
         request = self._talk.begin(
             allow_heal=allow_heal,
             shrink_only=shrink_only,
@@ -426,7 +436,7 @@ class Manager:
         self._link.send(request)
         limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
-            lambda: self._run_quorum(captured, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
+            lambda: self._run_quorum(captured, receiving, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
         )
         if has_to_wait:
             self.wait_quorum()
@@ -463,7 +473,13 @@ class Manager:
             future.exception()  # it was raised from wait_quorum already, or its step was abandoned
 
     def _run_quorum(
-        self, captured: dict[str, Any] | None, limit: timedelta, *, trainer_waits: bool, is_wished_for: bool
+        self,
+        captured: dict[str, Any] | None,
+        receiving: dict[str, Any] | None,
+        limit: timedelta,
+        *,
+        trainer_waits: bool,
+        is_wished_for: bool,
     ) -> None:
         """On the quorum thread."""
         plan = self._talk.await_plan(limit, self._quorum_retries, self._link.waiting_for)
@@ -475,10 +491,19 @@ class Manager:
         elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
             self._serve(formed, captured)  # to whoever looks at this job from outside
         if plan.load:
-            local = self._registry.capture() if trainer_waits or self._registry.is_kept_still else captured
-            self._is_load_pending = True
-            in_place = self._heal_in_place and trainer_waits and plan.load_before_forward
-            self._healing.start(formed, local, in_place)
+            if trainer_waits:
+                receiving = self._registry.capture_to_receive()
+            elif self._registry.is_kept_still:
+                receiving = self._registry.capture()
+            if receiving is None and self._registry.is_sharded:
+                # It learnt only now that it is behind; the training thread may be in its forward pass.
+                self.report_error(
+                    CheckpointError("its shards were not captured before this step; it heals in the next")
+                )
+            else:
+                self._is_load_pending = True
+                in_place = self._heal_in_place and trainer_waits and plan.load_before_forward
+                self._healing.start(formed, receiving, in_place)
         if plan.configure:
             self._configure(formed)
 

@@ -130,7 +130,7 @@ class OuterRank(Trainer):
             if not source:
                 self._oracle.fail(f"{self.address} is told of a source without an address: {located}")
             self._transfers.fetch(
-                source[0], located.version, self.process, lambda a, v: self._fetched(turn, located, a, v)
+                source[self.rank], located.version, self.process, lambda a, v: self._fetched(turn, located, a, v)
             )
 
     def _fetched(self, turn: int, located: StateLocated, arrival: Arrival, value: object) -> None:

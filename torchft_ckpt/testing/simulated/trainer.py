@@ -145,7 +145,7 @@ class Trainer:
         if plan.load:
             self._is_loading = True
             self._is_cancelled = False
-            source = formed.sources[0].checkpoint_addresses[0]
+            source = formed.sources[0].checkpoint_addresses[self.rank]
             self._transfers.fetch(source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v))
         if plan.configure:
             if self._handle is not None:

@@ -1,0 +1,97 @@
+"""Boxes of index space: what two of them share, and how a box is made up of others. Arithmetic only.
+
+A box is a product of intervals, as torch.distributed.checkpoint describes a chunk of a tensor: `offsets` of its first
+element in each dimension, and `sizes`. The box of a 0-dim tensor has no dimensions, and one element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A product of intervals: `offsets[d]` up to `offsets[d] + sizes[d]` in each dimension d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        ranges = (f"{low}:{low + size}" for low, size in zip(self.offsets, self.sizes, strict=True))
+        return f"[{', '.join(ranges)}]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of a shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the elements that two boxes of one tensor share; None where there are none."""
+    offsets, sizes = [], []
+    for a_low, a_size, b_low, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        low = max(a_low, b_low)
+        size = min(a_low + a_size, b_low + b_size) - low
+        if size <= 0:
+            return None
+        offsets.append(low)
+        sizes.append(size)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether every element of `inner` is in `outer`."""
+    return all(
+        o_low <= i_low and i_low + i_size <= o_low + o_size
+        for o_low, o_size, i_low, i_size in zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
+    )
+
+
+def refine(wanted: Box, chunks: Sequence[Box]) -> list[Box]:
+    """Cut a box so that each piece lies wholly inside or wholly outside of every chunk.
+
+    The pieces are disjoint and make up `wanted`, in C order of their offsets. Where chunks are the shards of a mesh, they are
+    as few as can be: neighbours are cut only where a chunk that overlaps `wanted` begins or ends.
+    """
+    touching = [shared for chunk in chunks if (shared := intersect(wanted, chunk)) is not None]
+    if not wanted.volume:
+        return []
+    cuts: list[list[int]] = []
+    for dim, (low, size) in enumerate(zip(wanted.offsets, wanted.sizes, strict=True)):
+        edges = {low, low + size}
+        for shared in touching:
+            edges.add(shared.offsets[dim])
+            edges.add(shared.offsets[dim] + shared.sizes[dim])
+        cuts.append(sorted(edges))
+    return [
+        Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+        for cell in product(*(pairwise(edges) for edges in cuts))
+    ]
+
+
+def split(box: Box, max_volume: int) -> Iterator[Box]:
+    """Yield a box in parts of at most `max_volume` elements, each a run of rows of the first dimension that is long enough.
+
+    Parts come in C order, and each is contiguous in a C-order array of the box.
+    """
+    if box.volume <= max_volume or not box.sizes:
+        yield box
+        return
+    row = box.volume // box.sizes[0]
+    if row > max_volume:
+        for index in range(box.sizes[0]):
+            inner = Box(box.offsets[1:], box.sizes[1:])
+            for part in split(inner, max_volume):
+                yield Box((box.offsets[0] + index, *part.offsets), (1, *part.sizes))
+        return
+    step = max_volume // row
+    for start in range(0, box.sizes[0], step):
+        size = min(step, box.sizes[0] - start)
+        yield Box((box.offsets[0] + start, *box.offsets[1:]), (size, *box.sizes[1:]))
