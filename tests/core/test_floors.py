@@ -26,6 +26,7 @@ FLOORS = {
     "optimizer": 4,
     "ddp": 4,
     "data": 4,
+    "fsdp": 4,
     "local_sgd": 4,
     "diloco": 4,
     "outer": 4,

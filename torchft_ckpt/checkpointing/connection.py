@@ -130,7 +130,14 @@ class SourceConnection:
             self._closed = True
         self._drop()
 
-    def get(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> Answer:
+    def get(
+        self,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        method: str = "GET",
+        body: bytes | None = None,
+    ) -> Answer:
         """Send a request and read the head of its answer.
 
         A source closes a connection on which nothing was asked for a while. Where that shows before a byte of the answer has
@@ -147,7 +154,7 @@ class SourceConnection:
             if self._http.sock is not None:
                 with self._named_failures(doing):
                     try:
-                        return self._ask(self._http, method, path, headers)
+                        return self._ask(self._http, method, path, headers, body)
                     except _CLOSED_BY_PEER:
                         if self._closed:
                             raise
@@ -158,7 +165,7 @@ class SourceConnection:
             if self._http is None:
                 raise ConnectionError("not connected")
             try:
-                return self._ask(self._http, method, path, headers)
+                return self._ask(self._http, method, path, headers, body)
             except _CLOSED_BY_PEER as error:
                 if self._closed:
                     raise
@@ -168,9 +175,14 @@ class SourceConnection:
                 ) from error
 
     def _ask(
-        self, http_connection: _OpenSocketConnection, method: str, path: str, headers: Mapping[str, str] | None
+        self,
+        http_connection: _OpenSocketConnection,
+        method: str,
+        path: str,
+        headers: Mapping[str, str] | None,
+        body: bytes | None,
     ) -> Answer:
-        http_connection.request(method, path, headers={**self._headers, **(headers or {})})
+        http_connection.request(method, path, body=body, headers={**self._headers, **(headers or {})})
         response = http_connection.getresponse()
         self._answered = True
         return Answer(self, response, path)

@@ -27,18 +27,23 @@ from torchft_ckpt.checkpointing.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
+    GROUP_HEADER,
     LATEST,
+    MAX_BODY_BYTES,
     MAX_DIGESTS,
     MAX_WAIT_S,
     PREFIX,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
+    PartsRequest,
     Peer,
     Peers,
     Refusal,
 )
-from torchft_ckpt.checkpointing.sending import Body, Turn, digest_blocks, sample_blocks, send_burst
+from torchft_ckpt.checkpointing.resharding.parts import PartsBody, digest_parts, regions_of
+from torchft_ckpt.checkpointing.resharding.regions import Region
+from torchft_ckpt.checkpointing.sending import Body, Sendable, Turn, digest_blocks, sample_blocks, send_burst
 from torchft_ckpt.checkpointing.served import Served
 from torchft_ckpt.checkpointing.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Snapshot
@@ -48,6 +53,7 @@ from torchft_ckpt.network import bearer_matches
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
+MAX_GROUP = 4096
 _DIGESTS_AT_ONCE = 64
 _RANGE = re.compile(r"\Abytes=([0-9]{1,19})-([0-9]{0,19})\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
@@ -89,7 +95,7 @@ class CheckpointHandlers:
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
-        app = web.Application(middlewares=[self._guard], client_max_size=1024)
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         step = PREFIX + r"/{step:[0-9]{1,18}}"
         app.router.add_get(PREFIX, self._index)
         app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
@@ -98,6 +104,8 @@ class CheckpointHandlers:
         app.router.add_get(step + "/bytes", self._bytes)
         app.router.add_get(step + "/digests", functools.partial(self._digests, digest_blocks))
         app.router.add_get(step + "/samples", functools.partial(self._digests, sample_blocks))
+        app.router.add_post(step + "/parts", self._parts)
+        app.router.add_post(step + "/parts/digests", self._part_digests)
         app.router.add_get(step + "/peers", self._peers)
         app.router.add_post(step + "/done", self._done)
         return app
@@ -161,6 +169,8 @@ class CheckpointHandlers:
         if isinstance(snapshot, web.Response):
             return snapshot
         self._note_contact(request, snapshot)
+        if request.headers.get(GROUP_HEADER, "").isdecimal():
+            snapshot.expect(min(int(request.headers[GROUP_HEADER][:6]), MAX_GROUP))
         body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.manifest_bytes)
         headers = {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), "ETag": _etag(snapshot)}
         receiver = _receiver(request)
@@ -224,6 +234,37 @@ class CheckpointHandlers:
             found = await loop.run_in_executor(self._executor, of, served, batch)
             digests.update((str(block), digest.hex()) for block, digest in found.items())
         return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
+
+    async def _parts(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._asked_parts(request)
+        if isinstance(asked, web.Response):
+            return asked
+        snapshot, regions, seeds = asked
+        return await self._send(request, snapshot, 200, PartsBody(snapshot, regions, seeds))
+
+    async def _part_digests(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._asked_parts(request)
+        if isinstance(asked, web.Response):
+            return asked
+        digests = await asyncio.get_running_loop().run_in_executor(self._executor, digest_parts, *asked)
+        return _json(msgspec.json.encode([digest.hex() for digest in digests]), {"ETag": _etag(asked[0])})
+
+    async def _asked_parts(self, request: web.Request) -> tuple[Snapshot, list[Region], list[int]] | web.Response:
+        """Return the snapshot, and where the parts lie that a request asks for, with the seeds of their digests."""
+        served = self._chosen(request)
+        if isinstance(served, web.Response):
+            return served
+        if not isinstance(served, Snapshot):
+            return self._refuse("not_found", "parts are served by the source alone")
+        try:
+            parts = msgspec.json.decode(await request.read(), type=PartsRequest).parts
+            regions = regions_of(served.manifest, parts)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            return self._refuse("bad_range", str(error)[:400], status=416)
+        self._note_contact(request, served)
+        if not all(served.holds(region.start, region.stop) for region in regions):
+            return self._gone(request, f"step {served.step}: parts of it have been freed")
+        return served, regions, [part.seed for part in parts]
 
     async def _peers(self, request: web.Request) -> web.StreamResponse:
         served = self._chosen(request)
@@ -336,7 +377,7 @@ class CheckpointHandlers:
         request: web.Request,
         served: Served,
         status: int,
-        body: Body,
+        body: Sendable,
         headers: dict[str, str] | None = None,
     ) -> web.StreamResponse:
         """Send a body; where it ends early the connection is cut, so that the client cannot take it for the end."""
@@ -380,7 +421,7 @@ class CheckpointHandlers:
     async def _write(
         self,
         response: web.StreamResponse,
-        body: Body,
+        body: Sendable,
         taken: Callable[[], None],
         max_bytes: int = 256 * 1024,
         max_parts: int | None = None,
@@ -399,7 +440,9 @@ class CheckpointHandlers:
             await response.write(parts.pop())
             taken()
 
-    async def _send_from_threads(self, transport: asyncio.BaseTransport, body: Body, taken: Callable[[], None]) -> None:
+    async def _send_from_threads(
+        self, transport: asyncio.BaseTransport, body: Sendable, taken: Callable[[], None]
+    ) -> None:
         """Send straight from the lent memory, on a socket object of its own over the same connection.
 
         Nothing else writes meanwhile: what aiohttp had to write is out, and it writes again after the body.

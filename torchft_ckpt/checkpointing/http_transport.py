@@ -5,23 +5,26 @@ It puts the parts together: a shelf of snapshots behind a server, and a fetch. I
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import ssl
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.fetch import Fetch
+from torchft_ckpt.checkpointing.fetch import Fetch, overwritten
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.http_server import CheckpointServer
 from torchft_ckpt.checkpointing.limits import ServerLimits
+from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.options import (
     MAX_MANIFEST_BYTES,
@@ -33,6 +36,8 @@ from torchft_ckpt.checkpointing.options import (
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.relay import Relay
+from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
+from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.shelf import Shelf
 from torchft_ckpt.checkpointing.snapshot import Snapshot
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
@@ -126,7 +131,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._buffer_shelf = BufferShelf()
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
-        self._fetches: set[Fetch] = set()
+        self._fetches: set[Fetch | ShardedFetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
         host = advertised_host(hostname, bound=bind or "")
@@ -231,6 +236,68 @@ class HTTPTransport(CheckpointTransport[T]):
         what = sources[0] if len(sources) == 1 else f"{sources[0]} and {len(sources) - 1} more"
         return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress)
 
+    def fetch_sharded(
+        self,
+        groups: Sequence[Sequence[str]],
+        rank: int,
+        world_size: int,
+        step: int,
+        timeout: timedelta,
+        *,
+        local_state: T | None = None,
+        in_place: bool = False,
+        on_progress: ProgressCallback | None = None,
+    ) -> T:
+        """Fetch a state onto the layout of `local_state`. See `CheckpointTransport.fetch_sharded`.
+
+        Only what `local_state` holds travels, as boxes, from all ranks of all groups, each giving about as many bytes; a rank
+        that is lost is made up for by others that hold the same. What another group than the primary sends is taken where the
+        primary announces the same digest. `local_state` says what is wanted, so it is needed.
+
+        Warns:
+            ReplicaDivergenceWarning: another group of the same step holds other bits than the primary.
+        """
+        _check(bool(groups), "groups", groups, "at least one")
+        _check(local_state is not None, "local_state", local_state, "the state that is here: it says what is wanted")
+        _check(step >= 0, "step", step, "a step that is not negative")
+        _check(0 <= rank < world_size, "rank", rank, f"a rank of {world_size}")
+        started = time.monotonic()
+        destination = ShardedDestination(LocalState(local_state), rank, in_place=in_place)
+        fetch = ShardedFetch(
+            [_group(addresses) for addresses in groups],
+            step=step,
+            deadline=started + timeout.total_seconds(),
+            options=replace(self._options, receiver=uuid.uuid4().hex, group_size=world_size),
+            want=destination.want,
+            on_progress=on_progress or self._on_progress,
+        )
+        with self._fetching(fetch):
+            if in_place:
+                self._shelf.detach_all()  # what is served here may be what is written to
+            try:
+                source = fetch.run()
+            except CheckpointError as error:
+                logger.warning("step %d was not received from %d ranks: %s", step, sum(map(len, groups)), error)
+                if fetch.has_written and destination.is_into_place:
+                    raise overwritten(error) from error
+                raise
+        state = destination.assemble(source)
+        logger.info("received step %d onto another layout in %.3f s", step, time.monotonic() - started)
+        return cast(T, state)
+
+    @contextlib.contextmanager
+    def _fetching(self, fetch: Fetch | ShardedFetch) -> Iterator[None]:
+        """Have `cancel_recv` end it meanwhile."""
+        with self._fetches_lock:
+            if self._shut_down.is_set():
+                raise CheckpointError("a receive after shutdown of the transport", party="transport")
+            self._fetches.add(fetch)
+        try:
+            yield
+        finally:
+            with self._fetches_lock:
+                self._fetches.discard(fetch)
+
     def _fetch(
         self,
         sources: Sequence[str],
@@ -254,20 +321,14 @@ class HTTPTransport(CheckpointTransport[T]):
             on_progress=on_progress or self._on_progress,
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
         )
-        with self._fetches_lock:
-            if self._shut_down.is_set():
-                raise CheckpointError("a receive after shutdown of the transport", party="transport")
-            self._fetches.add(fetch)
-        if in_place:
-            self._shelf.detach_all()  # what is served here may be what is written to
-        try:
-            state = fetch.run()
-        except TransferError as error:
-            logger.warning("step %d was not received from %s: %s", step, name, error)
-            raise
-        finally:
-            with self._fetches_lock:
-                self._fetches.discard(fetch)
+        with self._fetching(fetch):
+            if in_place:
+                self._shelf.detach_all()  # what is served here may be what is written to
+            try:
+                state = fetch.run()
+            except TransferError as error:
+                logger.warning("step %d was not received from %s: %s", step, name, error)
+                raise
         if self._reuse_buffers:
             self._buffer_shelf.keep(fetch.buffers())
         else:
@@ -302,6 +363,18 @@ class HTTPTransport(CheckpointTransport[T]):
 def _check(holds: bool, argument: str, value: object, expected: str) -> None:
     if not holds:
         raise ConfigError(f"{argument}={value!r} cannot be used; expected {expected}", party=argument)
+
+
+def _group(addresses: Sequence[str]) -> list[SourceAddress | None]:
+    """Return the addresses of a group's ranks; None of one that is not known or cannot be read."""
+    parsed: list[SourceAddress | None] = []
+    for metadata in addresses:
+        try:
+            parsed.append(parse_metadata(metadata) if metadata else None)
+        except SourceLostError as error:
+            logger.warning("%s", error)
+            parsed.append(None)
+    return parsed
 
 
 def _readable(sources: Sequence[str]) -> list[SourceAddress]:

@@ -24,7 +24,7 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from torchft_ckpt.checkpointing.protocol import Refusal
+from torchft_ckpt.checkpointing.protocol import MAX_BODY_BYTES, Refusal
 from torchft_ckpt.core.rate import RateLimiter
 from torchft_ckpt.errors import ConfigError
 
@@ -62,7 +62,7 @@ class ServerLimits:
     max_requests_per_s: float = 2000.0
     head_timeout_s: float = 10.0
     max_header_bytes: int = 16 * 1024
-    max_body_bytes: int = 1024
+    max_body_bytes: int = MAX_BODY_BYTES
 
     def __post_init__(self) -> None:
         for field in fields(self):

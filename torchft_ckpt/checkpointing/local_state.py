@@ -7,7 +7,7 @@ becomes a tensor of the same class and layout. It does not know blocks or the ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,15 @@ class LocalState:
                 if counts[path] == 1  # {1: a, "1": b} have one path
             }
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
+            self._optional = tuple(_optimizer_state(state, ""))
+
+    def paths(self) -> Iterable[str]:
+        """Return the paths of the tensors that are here."""
+        return self._held.keys()
+
+    def is_optional(self, path: str) -> bool:
+        """Whether it is in the state of an optimizer, which comes into being with the first step."""
+        return path.startswith(self._optional) if self._optional else False
 
     def get(self, path: str) -> HeldTensor | None:
         """Return what is here under a path."""
@@ -249,6 +258,18 @@ def _text(dtype: str, shape: list[int], boxes: list[Box]) -> str:
         return f"{dtype}{shape}"
     held = ", ".join(map(str, boxes[:_NAMED])) or "nothing"
     return f"{held} of {dtype}{shape}"
+
+
+def _optimizer_state(value: object, path: str) -> Iterator[str]:
+    """Yield what the paths of optimizer state begin with: of `state` beside `param_groups`."""
+    if isinstance(value, dict):
+        if {"state", "param_groups"} <= value.keys():
+            yield f"{path}state."
+        for key, item in value.items():
+            yield from _optimizer_state(item, f"{path}{key}.")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _optimizer_state(item, f"{path}{index}.")
 
 
 def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:

@@ -41,3 +41,5 @@ class FetchOptions:
     receiver: str
     address: str | None = None
     ssl_context: ssl.SSLContext | None = None
+    group_size: int = 1
+    """How many ranks of the receiver's group come to the same source."""

@@ -10,15 +10,19 @@
 | `GET /v1/checkpoint/{step}/bytes` with `Range`            | the raw byte space; any HTTP client can resume                |
 | `GET /v1/checkpoint/{step}/digests?blocks=0-3,7`          | `{"0": "hex digest", ...}`                                    |
 | `GET /v1/checkpoint/{step}/samples?blocks=0-3,7`          | likewise, of a few bytes of each block (`blocks.sample_range`) |
+| `POST /v1/checkpoint/{step}/parts`                        | boxes of tensors, asked for by a `PartsRequest`: the elements  |
+|                                                           | of each in C order, followed by its digest                    |
+| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]` of the same, without the elements       |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
 
 `ETag` names the snapshot; `If-Match` asks for that one (412 where it is gone). `X-Ckpt-Receiver` identifies a receiver over
 its connections; `X-Ckpt-Received: 0-3,7` says which blocks it holds, verified, so that the source may free them and name
-the receiver to others; `X-Ckpt-Address` says where it serves them. `X-Ckpt-Share: 2/8` of a manifest says which part of the
-blocks a receiver, one of several, should ask for first. A receiver that serves blocks on does so under the id of
-the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128 in hex. A refusal has a JSON body
-`{error, message, serving_step}`:
+the receiver to others; `X-Ckpt-Address` says where it serves them. A receiver of parts says so of blocks, too, that it needs
+nothing of; `X-Ckpt-Group: 4` of its request for a manifest says that four ranks of its group come for this snapshot.
+`X-Ckpt-Share: 2/8` of a manifest says which part of the blocks a receiver, one of several, should ask for first. A receiver
+that serves blocks on does so under the id of the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128
+in hex. A refusal has a JSON body `{error, message, serving_step}`:
 
 | status | error               | may the receiver try again?                                    |
 |--------|---------------------|----------------------------------------------------------------|
@@ -38,7 +42,11 @@ the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from torchft_ckpt.checkpointing.format import Count
 
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"
@@ -47,10 +55,14 @@ RECEIVED_HEADER = "X-Ckpt-Received"
 DIGEST_HEADER = "X-Ckpt-Digest"
 ADDRESS_HEADER = "X-Ckpt-Address"
 SHARE_HEADER = "X-Ckpt-Share"
+GROUP_HEADER = "X-Ckpt-Group"
 MAX_WAIT_S = 10.0
 MAX_REFUSAL_BYTES = 64 * 1024
 MAX_DIGESTS = 4096
 MAX_PEERS = 16
+MAX_PARTS = 128
+MAX_BODY_BYTES = 32 * 1024
+"""Of a request; only a `PartsRequest` has one."""
 MAX_ACKNOWLEDGED_RUNS = 256
 
 
@@ -72,6 +84,26 @@ class SnapshotEntry(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     phase: str
     num_receivers: int
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A box that is asked for: of which tensor and which of its chunks, by their places in the manifest.
+
+    The box has global coordinates, lies within the chunk and is not empty. `seed` is the digest's: a number that the receiver
+    gave it, so that a part that arrives in another's place does not verify.
+    """
+
+    tensor: Count
+    chunk: Count
+    seed: Count
+    offsets: list[Count]
+    sizes: list[Count]
+
+
+class PartsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a request for parts, as JSON. No more parts than `MAX_PARTS`, and no more bytes than `MAX_BODY_BYTES`."""
+
+    parts: Annotated[list[Part], msgspec.Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,10 @@ class Receivers:
     def num_expected(self) -> int:
         return self._num_expected
 
+    def expect(self, num_receivers: int) -> None:
+        """Where a rank was told to fetch it, all ranks of its group come."""
+        self._num_expected = max(self._num_expected, num_receivers)
+
     @property
     def num_seen(self) -> int:
         return len(self._seen)

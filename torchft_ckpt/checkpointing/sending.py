@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Protocol
 
 from torchft_ckpt.checkpointing.blocks import (
     DIGEST_BYTES,
@@ -29,6 +30,20 @@ _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16
 _TURN_S = 0.2
 _FULL_MS = 5
+
+
+class Sendable(Protocol):
+    """What a burst sends."""
+
+    length: int
+    """Bytes in all."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was taken."""
+
+    def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
+        """Hand the next bytes to `send`, which returns how many it took; return that."""
 
 
 class Body:
@@ -132,7 +147,7 @@ class Turn(Enum):
     OVER = "over"
 
 
-def send_burst(body: Body, sock: socket.socket, stop: threading.Event) -> Turn:
+def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event) -> Turn:
     """Send from the calling thread for one turn. The socket does not block.
 
     Raises:

@@ -158,6 +158,11 @@ class Snapshot:
                 self._staging.start()
             return True
 
+    def expect(self, num_receivers: int) -> None:
+        """Note that so many come for it, all of the same group: until they have come, all of it is kept for them."""
+        with self._changed:
+            self._receivers.expect(num_receivers)
+
     def is_revoked(self, receiver: str | None) -> bool:
         """Whether the receiver's lease was ended because it was too slow."""
         with self._changed:

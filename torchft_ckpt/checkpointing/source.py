@@ -22,6 +22,7 @@ from torchft_ckpt.checkpointing.options import FetchOptions
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
+    GROUP_HEADER,
     LATEST,
     MAX_DIGESTS,
     MAX_PEERS,
@@ -30,6 +31,8 @@ from torchft_ckpt.checkpointing.protocol import (
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
+    Part,
+    PartsRequest,
     Peers,
     Refusal,
 )
@@ -66,6 +69,7 @@ class SourceClient:
         """Which receiver of the state this is, from 0 on, and of how many; known with the manifest."""
         self.name = str(address)
         self._step = step
+        self._group_header = {GROUP_HEADER: str(options.group_size)} if options.group_size > 1 else None
         self._options = options
         self._closed = threading.Event()
         self._connection = SourceConnection(
@@ -106,7 +110,7 @@ class SourceClient:
         while pause(pause_s):
             asked_at = time.monotonic()
             wait_s = max(min(MAX_WAIT_S, self._options.stall_timeout_s / 2, deadline - asked_at - _MARGIN_S), 0.0)
-            answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}")
+            answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}", self._group_header)
             if answer.status == 200:
                 return self._read_manifest(answer)
             refusal = answer.refusal()
@@ -167,16 +171,51 @@ class SourceClient:
             )
         return ((block, answer) for block in run)
 
+    def open_parts(self, manifest: Manifest, parts: Sequence[Part], num_bytes: int, received: str = "") -> Answer:
+        """Ask for parts of `num_bytes` in all; the caller reads each part and its digest from the answer, in order."""
+        answer = self._post(manifest, "parts", parts, received)
+        expected = num_bytes + DIGEST_BYTES * len(parts)
+        if answer.length != expected or answer.header("ETag") != f'"{manifest.snapshot}"':
+            raise StateFormatError(
+                f"source {self.name} answered {len(parts)} parts with {answer.length} bytes of "
+                f'{answer.header("ETag")[:70]}, {expected} of "{manifest.snapshot}" were asked for',
+                party=self.name,
+            )
+        return answer
+
+    def fetch_part_digests(self, manifest: Manifest, parts: Sequence[Part]) -> list[bytes]:
+        """Return the digests of parts."""
+        answer = self._post(manifest, "parts/digests", parts, "")
+        try:
+            digests = [
+                bytes.fromhex(digest) for digest in msgspec.json.decode(answer.read(_MAX_DIGESTS_BYTES), type=list[str])
+            ]
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StateFormatError(
+                f"source {self.name} sent digests that cannot be read: {error}", self.name
+            ) from error
+        if len(digests) != len(parts) or any(len(digest) != DIGEST_BYTES for digest in digests):
+            raise StateFormatError(f"source {self.name} sent {len(digests)} digests for {len(parts)} parts", self.name)
+        return digests
+
+    def _post(self, manifest: Manifest, what: str, parts: Sequence[Part], received: str) -> Answer:
+        headers = {RECEIVED_HEADER: received} if received else {}
+        return self._get(manifest, what, headers, body=msgspec.json.encode(PartsRequest(parts=list(parts))))
+
     def tell_done(self, manifest: Manifest) -> None:
         """Say that this receiver needs nothing more."""
         self._connection.set_stall_timeout(min(_DONE_TIMEOUT_S, self._options.stall_timeout_s))
         path = self._path(manifest, "done")
         self._connection.get(path, {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
 
-    def _get(self, manifest: Manifest, what: str, headers: dict[str, str] | None = None) -> Answer:
+    def _get(
+        self, manifest: Manifest, what: str, headers: dict[str, str] | None = None, *, body: bytes | None = None
+    ) -> Answer:
         headers = {"If-Match": f'"{manifest.snapshot}"', **(headers or {})}
         for attempt in range(_MAX_ATTEMPTS):
-            answer = self._connection.get(self._path(manifest, what), headers)
+            answer = self._connection.get(
+                self._path(manifest, what), headers, method="GET" if body is None else "POST", body=body
+            )
             if answer.status == 200:
                 return answer
             refusal = answer.refusal()

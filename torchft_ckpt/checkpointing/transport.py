@@ -128,6 +128,7 @@ class CheckpointTransport(Generic[T], ABC):
         self,
         groups: Sequence[Sequence[str]],
         rank: int,
+        world_size: int,
         step: int,
         timeout: timedelta,
         *,
@@ -144,7 +145,8 @@ class CheckpointTransport(Generic[T], ABC):
             groups: for each source group, what the `metadata()` of its ranks returned, in the order of their ranks; an empty
                 one is not known. The first is the primary: the state received is its own.
             rank: of this process in its own group: values that are no tensors come from the rank of that number, modulo
-                the size of the group.
+                the size of the source group.
+            world_size: ranks of this process's group, all of which come for the state.
             step, timeout, local_state, in_place, on_progress: as in `fetch_checkpoint`.
 
         Raises:

@@ -275,7 +275,13 @@ class Healing:
                         addresses, step, limit, local_state=local_state, in_place=self._is_in_place
                     )
                 return transport.fetch_sharded(
-                    groups, self._rank, step, limit, local_state=local_state, in_place=self._is_in_place
+                    groups,
+                    self._rank,
+                    self._world_size,
+                    step,
+                    limit,
+                    local_state=local_state,
+                    in_place=self._is_in_place,
                 )
             except StateMismatchError as error:
                 if is_alike and isinstance(error, LayoutMismatchError):

@@ -1,0 +1,169 @@
+"""The state that a re-sharded fetch is for: which boxes of the sources' tensors are wanted, and the state made of them.
+
+Tensors are matched by their path in the tree. What is here of a tensor is wanted; what is not known here is wanted whole.
+Values that are no tensors, and the tree itself, are those of one rank of the source. It knows manifests, no connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from torchft_ckpt.checkpointing.collector import collector_paused
+from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.local_state import HeldTensor, LocalState, describe
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, tensors_of
+from torchft_ckpt.checkpointing.tree import decode_tree
+from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.errors import StateMismatchError, TransferError
+
+_NAMED = 5
+_OPTIMIZER_KEYS = {"state", "param_groups"}
+
+
+class ShardedDestination:
+    """Where the boxes of one state go.
+
+    Args:
+        local: the state that is here.
+        rank: whose plain values are taken, modulo the size of the source group.
+        in_place: receive into the tensors of `local`, as far as they are on the CPU.
+    """
+
+    def __init__(self, local: LocalState, rank: int, *, in_place: bool) -> None:
+        self._local = local
+        self._rank = rank
+        self._in_place = in_place
+        self._targets: dict[str, list[torch.Tensor]] = {}
+        self.is_into_place = False
+        """Whether something of `local` is received into."""
+
+    def want(self, group: SourceGroup) -> list[Want]:
+        """Return what is wanted of a source group.
+
+        Raises:
+            StateMismatchError: names, shapes or dtypes are not those of this replica.
+            TransferError: there is not enough memory.
+        """
+        tensors = tensors_of(group)
+        principal = self._principal(group)
+        self._check(tensors, principal)
+        self._targets = {}
+        wants: list[Want] = []
+        shared: dict[object, str] = {}
+        try:
+            for entry in principal.tensors:
+                held = self._local.get(entry.fqn)
+                boxes = [whole(tuple(entry.shape))] if held is None else held.boxes
+                twin = shared.setdefault((_place(entry), tuple(boxes)), entry.fqn) if entry.chunks else entry.fqn
+                if twin != entry.fqn and not (self._in_place and held is not None):
+                    self._targets[entry.fqn] = self._targets[twin]  # tied at the source
+                    continue
+                targets = self._targets[entry.fqn] = [
+                    self._target(held, number, box, entry) for number, box in enumerate(boxes)
+                ]
+                wants += [Want(entry.fqn, box, target) for box, target in zip(boxes, targets, strict=True)]
+        except (MemoryError, RuntimeError) as error:
+            raise TransferError(
+                f"no memory for the state that the source announces: {error}", party="memory"
+            ) from error
+        return wants
+
+    def assemble(self, group: SourceGroup) -> object:
+        """Return the state; call it once all that is wanted is there."""
+        principal = self._principal(group)
+        with collector_paused(), torch.no_grad():
+            written: list[torch.Tensor] = []
+            tensors = [self._finished(entry, written) for entry in principal.tensors]
+            torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
+            return decode_tree(principal.tree, tensors)
+
+    def _principal(self, group: SourceGroup) -> Manifest:
+        """Return the manifest of the rank whose values that are no tensors are taken."""
+        manifests = group.manifests
+        first = self._rank % len(manifests)
+        return next(manifest for manifest in (*manifests[first:], *manifests[:first]) if manifest is not None)
+
+    def _target(self, held: HeldTensor | None, number: int, box: Box, entry: TensorEntry) -> torch.Tensor:
+        if self._in_place and held is not None and held.data and held.data[number].is_cpu:
+            self.is_into_place = True
+            return held.data[number].detach()
+        return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype))
+
+    def _finished(self, entry: TensorEntry, written: list[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of the state, as it is used here."""
+        held, targets = self._local.get(entry.fqn), self._targets[entry.fqn]
+        if held is None:
+            return targets[0]
+        if self._in_place and held.data:
+            for local, target in zip(held.data, targets, strict=True):
+                if local.is_cpu:
+                    written.append(local)
+                else:
+                    local.copy_(target)
+            return held.given
+        if held.adapter is None:
+            return targets[0]
+        return held.adapter.rebuild(held.given, targets)
+
+    def _check(self, tensors: dict[str, TensorEntry], principal: Manifest) -> None:
+        """Compare names, shapes and dtypes. Optimizer state may be absent on either side: it comes with the first step."""
+        optional = [*_optimizer_state(principal)]
+        wrong = []
+        for entry in principal.tensors:
+            held = self._local.get(entry.fqn)
+            if held is None:
+                if not self._local.is_optional(entry.fqn) and not _is_below(entry.fqn, optional):
+                    wrong.append(f"{entry.fqn[:120]} is not here")
+            elif ([*held.given.shape], dtype_name(held.given.dtype)) != (entry.shape, entry.dtype):
+                wrong.append(f"{entry.fqn[:120]} is {describe(held)} here, {entry.dtype}{entry.shape} there")
+        for path in self._local.paths():
+            if path not in tensors and not self._local.is_optional(path) and not _is_below(path, optional):
+                wrong.append(f"{path[:120]} is not there")
+        if wrong:
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise StateMismatchError(
+                f"the source's state does not fit this replica: {'; '.join(wrong[:_NAMED])}{more}; nothing was received",
+                party="local_state",
+            )
+
+
+def _place(entry: TensorEntry) -> tuple[object, ...]:
+    """Where a tensor lies at its source: two that lie in one place are tied."""
+    return (
+        entry.dtype,
+        *entry.shape,
+        *(
+            (chunk.segment, chunk.byte_offset, *chunk.offsets, *chunk.sizes, str(chunk.strides))
+            for chunk in entry.chunks
+        ),
+    )
+
+
+def _optimizer_state(manifest: Manifest) -> Iterator[str]:
+    """Yield the paths of the state of optimizers in a source's tree: of `state` beside `param_groups`."""
+    nodes: list[tuple[str, object]] = [("", manifest.tree)]
+    while nodes:
+        path, node = nodes.pop()
+        if isinstance(node, list):
+            nodes += [(_join(path, index), item) for index, item in enumerate(node)]
+        elif isinstance(node, dict):
+            for tag, content in node.items():
+                if tag == "t" and isinstance(content, list):
+                    nodes += [(_join(path, index), item) for index, item in enumerate(content)]
+                elif tag == "d" and isinstance(content, list):
+                    pairs = [(pair[0], pair[1]) for pair in content if isinstance(pair, list)]
+                    keys = {key for key, _ in pairs if isinstance(key, str)}
+                    if keys >= _OPTIMIZER_KEYS:
+                        yield _join(path, "state")
+                    nodes += [(_join(path, key), item) for key, item in pairs]
+
+
+def _is_below(path: str, prefixes: Sequence[str]) -> bool:
+    return any(path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -1,0 +1,575 @@
+"""Fetches boxes of one state from all ranks of one source group or several, within a deadline.
+
+The calling thread asks every rank for its manifest, has the caller say what is wanted, and proves that it can be had before
+a byte is asked for. Then one thread for each source brings parts; the calling thread decides when it is over, as `fetch.Fetch`
+does. What is wanted may be written to before all is here; who wants it uses it only when `run` has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import xxhash
+
+from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, count_blocks, format_ranges
+from torchft_ckpt.checkpointing.connection import Answer
+from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.options import FetchOptions
+from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
+from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_PARTS, Part
+from torchft_ckpt.checkpointing.resharding.parts import regions_of
+from torchft_ckpt.checkpointing.resharding.plan import Plan, PlannedPart, SourceGroup, Want, plan_parts
+from torchft_ckpt.checkpointing.resharding.regions import scatter, slices
+from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
+from torchft_ckpt.checkpointing.source import SourceClient
+from torchft_ckpt.checkpointing.space import memory_at
+from torchft_ckpt.core.transfer import blocks_of
+from torchft_ckpt.errors import (
+    CheckpointError,
+    DigestMismatchError,
+    ReplicaDivergenceWarning,
+    SourceLostError,
+    SourceRefusedError,
+    StateMismatchError,
+    TransferCancelledError,
+    TransferError,
+    TransferStalledError,
+    TransferTimeoutError,
+)
+
+logger = logging.getLogger(__name__)
+_TICK_S = 0.1
+_GRACE_S = 0.5
+_JOIN_TIMEOUT_S = 5.0
+_TELL_TIMEOUT_S = 0.5
+_SLICE_BYTES = 1024 * 1024
+
+
+class ShardedFetch:
+    """One fetch of boxes of one state. `run` is called once; `cancel` from any thread, at any time.
+
+    Args:
+        groups: for each source group, the addresses of its ranks, in order; None of one that is not known. The first is the
+            primary, whose state counts.
+        step: the step wanted.
+        deadline: on the monotonic clock.
+        options: how to fetch.
+        want: called with the primary group's manifests, says what is wanted; what it raises ends the fetch.
+        on_progress: called by the thread in `run`, a few times a second and at the end.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[SourceAddress | None]],
+        *,
+        step: int,
+        deadline: float,
+        options: FetchOptions,
+        want: Callable[[SourceGroup], Sequence[Want]],
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self._groups = [list(group) for group in groups]
+        self._names = [[_name(address, rank) for rank, address in enumerate(group)] for group in groups]
+        self._party = ", ".join(name for names in self._names for name in names)
+        self._step = step
+        self._deadline = deadline
+        self._options = options
+        self._want = want
+        self._on_progress = on_progress
+        self._started_at = time.monotonic()
+        self._changed = threading.Condition()
+        # All below belong to `_changed`.
+        self._manifests: dict[str, Manifest] = {}
+        self._failures: dict[str, CheckpointError] = {}
+        self._clients: dict[str, list[SourceClient]] = {}
+        self._threads: list[threading.Thread] = []
+        self._over: CheckpointError | None = None
+        self._transfer: PartTransfer | None = None
+        self.has_written = False
+        """Whether something was written to what is wanted."""
+
+    def cancel(self, reason: str = "the receiver gave it up") -> None:
+        """Make `run` raise `TransferCancelledError`."""
+        self._end(TransferCancelledError(f"fetch of step {self._step} from {self._party}: {reason}", party="receiver"))
+
+    def run(self) -> SourceGroup:
+        """Fetch what is wanted; return the manifests of the primary group.
+
+        Raises:
+            TransferError: a subclass says why it was not had.
+            StateFormatError: what a source sends is not a state.
+            StateMismatchError: the sources do not hold what is wanted.
+        """
+        addresses = dict(
+            item
+            for names, group in zip(self._names, self._groups, strict=True)
+            for item in zip(names, group, strict=True)
+        )
+        try:
+            for name, address in addresses.items():
+                if address is None:
+                    self._failures[name] = SourceLostError(f"the address of {name} is not known", name)
+                else:
+                    self._spawn(self._work, address, name)
+            groups, wants = self._choose_primary()
+            plan = plan_parts(wants, groups)
+            transfer = PartTransfer(plan, len(groups))
+            with self._changed:
+                self._transfer = transfer
+                self._changed.notify_all()
+                failures = dict(self._failures)
+            for name, error in failures.items():
+                if name in plan.holders:
+                    transfer.fail(name, error)
+            self._watch(transfer)
+            if transfer.outcome is not None:
+                raise transfer.outcome
+            self._warn_of_divergence(transfer)
+            return groups[0]
+        finally:
+            self._end(TransferCancelledError(f"fetch of step {self._step} is over", party="receiver"))
+            self._stop_threads()
+            self._report_progress()
+
+    # The calling thread
+
+    def _choose_primary(self) -> tuple[list[SourceGroup], Sequence[Want]]:
+        """Wait for manifests; return the groups that answered, the primary first, and what is wanted of it."""
+        failure: CheckpointError | None = None
+        for number, names in enumerate(self._names):
+            self._await_manifests(names, self._deadline)
+            group = self._group(number)
+            if not any(group.manifests):
+                continue
+            try:
+                wants = self._want(group)
+                plan_parts(wants, [group])
+            except StateMismatchError as error:
+                failure = failure or error
+                if all(group.manifests):
+                    raise  # it is whole, so it is what it is
+                logger.info("%s cannot be the source: %s", names[0], error)
+                continue
+            # The others are waited for a little: what they can give need not come from this one.
+            self._await_manifests([name for names in self._names for name in names], time.monotonic() + _GRACE_S)
+            others = [self._group(other) for other in range(len(self._names)) if other != number]
+            return [group, *(other for other in others if any(other.manifests))], wants
+        raise self._no_source(failure)
+
+    def _no_source(self, failure: CheckpointError | None) -> CheckpointError:
+        with self._changed:
+            failures = dict(self._failures)
+        if not failures:
+            return failure or TransferError(f"nothing of step {self._step} is held by {self._party}", self._party)
+        (first, error), *others = failures.items()
+        if failure is not None:
+            return type(failure)(f"{failure} ({first}: {error})", party=failure.party)
+        also = "".join(f"; {name}: {str(other)[:300]}" for name, other in others)
+        return type(error)(f"no source is left. {first}: {error}{also}", party=error.party)
+
+    def _await_manifests(self, names: Sequence[str], until: float) -> None:
+        """Wait until each has answered or failed.
+
+        Raises:
+            CheckpointError: the fetch is over.
+        """
+        with self._changed:
+            while any(name not in self._manifests and name not in self._failures for name in names):
+                if self._over is not None:
+                    raise self._over
+                now = time.monotonic()
+                if now >= self._deadline:
+                    raise self._too_late("no manifest")
+                if now >= until:
+                    return
+                self._changed.wait(min(until - now, _TICK_S))
+            if self._over is not None:
+                raise self._over
+
+    def _group(self, number: int) -> SourceGroup:
+        names = self._names[number]
+        with self._changed:
+            return SourceGroup(names, [self._manifests.get(name) for name in names])
+
+    def _watch(self, transfer: PartTransfer) -> None:
+        """Wait for the outcome; look after the transfer a few times a second."""
+        is_adopting = False
+        while True:
+            with transfer.changed:
+                remaining_s = self._deadline - time.monotonic()
+                if not transfer.over and remaining_s > 0:
+                    transfer.changed.wait(min(remaining_s, _TICK_S))
+                if transfer.over:
+                    return
+            with self._changed:
+                if self._over is not None:
+                    transfer.end(self._over)
+                    return
+            if self._deadline <= time.monotonic():
+                arrived = f"{transfer.received_bytes} of {transfer.total_bytes} bytes"
+                transfer.end(self._too_late(arrived))
+                return
+            for name in transfer.overdue():
+                error = TransferStalledError(f"{name} is much slower than others at the end of the transfer", name)
+                logger.info("%s", error)
+                transfer.cut(name, error)
+                self._close_clients(name)
+            if transfer.to_confirm() is not None:
+                if not is_adopting:
+                    is_adopting = True
+                    self._spawn(self._adopt, transfer)
+            else:
+                is_adopting = False
+            self._report_progress()
+
+    def _too_late(self, arrived: str) -> TransferTimeoutError:
+        with self._changed:
+            waiting = [f"{name}: {error}" for name, error in self._failures.items()]
+        why = f" ({'; '.join(waiting)[:600]})" if waiting else ""
+        return TransferTimeoutError(
+            f"fetch of step {self._step} from {self._party} reached its deadline with {arrived} received{why}; "
+            "give a longer timeout if the link is slow",
+            party=self._party,
+        )
+
+    def _report_progress(self) -> None:
+        transfer = self._transfer
+        if self._on_progress is None or transfer is None:
+            return
+        progress = TransferProgress(
+            step=self._step,
+            total_bytes=transfer.total_bytes,
+            received_bytes=transfer.received_bytes,
+            skipped_bytes=0,
+            resent_bytes=transfer.wasted_bytes,
+            num_sources=transfer.num_sources(),
+            elapsed_s=time.monotonic() - self._started_at,
+        )
+        try:
+            self._on_progress(progress)
+        except Exception:  # whatever a callback raises, the transfer goes on; it is not called again
+            logger.exception("on_progress raised")
+            self._on_progress = None
+
+    def _warn_of_divergence(self, transfer: PartTransfer) -> None:
+        for name, tensors in transfer.divergences().items():
+            warnings.warn(
+                f"replicas have diverged at step {self._step}: {name} differs from the primary group, whose state was "
+                f"received, in {', '.join(tensors[:5])}",
+                ReplicaDivergenceWarning,
+                stacklevel=6,
+            )
+
+    # The worker threads
+
+    def _work(self, address: SourceAddress, name: str) -> None:
+        """Ask a source for its manifest, then bring parts from it; over a new connection where one is lost that brought some."""
+        with self._connected(address, name) as client:
+            manifest = client.fetch_manifest(deadline=self._deadline, pause=self._pause, on_refused=lambda error: None)
+            transfer = self._note_manifest(name, manifest)
+            if transfer is None:
+                return
+            if name not in transfer.plan.holders or self._bring(transfer, client, name, manifest):
+                self._tell_done(client, manifest)
+                return
+        while not transfer.over:
+            with self._connected(address, name) as client:
+                if self._bring(transfer, client, name, manifest):
+                    self._tell_done(client, manifest)
+                    return
+
+    def _note_manifest(self, name: str, manifest: Manifest) -> PartTransfer | None:
+        """Hand the manifest over and wait for the plan; None where there will be none, or this source came too late for it."""
+        with self._changed:
+            self._manifests[name] = manifest
+            is_late = self._transfer is not None
+            self._changed.notify_all()
+            while self._transfer is None and self._over is None:
+                self._changed.wait(1.0)
+            return None if is_late else self._transfer
+
+    def _bring(self, transfer: PartTransfer, client: SourceClient, name: str, manifest: Manifest) -> bool:
+        """Bring parts over one connection; False where another one is to go on.
+
+        Raises:
+            CheckpointError: the source is lost without having brought anything over this connection, or lies.
+        """
+        places = transfer.plan.holders[name]
+        needed = _blocks_by_part(transfer.plan, name, manifest)
+        confirm = _Confirmation(self, transfer)
+        scratch = memoryview(bytearray(_SLICE_BYTES))
+        has_brought = False
+        while (batch := transfer.next_batch(name, MAX_PARTS)) is not None:
+            left = list(batch)
+            try:
+                parts = [
+                    Part(
+                        tensor=places[part].tensor,
+                        chunk=places[part].chunk,
+                        seed=part,
+                        offsets=list(transfer.plan.parts[part].box.offsets),
+                        sizes=list(transfer.plan.parts[part].box.sizes),
+                    )
+                    for part in batch
+                ]
+                planned = [transfer.plan.parts[part] for part in batch]
+                num_bytes = sum(part.region.num_bytes for part in planned)
+                started_at = time.monotonic()
+                received = _acknowledgement(needed, transfer, manifest)
+                answer = client.open_parts(manifest, parts, num_bytes, received)
+                unconfirmed: dict[int, bytes] = {}
+                for part, where in zip(batch, planned, strict=True):
+                    digest = self._receive(answer, part, where, scratch, name)
+                    if transfer.is_primary(name):
+                        transfer.arrived(name, {part: digest})
+                        left.remove(part)
+                    else:
+                        unconfirmed[part] = digest
+                transfer.took(name, num_bytes, time.monotonic() - started_at)
+                has_brought = True
+                if unconfirmed:
+                    self._confirm(transfer, confirm, name, unconfirmed)
+                    left = [part for part in left if not transfer.is_held(part)]
+            except (SourceLostError, TransferStalledError) as error:
+                transfer.raise_if_cut(name)
+                if not has_brought or transfer.over:
+                    raise
+                logger.info("connecting to %s again: %s", name, error)
+                transfer.return_batch(name, left)
+                return False
+            if left:
+                transfer.return_batch(name, left)
+        return True
+
+    def _receive(self, answer: Answer, part: int, where: PlannedPart, scratch: memoryview, name: str) -> bytes:
+        """Receive one part to where it belongs; return its digest."""
+        hasher = xxhash.xxh3_128(seed=part)
+        self.has_written = True
+        base = where.target.data_ptr()
+        for piece in slices(where.region, _SLICE_BYTES, 1 << 62):
+            memory = memory_at(base + piece.start, piece.stop - piece.start)
+            if piece.steps:
+                data = scratch[: piece.num_bytes]
+                answer.read_into(data)
+                scatter(data, memory, piece)
+            else:
+                data = memory
+                answer.read_into(data)
+            hasher.update(data)
+        announced = bytearray(DIGEST_BYTES)
+        answer.read_into(memoryview(announced))
+        digest = hasher.digest()
+        if digest != announced:
+            raise DigestMismatchError(
+                f"source {name} sent {where.box} of {where.name[:120]} with another digest than it announced", name
+            )
+        return digest
+
+    def _confirm(
+        self, transfer: PartTransfer, confirmation: _Confirmation, name: str, received: dict[int, bytes]
+    ) -> None:
+        """Take what another group's rank sent as far as the primary has the same."""
+        wanted = confirmation.ask(received)
+        agreed = {part: digest for part, digest in received.items() if wanted.get(part) == digest}
+        differing = [part for part, digest in received.items() if wanted.get(part, digest) != digest]
+        if differing:
+            # It lies where the primary's is to go, and is not held.
+            transfer.diverged(name, differing)
+        if agreed:
+            transfer.arrived(name, agreed)
+
+    def _adopt(self, transfer: PartTransfer) -> None:
+        """Compare what is held with the group that is the primary from now on."""
+        while (held := transfer.to_confirm()) is not None:
+            confirmation = _Confirmation(self, transfer)
+            primary = transfer.primary
+            wanted = confirmation.ask(held)
+            if transfer.primary == primary:
+                transfer.adopted([part for part, digest in held.items() if wanted.get(part) != digest])
+
+    def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
+        """Nothing more is needed of a source: tell it, so that it may free what it keeps. The telling may fail."""
+        try:
+            client.tell_done(manifest)
+        except CheckpointError as error:
+            logger.info("could not tell %s that step %d has arrived: %s", client.name, manifest.step, error)
+
+    # Beginning and ending
+
+    @contextmanager
+    def _connected(self, address: SourceAddress, name: str) -> Iterator[SourceClient]:
+        client = SourceClient(address, self._step, self._options)
+        with self._changed:
+            self._clients.setdefault(name, []).append(client)
+            is_over = self._over is not None
+        if is_over:
+            client.close()
+        try:
+            yield client
+        finally:
+            client.release()
+            with self._changed:
+                self._clients[name].remove(client)
+
+    def _address_of(self, name: str) -> SourceAddress | None:
+        for names, group in zip(self._names, self._groups, strict=True):
+            if name in names:
+                return group[names.index(name)]
+        return None
+
+    def _manifest_of(self, name: str) -> Manifest | None:
+        with self._changed:
+            return self._manifests.get(name)
+
+    def _pause(self, seconds: float) -> bool:
+        with self._changed:
+            if self._over is None and seconds > 0:
+                self._changed.wait(seconds)
+            return self._over is None
+
+    def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
+        name = arguments[-1] if isinstance(arguments[-1], str) else None
+        thread = threading.Thread(
+            target=self._guarded, args=(work, arguments, name), name="torchft_ckpt-fetch-parts", daemon=True
+        )
+        with self._changed:
+            self._threads.append(thread)
+        thread.start()
+
+    def _guarded(self, work: Callable[..., None], arguments: tuple[object, ...], name: str | None) -> None:
+        """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
+        try:
+            work(*arguments)
+        except CheckpointError as error:
+            if name is None or isinstance(error, StateMismatchError):
+                self._end(error)
+                return
+            with self._changed:
+                self._failures.setdefault(name, error)
+                transfer = self._transfer
+                self._changed.notify_all()
+            if transfer is not None and not transfer.over:
+                logger.info("asking %s for nothing more: %s", name, error)
+                if name in transfer.plan.holders:
+                    transfer.fail(name, error)
+            self._close_clients(name)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
+            failure = TransferError(f"fetch of step {self._step} failed: {type(error).__name__}: {error}", name)
+            failure.__cause__ = error
+            self._end(failure)
+
+    def _end(self, outcome: CheckpointError) -> None:
+        with self._changed:
+            if self._over is None:
+                self._over = outcome
+            transfer = self._transfer
+            self._changed.notify_all()
+        if transfer is not None:
+            transfer.end(outcome)
+
+    def _close_clients(self, name: str) -> None:
+        with self._changed:
+            clients = list(self._clients.get(name, ()))
+        for client in clients:
+            client.close()
+
+    def _stop_threads(self) -> None:
+        transfer = self._transfer
+        is_success = transfer is not None and transfer.over and transfer.outcome is None
+        with self._changed:
+            threads = list(self._threads)
+        until = time.monotonic() + (_TELL_TIMEOUT_S if is_success else 0.0)
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        with self._changed:
+            clients = [client for of_source in self._clients.values() for client in of_source]
+        for client in clients:
+            client.close()
+        until = time.monotonic() + _JOIN_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+            if thread.is_alive():  # resolving a name cannot be interrupted
+                logger.warning("a connection attempt to %s is still in the resolver; it ends by itself", self._party)
+
+
+class _Confirmation:
+    """Asks ranks of the primary group what digests they have for parts. Used by one thread."""
+
+    def __init__(self, fetch: ShardedFetch, transfer: PartTransfer) -> None:
+        self._fetch = fetch
+        self._transfer = transfer
+
+    def ask(self, parts: dict[int, bytes]) -> dict[int, bytes]:
+        """Return the primary's digests, as far as it can be asked."""
+        by_holder: dict[str, list[int]] = {}
+        for part in parts:
+            holder = self._transfer.primary_holder(part)
+            if holder is not None:
+                by_holder.setdefault(holder, []).append(part)
+        found: dict[int, bytes] = {}
+        for name, asked in by_holder.items():
+            try:
+                found.update(self._ask(name, asked))
+            except CheckpointError as error:
+                # Its own thread may be idle and notice nothing.
+                self._transfer.cut(name, error)
+                self._fetch._close_clients(name)
+        return found
+
+    def _ask(self, name: str, asked: list[int]) -> dict[int, bytes]:
+        address, manifest = self._fetch._address_of(name), self._fetch._manifest_of(name)
+        if address is None or manifest is None:
+            raise SourceRefusedError(f"{name} has no manifest", name)
+        places = self._transfer.plan.holders[name]
+        found: dict[int, bytes] = {}
+        with self._fetch._connected(address, name) as client:
+            for first in range(0, len(asked), MAX_PARTS):
+                batch = asked[first : first + MAX_PARTS]
+                parts = [
+                    Part(
+                        tensor=places[part].tensor,
+                        chunk=places[part].chunk,
+                        seed=part,
+                        offsets=list(self._transfer.plan.parts[part].box.offsets),
+                        sizes=list(self._transfer.plan.parts[part].box.sizes),
+                    )
+                    for part in batch
+                ]
+                found.update(zip(batch, client.fetch_part_digests(manifest, parts), strict=True))
+        return found
+
+
+def _name(address: SourceAddress | None, rank: int) -> str:
+    return f"rank {rank} (no address)" if address is None else str(address)
+
+
+def _blocks_by_part(plan: Plan, name: str, manifest: Manifest) -> dict[int, range]:
+    """Return, for each part that a source can give, the blocks of its byte space that it lies in."""
+    places = plan.holders[name]
+    blocks = {}
+    for part, place in places.items():
+        box = plan.parts[part].box
+        asked = Part(
+            tensor=place.tensor, chunk=place.chunk, seed=part, offsets=list(box.offsets), sizes=list(box.sizes)
+        )
+        (region,) = regions_of(manifest, [asked])
+        first = region.start // manifest.block_bytes
+        blocks[part] = range(first, count_blocks(region.stop, manifest.block_bytes))
+    return blocks
+
+
+def _acknowledgement(needed: dict[int, range], transfer: PartTransfer, manifest: Manifest) -> str:
+    """Return the blocks of which nothing is needed any more, as `0-3,7`; the longest runs, where there are many."""
+    num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
+    mask = (1 << num_blocks) - 1
+    for part, blocks in needed.items():
+        if not transfer.is_held(part):
+            mask &= ~(((1 << len(blocks)) - 1) << blocks.start)
+    runs = sorted(blocks_of(mask), key=len, reverse=True)[:MAX_ACKNOWLEDGED_RUNS]
+    return format_ranges(sorted(runs, key=lambda run: run.start))

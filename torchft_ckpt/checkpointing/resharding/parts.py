@@ -1,0 +1,150 @@
+"""Boxes of a served state, as one response: the elements of each part in C order, followed by their digest.
+
+A part's bytes are lent and sent as they are where they lie in one run; else a slice at a time is gathered. Like
+`sending.Body`, it is what a burst sends. It does not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
+
+from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.local_state import box_of
+from torchft_ckpt.checkpointing.protocol import Part
+from torchft_ckpt.checkpointing.resharding.regions import Region, c_strides, gather, region_of, slices
+from torchft_ckpt.checkpointing.served import Served
+from torchft_ckpt.core.boxes import Box, contains
+
+SLICE_BYTES = 1024 * 1024
+_MAX_SPAN_BYTES = 4 * 1024 * 1024
+
+
+def regions_of(manifest: Manifest, parts: Sequence[Part]) -> list[Region]:
+    """Return where the parts lie in the byte space.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    return [_region(manifest, part) for part in parts]
+
+
+def _region(manifest: Manifest, part: Part) -> Region:
+    if part.tensor >= len(manifest.tensors) or part.chunk >= len(manifest.tensors[part.tensor].chunks):
+        raise ValueError(f"there is no chunk {part.chunk} of tensor {part.tensor}")
+    entry = manifest.tensors[part.tensor]
+    chunk = entry.chunks[part.chunk]
+    box, held = Box(tuple(part.offsets), tuple(part.sizes)), box_of(chunk)
+    if not len(box.offsets) == len(box.sizes) == len(held.sizes) or not box.volume or not contains(held, box):
+        raise ValueError(f"{box} is not within {held} of tensor {part.tensor}")
+    inner = Box(tuple(low - base for low, base in zip(box.offsets, held.offsets, strict=True)), box.sizes)
+    strides = c_strides(held.sizes) if chunk.strides is None else chunk.strides
+    base = manifest.segments[chunk.segment][0] + chunk.byte_offset
+    return region_of(base, strides, inner, parse_dtype(entry.dtype).itemsize)
+
+
+class PartsBody:
+    """The bytes and digests of parts, in order.
+
+    Args:
+        served: where they come from.
+        regions: where they lie.
+        seeds: of their digests.
+    """
+
+    def __init__(self, served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> None:
+        self._served = served
+        self.length = sum(region.num_bytes + DIGEST_BYTES for region in regions)
+        self._left = self.length
+        self._hashers = iter([xxhash.xxh3_128(seed=seed) for seed in seeds])
+        self._slices = _with_ends(regions)
+        self._scratch = memoryview(bytearray(SLICE_BYTES))
+        self._out = memoryview(b"")
+        """Bytes of our own that wait to be sent."""
+        self._at = self._end = self._hashed = 0
+        """The contiguous slice that is being sent."""
+        self._hasher: xxhash.xxh3_128 | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was taken."""
+        return not self._left
+
+    def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
+        """Hand the next bytes to `send`, which returns how many it took; return that.
+
+        Raises:
+            BlockGoneError: they are not there any more.
+        """
+        if not self._out and self._at >= self._end:
+            self._begin_slice()
+        if self._out:
+            taken = send([self._out[:max_bytes]])
+            self._out = self._out[taken:]
+        else:
+            taken = self._send_lent(send, min(self._at + max_bytes, self._end))
+        self._left -= taken
+        return taken
+
+    def _begin_slice(self) -> None:
+        region = next(self._slices)
+        if region is None:  # a part has ended
+            self._out = memoryview(self._hasher.digest() if self._hasher is not None else b"")
+            self._hasher = None
+            return
+        if self._hasher is None:
+            self._hasher = next(self._hashers)
+        if not region.steps:
+            self._at = self._hashed = region.start
+            self._end = region.stop
+            return
+        self._out = read_region(self._served, region, self._scratch)
+        self._hasher.update(self._out)
+
+    def _send_lent(self, send: Callable[[list[memoryview]], int], end: int) -> int:
+        with self._served.lend(self._at, end) as views:
+            if self._hashed < end:
+                skipped = self._hashed - self._at  # what was hashed before, but did not fit into the socket
+                for view in views:
+                    if skipped < len(view) and self._hasher is not None:
+                        self._hasher.update(view[skipped:] if skipped else view)
+                    skipped = max(skipped - len(view), 0)
+                self._hashed = end
+            taken = send(views)
+        self._at += taken
+        return taken
+
+
+def digest_parts(served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> list[bytes]:
+    """Return the digests of parts, without sending them.
+
+    Raises:
+        BlockGoneError: one is not there any more.
+    """
+    scratch = memoryview(bytearray(SLICE_BYTES))
+    digests = []
+    for region, seed in zip(regions, seeds, strict=True):
+        hasher = xxhash.xxh3_128(seed=seed)
+        for piece in slices(region, SLICE_BYTES, _MAX_SPAN_BYTES):
+            hasher.update(read_region(served, piece, scratch))
+        digests.append(hasher.digest())
+    return digests
+
+
+def read_region(served: Served, region: Region, scratch: memoryview) -> memoryview:
+    """Copy a slice of at most `SLICE_BYTES` to `scratch`; return the part of it that was filled."""
+    out = scratch[: region.num_bytes]
+    with served.lend(region.start, region.stop) as views:
+        memory = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        gather(memory, region, out)
+    return out
+
+
+def _with_ends(regions: Sequence[Region]) -> Iterator[Region | None]:
+    """Yield the slices of all regions, and None after the last one of each."""
+    for region in regions:
+        yield from slices(region, SLICE_BYTES, _MAX_SPAN_BYTES)
+        yield None

@@ -1,0 +1,167 @@
+"""What has to be fetched for the boxes that are wanted: parts, and who can give each. Nothing is fetched before all is covered.
+
+It compares manifests; it knows neither connections nor digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torchft_ckpt.checkpointing.dtypes import dtype_name
+from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.local_state import box_of
+from torchft_ckpt.checkpointing.resharding.regions import Region, region_of
+from torchft_ckpt.core.boxes import Box, contains, refine, split
+from torchft_ckpt.errors import StateMismatchError
+
+PART_BYTES = 4 * 1024 * 1024
+_NAMED = 5
+
+
+class Want(NamedTuple):
+    """A box of a tensor of the sources, and the memory on the CPU that it is to be written to."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+    """Of `box.sizes` and the sources' dtype; any strides."""
+
+
+class PlannedPart(NamedTuple):
+    """A box to fetch, and where it goes: a region of the target's memory, counted from its first element."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+    region: Region
+
+
+class Place(NamedTuple):
+    """Where a rank has a box: the tensor and the chunk by their places in its manifest."""
+
+    rank: int
+    tensor: int
+    chunk: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class SourceGroup:
+    """The manifests of one source group's ranks; None of a rank that did not answer."""
+
+    names: list[str]
+    manifests: list[Manifest | None]
+
+    def entries(self) -> dict[str, list[tuple[int, int, TensorEntry]]]:
+        """Return, by name, the (rank, place in its manifest, entry) of each tensor."""
+        found: dict[str, list[tuple[int, int, TensorEntry]]] = {}
+        for rank, manifest in enumerate(self.manifests):
+            for index, entry in enumerate(manifest.tensors if manifest is not None else ()):
+                found.setdefault(entry.fqn, []).append((rank, index, entry))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All parts, and who can give each: by the source's name, the part and where that source has it."""
+
+    parts: list[PlannedPart]
+    holders: dict[str, dict[int, Place]]
+    group_of: dict[str, int]
+    """Which group each source is in; 0 is the primary."""
+
+
+def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
+    """Return the tensors that a group holds, by name.
+
+    Raises:
+        StateMismatchError: its ranks disagree on a shape or a dtype.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    wrong = []
+    for name, held in group.entries().items():
+        first = tensors[name] = held[0][2]
+        wrong += [
+            f"{name[:120]} is {first.dtype}{first.shape} on rank {held[0][0]}, {entry.dtype}{entry.shape} on rank {rank}"
+            for rank, _, entry in held[1:]
+            if (entry.dtype, entry.shape) != (first.dtype, first.shape)
+        ]
+    if wrong:
+        raise StateMismatchError(
+            f"the ranks of the source {group.names[0]} do not hold one state: {_some(wrong)}; nothing was received",
+            party=group.names[0],
+        )
+    return tensors
+
+
+def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
+    """Return the parts that make up what is wanted.
+
+    Args:
+        wants: each fits the tensor of its name; empty boxes need nothing.
+        groups: the primary first. Others may hold their tensors in other shards; what is of another shape or dtype there is
+            left aside.
+
+    Raises:
+        StateMismatchError: the primary's ranks do not hold all of it; the message names the first few tensors.
+    """
+    indexes = [_places(group) for group in groups]
+    parts: list[PlannedPart] = []
+    holders: dict[str, dict[int, Place]] = {}
+    group_of = {name: number for number, group in enumerate(groups) for name in group.names}
+    holes: list[str] = []
+    for want in wants:
+        key = (want.name, dtype_name(want.target.dtype))
+        places = [index.get(key, []) for index in indexes]
+        cells = refine(want.box, list({place.box for of_group in places for place in of_group}))
+        missing = [cell for cell in cells if not any(contains(place.box, cell) for place in places[0])]
+        if missing:
+            holes.append(f"{want.name[:120]} {missing[0]}")
+            continue
+        itemsize = want.target.element_size()
+        strides = want.target.stride()
+        for cell in cells:
+            able = [
+                (group.names[place.rank], place)
+                for group, of_group in zip(groups, places, strict=True)
+                for place in of_group
+                if contains(place.box, cell)
+            ]
+            for box in split(cell, PART_BYTES // itemsize):
+                inner = tuple(low - base for low, base in zip(box.offsets, want.box.offsets, strict=True))
+                region = region_of(0, strides, Box(inner, box.sizes), itemsize)
+                for name, place in able:
+                    holders.setdefault(name, {})[len(parts)] = place
+                parts.append(PlannedPart(want.name, box, want.target, region))
+    if holes:
+        absent = [name for name, manifest in zip(groups[0].names, groups[0].manifests, strict=True) if manifest is None]
+        why = f" ({', '.join(map(str, absent[:_NAMED]))} did not answer)" if absent else ""
+        raise StateMismatchError(
+            f"no rank of the source group of {groups[0].names[0]} holds {_some(holes)}{why}; nothing was received",
+            party=groups[0].names[0],
+        )
+    return Plan(parts, holders, group_of)
+
+
+def _places(group: SourceGroup) -> dict[tuple[str, str], list[Place]]:
+    """Return where a group's ranks have what, by name and dtype. A box that several ranks hold is there several times."""
+    return {
+        (name, dtype): [
+            Place(rank, index, number, box_of(chunk))
+            for rank, index, entry in held
+            if entry.dtype == dtype
+            for number, chunk in enumerate(entry.chunks)
+        ]
+        for name, held in group.entries().items()
+        for dtype in {held[0][2].dtype}
+    }
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return "; ".join(names[:_NAMED]) + more

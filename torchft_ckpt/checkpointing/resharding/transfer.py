@@ -1,0 +1,260 @@
+"""What the threads of a re-sharded fetch share, under one condition: the ledger, the digests of what is held, the outcome.
+
+The primary group's state counts. What another group's rank sends is taken when the primary announces the same digest for it.
+When the primary can give no longer what is missing, another group is adopted: what is held is compared with its digests
+first, so that what is held belongs to one group's state at every moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchft_ckpt.checkpointing.resharding.plan import Plan
+from torchft_ckpt.core.parts import PartLedger
+from torchft_ckpt.errors import CheckpointError
+
+_FIRST_BYTES = 8 * 1024 * 1024
+_MAX_BYTES = 64 * 1024 * 1024
+_RUN_S = 0.5
+_CUT_AFTER_S = 1.0
+_CUT_FACTOR = 3.0
+
+
+class PartTransfer:
+    """The state of one fetch, once its plan is made. Every method may be called from any thread.
+
+    Args:
+        plan: the parts, and who can give each.
+        num_groups: how many source groups there are.
+    """
+
+    def __init__(self, plan: Plan, num_groups: int) -> None:
+        self.plan = plan
+        self.changed = threading.Condition()
+        self.primary = 0
+        self._usable = set(range(num_groups))
+        self._sizes = [part.region.num_bytes for part in plan.parts]
+        self._ledger = PartLedger(self._sizes, {name: places.keys() for name, places in plan.holders.items()})
+        self._digests: dict[int, bytes] = {}
+        self._is_adopting = False
+        self._failures: dict[str, CheckpointError] = {}
+        self._cut: dict[str, CheckpointError] = {}
+        self._divergent: dict[str, list[int]] = {}
+        self._outcome: CheckpointError | None = None
+        self._over = not plan.parts
+        self._rates: dict[str, float] = {}
+        self._in_flight: dict[str, tuple[list[int], float]] = {}
+        self._idle: set[str] = set()
+        self.total_bytes = sum(self._sizes)
+        self.received_bytes = 0
+        self.wasted_bytes = 0
+
+    # How it ends
+
+    @property
+    def over(self) -> bool:
+        """Whether there is an outcome."""
+        return self._over
+
+    @property
+    def outcome(self) -> CheckpointError | None:
+        """Why it failed, once it is over; None where all is here."""
+        return self._outcome
+
+    def end(self, outcome: CheckpointError | None) -> None:
+        """Set the outcome; the first one counts."""
+        with self.changed:
+            if not self._over:
+                self._over, self._outcome = True, outcome
+                self.changed.notify_all()
+
+    def fail(self, name: str, error: CheckpointError) -> None:
+        """Ask a source for nothing more; end the fetch where what is missing cannot be had any more."""
+        with self.changed:
+            if self._over or name in self._failures:
+                return
+            self._failures[name] = error
+            self._in_flight.pop(name, None)
+            self._ledger.drop(name)
+            self._check_sources()
+            self.changed.notify_all()
+
+    def cut(self, name: str, error: CheckpointError) -> None:
+        """Have the thread of a source end: only then what it was about may be asked for elsewhere, for it may be writing."""
+        with self.changed:
+            self._cut.setdefault(name, error)
+            self.changed.notify_all()
+
+    def raise_if_cut(self, name: str) -> None:
+        """In the thread of a source: raise why it was cut, if it was."""
+        with self.changed:
+            if name in self._cut:
+                raise self._cut[name]
+
+    def failures(self) -> dict[str, CheckpointError]:
+        """Why sources were dropped."""
+        with self.changed:
+            return dict(self._failures)
+
+    def _check_sources(self) -> None:
+        """With `changed` held: adopt another group where the primary cannot give what is missing, or give up."""
+        if self._over or self._ledger.is_done:
+            return
+        if self._covers_missing(self.primary):
+            return
+        self._usable.discard(self.primary)
+        heir = next((group for group in sorted(self._usable) if self._covers_all(group)), None)
+        if heir is None:
+            self.end(self._why_hopeless())
+            return
+        self.primary = heir
+        self._is_adopting = True
+
+    def _why_hopeless(self) -> CheckpointError:
+        (first, error), *others = self._failures.items()
+        also = "".join(f"; {name}: {str(other)[:300]}" for name, other in others)
+        names = sorted({self.plan.parts[part].name for part in self._missing()})[:5]
+        what = f"no source is left for {', '.join(name[:120] for name in names)}. {first}: {error}{also}"
+        return type(error)(what, party=error.party)
+
+    def _missing(self) -> list[int]:
+        return [part for part in range(len(self._sizes)) if part not in self._digests]
+
+    def _covers_missing(self, group: int) -> bool:
+        return self._covers(group, self._missing())
+
+    def _covers_all(self, group: int) -> bool:
+        return self._covers(group, range(len(self._sizes)))
+
+    def _covers(self, group: int, parts: Iterable[int]) -> bool:
+        given: set[int] = set()
+        for name, places in self.plan.holders.items():
+            if self.plan.group_of[name] == group and name not in self._failures:
+                given |= places.keys()
+        return all(part in given for part in parts)
+
+    # Adopting another group
+
+    def to_confirm(self) -> dict[int, bytes] | None:
+        """Return what is held, with its digests, where a group has been adopted and is to be compared; else None."""
+        with self.changed:
+            return dict(self._digests) if self._is_adopting and not self._over else None
+
+    def adopted(self, differing: Sequence[int]) -> None:
+        """Note that what is held is the primary's, but for these parts."""
+        with self.changed:
+            self._is_adopting = False
+            for part in differing:
+                del self._digests[part]
+                self.received_bytes -= self._sizes[part]
+                self.wasted_bytes += self._sizes[part]
+            self._ledger.invalidate(differing)
+            self._check_sources()
+            self.changed.notify_all()
+
+    def primary_holder(self, part: int) -> str | None:
+        """Return a source of the primary group that can give a part."""
+        with self.changed:
+            for name, places in self.plan.holders.items():
+                if part in places and self.is_primary(name) and name not in self._failures:
+                    return name
+            return None
+
+    def is_primary(self, name: str) -> bool:
+        """Whether a source belongs to the group whose state counts."""
+        return self.plan.group_of[name] == self.primary
+
+    # Moving
+
+    def next_batch(self, name: str, max_parts: int) -> list[int] | None:
+        """Wait for something to ask a source for; None where it is over, or the source was dropped."""
+        with self.changed:
+            while not self._over and name not in self._failures:
+                self.raise_if_cut(name)
+                rate = self._rates.get(name)
+                limit = _FIRST_BYTES if rate is None else min(max(int(rate * _RUN_S), 1), _MAX_BYTES)
+                batch = [] if self._is_adopting else self._ledger.next_batch(name, limit, max_parts)
+                if batch:
+                    self._idle.discard(name)
+                    self._in_flight[name] = (batch, time.monotonic())
+                    return batch
+                self._idle.add(name)
+                self.changed.wait(1.0)
+            return None
+
+    def took(self, name: str, num_bytes: int, seconds: float) -> None:
+        """Note how fast a source is."""
+        with self.changed:
+            rate = num_bytes / max(seconds, 1e-6)
+            known = self._rates.get(name)
+            self._rates[name] = rate if known is None else 0.5 * known + 0.5 * rate
+
+    def arrived(self, name: str, digests: Mapping[int, bytes]) -> None:
+        """Note parts that have been received whole, and are the primary's."""
+        with self.changed:
+            for part, digest in digests.items():
+                if part not in self._digests:
+                    self.received_bytes += self._sizes[part]
+                else:
+                    self.wasted_bytes += self._sizes[part]
+                self._digests[part] = digest
+                self._ledger.arrived(part)
+                flying = self._in_flight.get(name)
+                if flying is not None:
+                    self._in_flight[name] = ([other for other in flying[0] if other != part], time.monotonic())
+            if self._ledger.is_done and not self._is_adopting:
+                self.end(None)
+            self.changed.notify_all()
+
+    def return_batch(self, name: str, parts: Iterable[int]) -> None:
+        """Note that parts were asked for and are not held."""
+        with self.changed:
+            self._in_flight.pop(name, None)
+            self._ledger.give_back(parts)
+            self.changed.notify_all()
+
+    def diverged(self, name: str, parts: Sequence[int]) -> None:
+        """Note that what a source has is not what the primary has."""
+        with self.changed:
+            self._divergent.setdefault(name, []).extend(parts)
+            for part in parts:
+                self.wasted_bytes += self._sizes[part]
+                self._ledger.forbid(name, part)
+            self.changed.notify_all()
+
+    def divergences(self) -> dict[str, list[str]]:
+        """Return the names of the tensors that differ from the primary's, by source."""
+        with self.changed:
+            return {
+                name: sorted({self.plan.parts[part].name for part in parts}) for name, parts in self._divergent.items()
+            }
+
+    def overdue(self) -> list[str]:
+        """Return the sources to cut: others that wait for nothing else could give what they are long about."""
+        with self.changed:
+            if self._over or not self._idle or any(self._ledger.queued_bytes(name) for name in self.plan.holders):
+                return []
+            now = time.monotonic()
+            cut = []
+            for name, (parts, since) in self._in_flight.items():
+                if not parts or name in self._cut:
+                    continue
+                able = [set(self._ledger.holders_of(part)) & self._idle - {name} for part in parts]
+                if not all(able):
+                    continue
+                rate = min((self._rates.get(other, 1e6) for of_part in able for other in of_part), default=1e6)
+                patience_s = max(_CUT_AFTER_S, _CUT_FACTOR * sum(self._sizes[part] for part in parts) / rate)
+                if now - since > patience_s:
+                    cut.append(name)
+            return cut
+
+    def num_sources(self) -> int:
+        """Sources that have not been dropped."""
+        with self.changed:
+            return sum(name not in self._failures for name in self.plan.holders)
+
+    def is_held(self, part: int) -> bool:
+        """Whether a part is here."""
+        return part in self._digests
