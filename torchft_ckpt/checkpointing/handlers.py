@@ -302,6 +302,7 @@ class CheckpointHandlers:
                     return self._refuse("revoked", _REVOKED.format(step))
             if answer is Answer.OVER:
                 return self._refuse("over", f"step {step} is over, this source has gone on")
+            self._shelf.wish(step, time.monotonic())
             if not await self._woken(deadline):
                 return self._refuse("not_yet", f"step {step} is not served {'any more' if snapshot else 'yet'}")
 

@@ -170,10 +170,9 @@ class HTTPTransport(CheckpointTransport[T]):
         """Connections that a receive uses to each source."""
         return self._options.num_streams
 
-    @property
-    def is_wished_for(self) -> bool:
-        """Whether somebody has asked for the newest state lately while none was served: serve one when you next can."""
-        return self._shelf.is_wished_for(time.monotonic(), _WISH_S)
+    def is_wished_for(self, step: int) -> bool:
+        """Whether somebody waits for the state of this step, or for whatever is newest, and it is not served: serve it."""
+        return self._shelf.is_wished_for(step, time.monotonic(), _WISH_S)
 
     def metadata(self) -> str:
         """Return `http://HOST:PORT`, or `https://HOST:PORT`."""

@@ -17,6 +17,7 @@ from torchft_ckpt.checkpointing.snapshot import Snapshot
 
 MAX_RELAYS = 4
 _MAX_REMEMBERED = 8
+_MAX_WISHES = 16
 
 
 class Answer(Enum):
@@ -46,7 +47,8 @@ class Shelf:
         self._leases: list[_Lease] = []  # newest first
         self._relays: list[tuple[Relay, float]] = []
         self._newest_step: int | None = None
-        self._wished_at: float | None = None
+        self._wishes: dict[int | None, float] = {}
+        """Steps that were asked for and are not served, None for any, and when they were asked for last."""
         self._revoked: dict[str, frozenset[str]] = {}
 
     def put(self, snapshot: Snapshot, *, lease_ends: float) -> list[Snapshot]:
@@ -54,7 +56,7 @@ class Shelf:
         with self._lock:
             self._leases.insert(0, _Lease(snapshot, lease_ends))
             self._newest_step = snapshot.step
-            self._wished_at = None
+            self._wishes = {step: at for step, at in self._wishes.items() if step is not None and step > snapshot.step}
             closing = [lease.snapshot for lease in self._leases[self._max_snapshots :]]
             del self._leases[self._max_snapshots :]
         for old in closing:
@@ -79,13 +81,21 @@ class Shelf:
             self._drop_closed()
             if self._leases:
                 return self._leases[0].snapshot
-            self._wished_at = now
+            self._wishes[None] = now
             return None
 
-    def is_wished_for(self, now: float, max_age_s: float) -> bool:
-        """Whether somebody has asked for the newest state lately and there was none."""
+    def wish(self, step: int, now: float) -> None:
+        """Note that somebody waits for a step that is not served yet."""
         with self._lock:
-            return self._wished_at is not None and now - self._wished_at <= max_age_s
+            self._wishes[step] = now
+            if len(self._wishes) > _MAX_WISHES:
+                del self._wishes[min(self._wishes, key=lambda wish: self._wishes[wish])]
+
+    def is_wished_for(self, step: int, now: float, max_age_s: float) -> bool:
+        """Whether somebody has asked lately for this step, or for whatever is newest, and it was not served."""
+        with self._lock:
+            asked_at = [self._wishes[wish] for wish in (None, step) if wish in self._wishes]
+        return any(now - at <= max_age_s for at in asked_at)
 
     def find_by_id(self, snapshot_id: str) -> Served | None:
         """Return an open snapshot or relay by its id."""

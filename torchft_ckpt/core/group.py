@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from torchft_ckpt.core.layouts import combine_layouts
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     CommitDecided,
@@ -323,6 +324,7 @@ class GroupState:
             contributes=all(request.contributes for request in requests),
             patience_s=max(request.patience_s for request in requests),
             join_budget_s=min(request.join_budget_s for request in requests),
+            layout=combine_layouts([request.layout for request in requests]),
             checkpoint_addresses=told,
         )
 

@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from torchft_ckpt.core.commit import Tally, Verdict
+from torchft_ckpt.core.layouts import of_another_layout, trains_in
 from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse_events import (
     Close,
@@ -373,6 +374,7 @@ class LighthouseState:
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._abandoned(current, replica_id, now)
+        member.layout = request.layout
         if request.checkpoint_addresses is not None:
             member.checkpoint_addresses = request.checkpoint_addresses
         if request.store_address:
@@ -454,8 +456,10 @@ class LighthouseState:
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1])
             return
-        candidates = [self.members[replica_id] for replica_id in self._waiting]
+        others = self._of_another_layout()
+        candidates = [self.members[replica_id] for replica_id in self._waiting if replica_id not in others]
         admitted, out = self._split_out(candidates, now)
+        out |= others
         asked = {
             m.replica_id: Asked(
                 at=m.asked_at,
@@ -478,6 +482,7 @@ class LighthouseState:
         if not verdict.formed:
             yield from self._pending(verdict.reason, now, verdict.deadline)
             return
+        yield from self._tell_others(others, now)
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
             [self._holder(member) for member in members],
@@ -522,6 +527,30 @@ class LighthouseState:
             f" every group that held it is gone ({gone}). Bring one of them back, or start a group from a"
             " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
         )
+
+    def _of_another_layout(self) -> set[str]:
+        """Groups that cannot train with the others, because their ranks hold other parts of the tensors."""
+        layouts = {member.replica_id: member.layout for member in self.members.values()}
+        if len(set(layouts.values()) - {""}) < 2:
+            return set()
+        valid = [member for member in self.members.values() if self._ledger.is_valid(member.version)]
+        newest = max((member.version for member in valid), default=None)
+        holders = [member.replica_id for member in valid if member.version == newest]
+        layout = trains_in(layouts, last_quorum=self._quorum_members, holders=holders, candidates=list(self._waiting))
+        return of_another_layout(layouts, layout)
+
+    def _tell_others(self, others: set[str], now: float) -> Iterator[Instruction]:
+        for replica_id in self._waiting:
+            member = self.members[replica_id]
+            if replica_id in others and now - member.told_at >= PENDING_NOTICE_S:
+                reason = (
+                    f"{replica_id} has another layout ({member.layout}) than the groups that train: its ranks hold other parts "
+                    "of the tensors, so they cannot be averaged. It waits until they are gone"
+                )
+                if member.told_reason != reason:
+                    yield Log(reason, is_warning=True)
+                member.told_reason, member.told_at = reason, now
+                yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
     def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
         """Set joiners aside that were left behind lately, if those who remain are enough."""

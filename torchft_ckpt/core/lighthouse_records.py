@@ -20,6 +20,8 @@ class Member:
     """What it holds, as far as is known."""
     checkpoint_addresses: list[str] = field(default_factory=list)
     store_address: str = ""
+    layout: str = ""
+    """As in its last request."""
     request: QuorumRequest | None = None
     has_left_step: bool = False
     """It asked where the newest state is, and takes no decision on an earlier step any more."""

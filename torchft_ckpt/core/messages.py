@@ -134,6 +134,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     join_budget_s: Seconds = 5.0
     store_address: Text = ""
+    layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Of a rank: a digest of which boxes of the tensors it holds. Of a group: a word for that of all of its ranks."""
     checkpoint_addresses: Addresses | None = None
     """One for each group rank; None: as in the last request on this connection."""
 

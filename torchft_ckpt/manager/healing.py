@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
 import torch
+import xxhash
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.shards import adapter_of
@@ -54,6 +55,7 @@ class StateRegistry:
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._moving: set[str] = set()
+        self._layout: str | None = None
 
     def register(
         self, key: str, load: Callable[[Any], None], get: Callable[[], Any], *, kept_still: bool = False
@@ -82,12 +84,17 @@ class StateRegistry:
     @property
     def is_sharded(self) -> bool:
         """Whether a guarded optimizer has parameters of which this process holds parts."""
-        return any(
-            adapter_of(parameter) is not None
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        return bool(self.layout())
+
+    def layout(self) -> str:
+        """Return a digest of the boxes of guarded optimizers' parameters that are here; empty where they are here whole.
+
+        Raises:
+            UnsupportedValueError: what is here of a parameter is no box.
+        """
+        if self._layout is None:
+            self._layout = _layout_of(self._optimizers)
+        return self._layout
 
     def capture_to_receive(self) -> dict[str, Any]:
         """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
@@ -102,6 +109,7 @@ class StateRegistry:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
         self._optimizers.append(optimizer)
+        self._layout = None
 
     def capture_to_serve(self) -> dict[str, Any]:
         """As `capture`, with copies of the small tensors that a forward pass may change while they are served.
@@ -137,6 +145,19 @@ class StateRegistry:
                 except Exception as error:
                     message = f"load_state_dict of {key!r} raised {type(error).__name__}: {error}"
                     raise StateDictLoadError(message, party=key) from error
+
+
+def _layout_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    hasher = xxhash.xxh3_64()
+    is_sharded = False
+    for number, optimizer in enumerate(optimizers):
+        for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            adapter = adapter_of(parameter)
+            if adapter is not None:
+                is_sharded = True
+                boxes = adapter.boxes(parameter, f"parameter {place} of optimizer {number}")
+                hasher.update(f"{number} {place} {tuple(parameter.shape)} {' '.join(map(str, boxes))};")
+    return hasher.hexdigest() if is_sharded else ""
 
 
 class Healing:

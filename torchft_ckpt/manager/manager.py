@@ -414,7 +414,9 @@ class Manager:
             self._store_prepared = None
         self._step_started_at = time.monotonic()
         has_to_wait, has_to_capture = self._talk.wants()
-        is_wished_for = isinstance(self._transport, HTTPTransport) and self._transport.is_wished_for
+        is_wished_for = isinstance(self._transport, HTTPTransport) and self._transport.is_wished_for(
+            self.current_step()
+        )
         has_to_wait = has_to_wait if wait is None else wait
         has_to_capture = has_to_capture or is_wished_for
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
@@ -432,7 +434,9 @@ class Manager:
             patience_s=patience.total_seconds() if patience is not None else 0.0,
             waits=wait,
         )
-        request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()])
+        request = msgspec.structs.replace(
+            request, checkpoint_addresses=[self._transport.metadata()], layout=self._registry.layout()
+        )
         self._link.send(request)
         limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(

@@ -1,0 +1,86 @@
+"""Groups whose ranks hold other parts of the tensors are never in one quorum: one of them waits, and takes over at the end."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.layouts import combine_layouts, of_another_layout, trains_in
+
+
+def asks_as(member: Member, layout: str) -> None:
+    request = member.replica.begin(allow_heal=True, shrink_only=False, can_serve=True, store_address="store")
+    member.says(msgspec.structs.replace(request, layout=layout))
+
+
+def job_of_two() -> tuple[Job, Member, Member]:
+    """Two groups that have trained a step together."""
+    job = Job()
+    a, b = job.join("a"), job.join("b")
+    for member in (a, b):
+        asks_as(member, "two ranks")
+    for member in (a, b):
+        member.votes()
+        member.hears()
+    return job, a, b
+
+
+def test_a_group_of_another_layout_waits_and_the_others_do_not_notice() -> None:
+    job, a, b = job_of_two()
+    c = job.join("c")
+    asks_as(c, "four ranks")
+    asks_as(a, "two ranks")
+    asks_as(b, "two ranks")
+    assert a.hears()[-1] == "quorum 1 step 1 healthy"
+    assert b.hears()[-1] == "quorum 1 step 1 healthy"
+    assert "quorum" not in " ".join(c.hears())
+    assert c.formed is None
+
+
+def test_it_is_told_why_it_waits() -> None:
+    job, a, b = job_of_two()
+    c = job.join("c")
+    asks_as(c, "four ranks")
+    job.passes(2.0)
+    for member in (a, b):
+        asks_as(member, "two ranks")
+    assert c.hears()[-1].startswith("pending: c:1 has another layout (four ranks) than the groups that train")
+
+
+def test_one_that_holds_the_newest_state_takes_over_when_the_others_are_gone() -> None:
+    job, a, b = job_of_two()
+    c = job.join("c")
+    c.replica.caught_up(a.replica.version)
+    asks_as(c, "four ranks")
+    a.leaves()
+    assert c.formed is None
+    b.leaves()
+    assert c.hears()[-1] == "quorum 2 step 1 healthy"
+
+
+def test_at_the_start_most_decide_and_the_first_of_equals() -> None:
+    layouts = {"a": "x", "b": "y", "c": "y", "d": ""}
+    assert trains_in(layouts, last_quorum=[], holders=[], candidates=["a", "b", "c", "d"]) == "y"
+    assert trains_in(layouts, last_quorum=[], holders=[], candidates=["b", "a"]) == "x"
+    assert trains_in(layouts, last_quorum=[], holders=["a"], candidates=["b", "c"]) == "x"
+    assert trains_in(layouts, last_quorum=["d", "c"], holders=["a"], candidates=["a"]) == "y"
+    assert of_another_layout(layouts, "y") == {"a"}
+    assert of_another_layout(layouts, "") == set()
+
+
+def test_layouts_of_groups_are_equal_exactly_where_those_of_their_ranks_are() -> None:
+    of_ranks = [
+        ranks for number in (1, 2, 3) for ranks in itertools.product(("", "0", "1", "01", "0;1:1"), repeat=number)
+    ]
+    assert len({combine_layouts(ranks) for ranks in of_ranks}) == len(of_ranks)
+
+
+@pytest.mark.parametrize("layout", ["", "two ranks"])
+def test_one_that_does_not_say_is_taken_for_alike(layout: str) -> None:
+    _, a, b = job_of_two()
+    asks_as(a, "two ranks")
+    asks_as(b, layout)
+    assert a.hears()[-1] == b.hears()[-1] == "quorum 1 step 1 healthy"
