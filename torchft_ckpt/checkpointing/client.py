@@ -19,7 +19,7 @@ import msgspec
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.connection import Answer, SourceConnection
 from torchft_ckpt.checkpointing.fetch import Fetch
-from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.format import Manifest, names_of_parts
 from torchft_ckpt.checkpointing.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
@@ -52,6 +52,8 @@ class PulledState:
 
     step: int
     state: object
+    parts_of: tuple[str, ...] = ()
+    """Names of the tensors of which this peer holds only a part, which is then what is in the state."""
 
 
 class CheckpointClient:
@@ -93,6 +95,16 @@ class CheckpointClient:
     def url(self) -> str:
         """The peer's address as it is connected to."""
         return str(self._source)
+
+    @property
+    def address(self) -> SourceAddress:
+        """The same, taken apart."""
+        return self._source
+
+    @property
+    def token(self) -> str | None:
+        """What it presents."""
+        return self._token
 
     def index(self, *, timeout: timedelta = timedelta(seconds=30)) -> Index:
         """Return what the peer serves now. Asks it for nothing more and keeps nothing there.
@@ -143,11 +155,15 @@ class CheckpointClient:
             if on_progress is not None:
                 on_progress(progress)
 
-        state = self._fetch(step, _deadline(timeout), note)
-        return PulledState(step=steps[-1], state=state)
+        fetch = self._fetch(step, _deadline(timeout), note)
+        state = fetch.run()
+        manifest = fetch.manifest
+        return PulledState(
+            step=steps[-1], state=state, parts_of=() if manifest is None else tuple(names_of_parts(manifest))
+        )
 
-    def _fetch(self, step: int | None, deadline: float, on_progress: ProgressCallback) -> object:
-        """Move the bytes; the progress is told at least once, at the end. The one place here that knows how a fetch is made."""
+    def _fetch(self, step: int | None, deadline: float, on_progress: ProgressCallback) -> Fetch:
+        """Return what moves the bytes; its progress is told at least once, at the end. The one place that makes one."""
         options = FetchOptions(
             connect_timeout_s=self._connect_timeout_s,
             stall_timeout_s=self._stall_timeout_s,
@@ -165,7 +181,7 @@ class CheckpointClient:
             options=options,
             shelf=BufferShelf(),
             on_progress=on_progress,
-        ).run()
+        )
 
     def _wait_for_manifest(self, step: int | None, deadline: float) -> Manifest:
         """Ask until it is served or the deadline has passed. Asks as nobody, so that nothing is kept for us there."""

@@ -170,6 +170,12 @@ class Fetch:
                 stacklevel=6,
             )
 
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the state that was received is described by, once that is known."""
+        destination = self._state.destination
+        return None if destination is None else destination.manifest
+
     def buffers(self) -> list[np.ndarray]:
         """The memory that the state was received into, but that of local tensors."""
         destination = self._state.destination

@@ -266,6 +266,15 @@ def _check_apart(tensor: TensorEntry) -> None:
             raise StateFormatError(f"tensor {_name(tensor)}: two of its boxes overlap", party="source")
 
 
+def names_of_parts(manifest: Manifest) -> list[str]:
+    """Return the names of the tensors of which a source holds only a part."""
+    return [
+        entry.fqn
+        for entry in manifest.tensors
+        if [(chunk.sizes, any(chunk.offsets)) for chunk in entry.chunks] != [(entry.shape, False)]
+    ]
+
+
 def _element_limit(sizes: list[int]) -> int:
     """Product of the sizes that are not zero: what torch computes strides from."""
     product = 1

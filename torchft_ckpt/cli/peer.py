@@ -13,12 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.errors import ConfigError, TransferTimeoutError
+from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing.client import CheckpointClient
     from torchft_ckpt.checkpointing.format import Manifest
     from torchft_ckpt.checkpointing.protocol import Index
+    from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 
 _URL_HELP = "http://HOST:PORT of the peer's transport, as its HTTPTransport.metadata() returns it"
 _ANSWER_TIMEOUT = timedelta(seconds=30)
@@ -45,8 +46,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     inspect.set_defaults(run=_run_inspect)
 
-    pull = commands.add_parser("pull", help="save the state of a live peer to a safetensors file")
-    _add_peer(pull)
+    pull = commands.add_parser(
+        "pull", help="save the state of a live peer, or of all ranks of a replica group, to a safetensors file"
+    )
+    _add_peer(pull, nargs="+")
     pull.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     pull.add_argument("--step", type=_count, default=None, help="the step wanted (default: the newest)")
     pull.add_argument(
@@ -61,8 +64,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     pull.set_defaults(run=_run_pull)
 
 
-def _add_peer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help=_URL_HELP)
+def _add_peer(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    more = "; of a model that is sharded over several ranks, of each of them" if nargs else ""
+    parser.add_argument("url", metavar="URL", nargs=nargs, help=_URL_HELP + more)
     parser.add_argument("--token", help="shared secret of the job (default: TORCHFT_CKPT_TOKEN)")
     parser.add_argument(
         "--ca", metavar="FILE", help="certificates to check the peer's with, PEM (default: the system's)"
@@ -73,7 +77,7 @@ def _add_peer(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli import summary
 
-    client = _client(options)
+    client = _client(options, options.url)
     index = client.index()
     # What it only passes on while it receives it has no manifest here.
     step = next((entry.step for entry in index.snapshots if entry.phase != "relay"), None)
@@ -115,14 +119,22 @@ def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten
     from torchft_ckpt.cli.summary import format_bytes
 
-    client = _client(options)
+    urls = options.url
+    source = _client(options, urls[0]) if len(urls) == 1 else _peers(options)
+    named = ", ".join(urls)
     with SafetensorsFile(options.output, force=options.force) as file:
         if not options.quiet:
             wanted = "the newest state" if options.step is None else f"step {options.step}"
-            print(f"asking {client.url} for {wanted}", file=sys.stderr)
+            print(f"asking {named} for {wanted}", file=sys.stderr)
         with contextlib.ExitStack() as stack:
             on_progress = None if options.quiet else stack.enter_context(ProgressBar())
-            pulled = client.pull(options.step, timeout=options.timeout, on_progress=on_progress)
+            pulled = source.pull(options.step, timeout=options.timeout, on_progress=on_progress)
+        if pulled.parts_of:
+            raise StateMismatchError(
+                f"{named} holds only parts of {len(pulled.parts_of)} tensors, such as {pulled.parts_of[0][:120]}: name all ranks "
+                "of its replica group, in their order; nothing was saved",
+                party=named,
+            )
         content = flatten(pulled.state)
         num_bytes = file.write(content, pulled.step)
     if not options.quiet:
@@ -135,10 +147,16 @@ def _run_pull(options: argparse.Namespace) -> int:
     return 0
 
 
-def _client(options: argparse.Namespace) -> CheckpointClient:
+def _client(options: argparse.Namespace, url: str) -> CheckpointClient:
     from torchft_ckpt.checkpointing.client import CheckpointClient
 
-    return CheckpointClient(options.url, token=options.token, ssl_context=_ssl_context(options.url, options.ca))
+    return CheckpointClient(url, token=options.token, ssl_context=_ssl_context(url, options.ca))
+
+
+def _peers(options: argparse.Namespace) -> JobPeers:
+    from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+
+    return JobPeers([options.url], token=options.token, ssl_context=_ssl_context(options.url[0], options.ca))
 
 
 def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:

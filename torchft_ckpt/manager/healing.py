@@ -156,7 +156,7 @@ def _layout_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
             if adapter is not None:
                 is_sharded = True
                 boxes = adapter.boxes(parameter, f"parameter {place} of optimizer {number}")
-                hasher.update(f"{number} {place} {tuple(parameter.shape)} {' '.join(map(str, boxes))};")
+                hasher.update(f"{number} {place} {tuple(parameter.shape)} {' '.join(map(str, boxes))};".encode())
     return hasher.hexdigest() if is_sharded else ""
 
 

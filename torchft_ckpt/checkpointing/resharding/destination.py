@@ -27,12 +27,12 @@ class ShardedDestination:
     """Where the boxes of one state go.
 
     Args:
-        local: the state that is here.
+        local: the state that is here; None where nothing is: then all is wanted, whole.
         rank: whose plain values are taken, modulo the size of the source group.
         in_place: receive into the tensors of `local`, as far as they are on the CPU.
     """
 
-    def __init__(self, local: LocalState, rank: int, *, in_place: bool) -> None:
+    def __init__(self, local: LocalState | None, rank: int, *, in_place: bool) -> None:
         self._local = local
         self._rank = rank
         self._in_place = in_place
@@ -55,7 +55,7 @@ class ShardedDestination:
         shared: dict[object, str] = {}
         try:
             for entry in principal.tensors:
-                held = self._local.get(entry.fqn)
+                held = self._get(entry.fqn)
                 boxes = [whole(tuple(entry.shape))] if held is None else held.boxes
                 twin = shared.setdefault((_place(entry), tuple(boxes)), entry.fqn) if entry.chunks else entry.fqn
                 if twin != entry.fqn and not (self._in_place and held is not None):
@@ -86,6 +86,9 @@ class ShardedDestination:
         first = self._rank % len(manifests)
         return next(manifest for manifest in (*manifests[first:], *manifests[:first]) if manifest is not None)
 
+    def _get(self, path: str) -> HeldTensor | None:
+        return None if self._local is None else self._local.get(path)
+
     def _target(self, held: HeldTensor | None, number: int, box: Box, entry: TensorEntry) -> torch.Tensor:
         if self._in_place and held is not None and held.data and held.data[number].is_cpu:
             self.is_into_place = True
@@ -94,7 +97,7 @@ class ShardedDestination:
 
     def _finished(self, entry: TensorEntry, written: list[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of the state, as it is used here."""
-        held, targets = self._local.get(entry.fqn), self._targets[entry.fqn]
+        held, targets = self._get(entry.fqn), self._targets[entry.fqn]
         if held is None:
             return targets[0]
         if self._in_place and held.data:
@@ -110,6 +113,8 @@ class ShardedDestination:
 
     def _check(self, tensors: dict[str, TensorEntry], principal: Manifest) -> None:
         """Compare names, shapes and dtypes. Optimizer state may be absent on either side: it comes with the first step."""
+        if self._local is None:
+            return
         optional = [*_optimizer_state(principal)]
         wrong = []
         for entry in principal.tensors:

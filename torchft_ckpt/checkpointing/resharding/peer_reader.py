@@ -1,0 +1,326 @@
+"""A `StorageReader` of torch.distributed.checkpoint whose storage is a running job: its live weights, re-sharded on the way.
+
+    state_dict = {"model": model.state_dict()}
+    dcp.load(state_dict, storage_reader=PeerReader([url_of_rank_0, url_of_rank_1]), no_dist=True)
+
+DCP's planner says which boxes go where; this reader says what there is, and fetches all of it at once, verified, when every
+box is known to be covered. Nothing that comes from the network is unpickled: plain values are JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torchft_ckpt.checkpointing.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.format import TensorEntry
+from torchft_ckpt.checkpointing.local_state import box_of
+from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
+from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, tensors_of
+from torchft_ckpt.checkpointing.tree import decode_tree
+from torchft_ckpt.core.boxes import Box, contains, refine, whole
+from torchft_ckpt.errors import ConfigError, StateMismatchError
+
+_NAMED = 5
+_MANAGERS_KEYS = {"user", "torchft"}
+
+
+class PeerReader(StorageReader):
+    """Reads the state of a running job from all ranks of a replica group, or of several at once.
+
+    Each `load` takes one step of the job, whole: by default one that all ranks can serve soon, while they train on. Names are
+    DCP's: keys of nested dicts joined by dots, below the root.
+
+    Args:
+        urls: what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks: of one group, or a list of
+            these for several. The first group is the primary: the state is its own, others give what is equal.
+        step: the step wanted; default: one that can be had soon. Programs of several ranks that load without `no_dist`
+            must pass one, so that all of them read the same.
+        root: dotted path in the job's state where names begin; default: what the Manager's `state_dict` returned
+            (`user.default`), or all of the state where no Manager made it.
+        token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
+        ssl_context: for clients; whom to believe, and who we are, where the urls are `https`.
+        timeout: overall deadline of a load.
+        stall_timeout: a rank is given up when a connection gets no byte for so long.
+        on_progress: told how far it is.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        step: int | None = None,
+        root: str | None = None,
+        token: str | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        stall_timeout: timedelta = timedelta(seconds=15),
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        if isinstance(urls, str):
+            raise ConfigError(f"urls={urls!r} cannot be used; expected a list of urls", party="urls")
+        if step is not None and step < 0:
+            raise ConfigError(f"step={step!r} cannot be used; expected a step that is not negative", party="step")
+        groups = [[url] if isinstance(url, str) else list(url) for url in urls]
+        if all(isinstance(url, str) for url in urls):
+            groups = [[url for group in groups for url in group]]
+        self._peers = JobPeers(groups, token=token, ssl_context=ssl_context, stall_timeout=stall_timeout)
+        self._wanted_step = step
+        self._root = root
+        self._timeout_s = timeout.total_seconds()
+        self._on_progress = on_progress
+        self._deadline = 0.0
+        self._content: _Content | None = None
+        self.step: int | None = None
+        """The step that the last load read."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the last load. There is no other job in a `checkpoint_id`, so it is ignored."""
+        self._content = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Choose a step, have the ranks keep it, and say what there is.
+
+        Raises:
+            TransferError: a subclass says why it is not to be had.
+            StateMismatchError: the ranks do not hold one state, or nothing is at `root`.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
+        self.step, group = self._peers.hold(self._wanted_step, self._deadline)
+        self._content = _Content(group, self._root)
+        return self._content.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note in the plan which step it is of."""
+        return replace(plan, storage_data=self.step)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See that all ranks read one step.
+
+        Raises:
+            StateMismatchError: they do not.
+        """
+        steps = {plan.storage_data for plan in plans}
+        if len(steps) > 1:
+            raise StateMismatchError(
+                f"the ranks of this program chose the steps {sorted(map(str, steps))}: pass one to PeerReader(step=...), or load "
+                "with no_dist=True",
+                party="step",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch what the plan names, into the tensors that the planner gives.
+
+        Raises:
+            StateMismatchError: the ranks do not hold all of it; before anything is written.
+            TransferError: a subclass says why it was not had; tensors may be partly written then.
+        """
+        content = self._content
+        if content is None or self.step is None:
+            raise ConfigError("read_metadata comes before read_data", party="PeerReader")
+        destination = _Destination(content, plan.items, planner)
+        ShardedFetch(
+            self._peers.addresses,
+            step=self.step,
+            deadline=self._deadline,
+            options=self._peers.options,
+            want=destination.want,
+            on_progress=self._on_progress,
+        ).run()
+        destination.finish()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """None is: a job is named by the urls of its ranks."""
+        return False
+
+
+class _Content:
+    """What a group holds, by DCP's names.
+
+    Args:
+        group: its ranks' manifests.
+        root: where names begin.
+    """
+
+    def __init__(self, group: SourceGroup, root: str | None) -> None:
+        self.entries = tensors_of(group)
+        self.group = group
+        manifest = next(manifest for manifest in group.manifests if manifest is not None)
+        self.tensors: dict[str, TensorEntry] = {}
+        self.arrays: dict[str, TensorEntry] = {}
+        self.values: dict[str, object] = {}
+        places = [torch.empty(1, dtype=parse_dtype(entry.dtype)) for entry in manifest.tensors]
+        by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
+        self.flat, self.paths = flatten_state_dict(_below(decode_tree(manifest.tree, places), root))
+        for name, value in self.flat.items():
+            if isinstance(value, torch.Tensor):
+                self.tensors[name] = by_address[value.data_ptr()]
+            elif isinstance(value, np.ndarray):
+                self.arrays[name] = by_address[value.ctypes.data]
+            else:
+                self.values[name] = value
+
+    def metadata(self) -> Metadata:
+        """Return it as DCP's planners want it."""
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        boxes = self.boxes()
+        for name in self.flat:
+            entry = self.tensors.get(name)
+            if entry is None:
+                described[name] = BytesStorageMetadata()
+                continue
+            described[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=parse_dtype(entry.dtype)),
+                size=torch.Size(entry.shape),
+                chunks=[
+                    ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+                    for box in disjoint(boxes[entry.fqn], whole(tuple(entry.shape)))
+                ],
+            )
+        return Metadata(state_dict_metadata=described, planner_data=self.paths)
+
+    def boxes(self) -> dict[str, list[Box]]:
+        """Return, by path in the tree, the boxes that some rank holds."""
+        return {
+            path: [box_of(chunk) for _, _, entry in held for chunk in entry.chunks]
+            for path, held in self.group.entries().items()
+        }
+
+
+class _Destination:
+    """Where what a plan names goes to."""
+
+    def __init__(self, content: _Content, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        self._content = content
+        self._planner = planner
+        self._boxes = content.boxes()
+        self._bytes = [item for item in items if item.type is LoadItemType.BYTE_IO]
+        self._reads = [item for item in items if item.type is not LoadItemType.BYTE_IO]
+        self._received: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        self._arrays: dict[str, torch.Tensor] = {}
+
+    def want(self, group: SourceGroup) -> list[Want]:
+        """Return what is to be fetched; raise where the ranks do not hold all of each tensor that is named."""
+        self._check_whole()
+        self._received = []
+        wants = []
+        for item in self._reads:
+            entry = self._content.tensors[item.dest_index.fqn]
+            base = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+            low = tuple(int(a) + int(b) for a, b in zip(base, item.storage_offsets, strict=True))
+            box = Box(low, tuple(int(length) for length in item.lengths))
+            dtype = parse_dtype(entry.dtype)
+            given = self._planner.resolve_tensor(item).detach()
+            is_direct = given.is_cpu and given.dtype == dtype and given.layout is torch.strided and not given.is_conj()
+            target = given if is_direct else torch.empty(box.sizes, dtype=dtype)
+            self._received.append((item, given, target))
+            wants.append(Want(entry.fqn, box, target))
+        for item in self._bytes:
+            array = self._content.arrays.get(item.dest_index.fqn)
+            if array is not None:
+                self._arrays[item.dest_index.fqn] = target = torch.empty(array.shape, dtype=parse_dtype(array.dtype))
+                wants.append(Want(array.fqn, whole(tuple(array.shape)), target))
+        return wants
+
+    def finish(self) -> None:
+        """All is here: give it to the planner."""
+        with torch.no_grad():
+            for item, given, target in self._received:
+                if target is not given:
+                    given.copy_(target)
+                self._planner.commit_tensor(item, given)
+        for item in self._bytes:
+            name = item.dest_index.fqn
+            value = self._arrays[name].numpy() if name in self._arrays else self._content.values[name]
+            # The planner unpickles it: what we pickled here, of plain values that were read as JSON.
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            stream.seek(0)
+            self._planner.load_bytes(item, stream)
+
+    def _check_whole(self) -> None:
+        holes = []
+        for name in sorted({item.dest_index.fqn for item in self._reads}):
+            entry = self._content.tensors.get(name)
+            if entry is None:
+                holes.append(f"{name[:120]} is no tensor there")
+                continue
+            held = self._boxes[entry.fqn]
+            missing = [
+                cell for cell in refine(whole(tuple(entry.shape)), held) if not any(contains(box, cell) for box in held)
+            ]
+            if missing:
+                holes.append(f"{name[:120]} {missing[0]}")
+        if holes:
+            more = f" and {len(holes) - _NAMED} more" if len(holes) > _NAMED else ""
+            raise StateMismatchError(
+                f"no rank of {', '.join(self._content.group.names[:_NAMED])} holds {'; '.join(holes[:_NAMED])}{more}: name all "
+                "ranks of the replica group; nothing was read",
+                party="urls",
+            )
+
+
+def disjoint(boxes: Sequence[Box], everything: Box) -> list[Box]:
+    """Return boxes that cover the same elements, each of them once."""
+    distinct = list(dict.fromkeys(box for box in boxes if box.volume))
+    if sum(box.volume for box in distinct) <= everything.volume and len(distinct) < 2:
+        return distinct
+    cells = [cell for cell in refine(everything, distinct) if any(contains(box, cell) for box in distinct)]
+    return distinct if sum(box.volume for box in distinct) == sum(cell.volume for cell in cells) else cells
+
+
+def _below(state: Any, root: str | None) -> dict[str, Any]:
+    """Return the part of a state where names begin."""
+    if root is None:
+        is_managers = isinstance(state, dict) and set(state) == _MANAGERS_KEYS
+        user = state["user"] if is_managers else {}
+        path: tuple[str, ...] = (
+            ("user", "default") if is_managers and isinstance(user, dict) and "default" in user else ()
+        )
+        path = path or (("user",) if is_managers else ())
+    else:
+        path = tuple(key for key in root.split(".") if key)
+    for position, key in enumerate(path):
+        if not isinstance(state, dict) or key not in state:
+            have = ", ".join(sorted(map(str, state))[:10]) if isinstance(state, dict) else type(state).__name__
+            raise StateMismatchError(
+                f"nothing is at root={'.'.join(path)!r}: below {'.'.join(path[:position]) or 'the top'} there is {have}",
+                party="root",
+            )
+        state = state[key]
+    if not isinstance(state, dict):
+        raise StateMismatchError(f"root={'.'.join(path)!r} is a {type(state).__name__}, not a dict", party="root")
+    return state
