@@ -9,10 +9,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, ProgressBar, TransferProgress
+    from torchft_ckpt.checkpointing import (
+        CheckpointTransport,
+        HTTPTransport,
+        ProgressBar,
+        ShardAdapter,
+        TransferProgress,
+        register_shard_adapter,
+    )
+    from torchft_ckpt.checkpointing.resharding.peer_reader import PeerReader
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
     from torchft_ckpt.ddp import DistributedDataParallel
+    from torchft_ckpt.fsdp import set_all_reduce_hook
     from torchft_ckpt.local_sgd import DiLoCo, LocalSGD
     from torchft_ckpt.manager import Manager, WorldSizeMode
     from torchft_ckpt.optimizer import OptimizerWrapper
@@ -32,12 +41,16 @@ _HOME = {
     "Manager": ("torchft_ckpt.manager", "Manager"),
     "Optimizer": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
     "OptimizerWrapper": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
+    "PeerReader": ("torchft_ckpt.checkpointing.resharding.peer_reader", "PeerReader"),
     "ProcessGroup": ("torchft_ckpt.process_group", "ProcessGroup"),
     "ProcessGroupGloo": ("torchft_ckpt.process_group", "ProcessGroupGloo"),
     "ProcessGroupNCCL": ("torchft_ckpt.process_group", "ProcessGroupNCCL"),
     "ProgressBar": ("torchft_ckpt.checkpointing", "ProgressBar"),
+    "ShardAdapter": ("torchft_ckpt.checkpointing", "ShardAdapter"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
+    "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
+    "set_all_reduce_hook": ("torchft_ckpt.fsdp", "set_all_reduce_hook"),
 }
 
 __all__ = [
@@ -51,12 +64,16 @@ __all__ = [
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
+    "PeerReader",
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "ProgressBar",
+    "ShardAdapter",
     "TransferProgress",
     "WorldSizeMode",
+    "register_shard_adapter",
+    "set_all_reduce_hook",
 ]
 
 

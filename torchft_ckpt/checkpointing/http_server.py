@@ -101,6 +101,12 @@ class CheckpointServer:
         for closed in revoked:
             logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)
 
+    def wake(self) -> None:
+        """Let those who wait for a step look again. From any thread."""
+        with self._stop_lock:
+            if not self._stopping.is_set():
+                self._loop.call_soon_threadsafe(self._handlers.wake_waiting)
+
     def expire_at(self, ends: float) -> None:
         """Look after what has ended a little after a moment on the monotonic clock. From any thread."""
         with self._stop_lock:

@@ -174,6 +174,11 @@ class HTTPTransport(CheckpointTransport[T]):
         """Whether somebody waits for the state of this step, or for whatever is newest, and it is not served: serve it."""
         return self._shelf.is_wished_for(step, time.monotonic(), _WISH_S)
 
+    def note_step(self, step: int) -> None:
+        """Say which step the live state is of: who waits for an earlier one learns that it is over."""
+        if self._shelf.is_at(step):
+            self._server.wake()
+
     def metadata(self) -> str:
         """Return `http://HOST:PORT`, or `https://HOST:PORT`."""
         return self._metadata

@@ -124,7 +124,7 @@ def unregister_shard_adapter(adapter: ShardAdapter) -> None:
 
 def adapter_of(tensor: torch.Tensor) -> ShardAdapter | None:
     """Return the adapter that handles a tensor; None for one that is whole."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _PLAIN and (tensor.is_cpu or tensor.is_cuda):
         return None
     return next((adapter for adapter in _adapters if adapter.handles(tensor)), None)
 

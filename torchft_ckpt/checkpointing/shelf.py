@@ -63,6 +63,13 @@ class Shelf:
             old.close()
         return closing
 
+    def is_at(self, step: int) -> bool:
+        """The owner is at a step: earlier ones are over. Returns whether somebody waits for one."""
+        with self._lock:
+            changed = self._newest_step != step
+            self._newest_step = step
+            return changed and bool(self._wishes)
+
     def find(self, step: int) -> tuple[Answer, Snapshot | None]:
         """Return the newest open snapshot of a step, or why there is none."""
         with self._lock:

@@ -38,6 +38,7 @@ def catch_up(
     take_state: Callable[[], None],
     limit: timedelta,
     may_receive_in_place: bool,
+    moving: bool = False,
 ) -> bool:
     """Fetch and load the newest state that anybody is known to hold. On the training thread; no step is open.
 
@@ -49,6 +50,7 @@ def catch_up(
         take_state: waits for what is fetched and loads it; raises what `Manager.should_commit` does.
         limit: of all attempts together.
         may_receive_in_place: where there is no state of worth here.
+        moving: also where steps of optimizers change the state: somebody stands still to hand it over.
 
     Returns:
         whether all ranks of this group hold it now. If not, there is none to be had.
@@ -57,7 +59,7 @@ def catch_up(
         TransferTimeoutError: it could not be had in time.
         GroupBrokenError, RefusedError: this group cannot go on.
     """
-    if not registry.is_kept_still:
+    if not registry.is_kept_still and not moving:
         return False  # nor is it anywhere else: nobody offers it
     until = time.monotonic() + limit.total_seconds()
     why: object = "the lighthouse does not answer"
@@ -97,7 +99,7 @@ def _fetch(
 ) -> Exception | None:
     """One attempt; returns why it failed, if another one may help."""
     left = timedelta(seconds=max(0.0, until - time.monotonic()))
-    healing.start(located, registry.capture(), in_place, left)
+    healing.start(located, registry.capture_to_receive(), in_place, left)
     try:
         take_state()
     except (StateMismatchError, StateDictLoadError):
@@ -105,6 +107,29 @@ def _fetch(
     except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
         return error
     return None
+
+
+def await_holder(talk: Conversation, *, send: Callable[[RankToGroup], None], limit: timedelta) -> bool:
+    """Wait until a group comes to hold the newest state that did not at the beginning; whether one did.
+
+    All ranks of this group, which holds it, wait together.
+
+    Raises:
+        GroupBrokenError, RefusedError: this group cannot go on.
+    """
+    until = time.monotonic() + limit.total_seconds()
+    before: set[str] | None = None
+    while time.monotonic() < until:
+        located = talk.locate(send, until)
+        if located is None:
+            break
+        holders = {source.replica_id for source in located.sources}
+        if before is not None and holders - before:
+            logger.info("%s handed step %d over to %s", talk.replica_id, located.version.step, min(holders - before))
+            return True
+        before = holders if before is None else before
+        talk.pause(_PAUSE_S)
+    return False
 
 
 class StandingOffer:
@@ -120,19 +145,21 @@ class StandingOffer:
         self._registry = registry
         self._version: StateVersion | None = None
 
-    def open(self, version: StateVersion, own_state: dict[str, int | str], party: str) -> None:
+    def open(self, version: StateVersion, own_state: dict[str, int | str], party: str, *, moving: bool = False) -> None:
         """Offer the state under its name. Nothing is copied or computed until somebody asks.
+
+        `moving`: also where steps of optimizers change it, the first of which ends the offer.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
         """
         if (
-            not self._registry.is_kept_still
+            (not self._registry.is_kept_still and not moving)
             or self.is_of(version)
             or not isinstance(self._transport, CheckpointTransport)
         ):
             return  # torchft's own transports would copy all of it
-        state = {"user": self._registry.capture(), "torchft": own_state}
+        state = {"user": self._registry.capture_to_serve(), "torchft": own_state}
         try:
             self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
         except UnsupportedValueError:

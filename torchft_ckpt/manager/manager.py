@@ -40,7 +40,7 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager.catching_up import StandingOffer, catch_up
+from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.healing import Healing, StateRegistry
@@ -414,9 +414,10 @@ class Manager:
             self._store_prepared = None
         self._step_started_at = time.monotonic()
         has_to_wait, has_to_capture = self._talk.wants()
-        is_wished_for = isinstance(self._transport, HTTPTransport) and self._transport.is_wished_for(
-            self.current_step()
-        )
+        is_wished_for = False
+        if isinstance(self._transport, HTTPTransport):
+            self._transport.note_step(self.current_step())
+            is_wished_for = self._transport.is_wished_for(self.current_step())
         has_to_wait = has_to_wait if wait is None else wait
         has_to_capture = has_to_capture or is_wished_for
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
@@ -757,6 +758,9 @@ class Manager:
             Also as `should_commit`.
         """
         self._leave_step()
+        return self._catch_up(timeout, moving=False)
+
+    def _catch_up(self, timeout: timedelta | None, *, moving: bool) -> bool:
         return catch_up(
             self._talk,
             self._registry,
@@ -765,7 +769,40 @@ class Manager:
             take_state=self._take_state,
             limit=timeout or self._timeouts.transfer,
             may_receive_in_place=self._heal_in_place,
+            moving=moving,
         )
+
+    def hand_over(self, timeout: timedelta | None = None) -> bool:
+        """Stand still between two steps until another group holds the state of now; call it on the training thread.
+
+        For a job that goes on in another layout: groups whose ranks hold other parts of the tensors cannot train together, but
+        one can take over from the other (`take_over`). All ranks of this group call it, and then leave (`shutdown`).
+
+        Args:
+            timeout: how long to wait for somebody to take it, instead of `transfer_timeout`.
+
+        Returns:
+            whether a group that did not hold the state at the beginning holds it now.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried.
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        self._leave_step()
+        version = self._replica.version
+        if not version.proven or self.is_behind:
+            return False
+        self._offer.open(version, self._own_state(version), self.replica_id(), moving=True)
+        limit = timeout or self._timeouts.transfer
+        return await_holder(self._talk, send=self._link.send, limit=limit)
+
+    def take_over(self, timeout: timedelta | None = None) -> bool:
+        """Get the state that another group hands over (`hand_over`), on whatever layout this one has, before the first step.
+
+        As `catch_up` otherwise. A quorum without that group is formed when it has left.
+        """
+        self._leave_step()
+        return self._catch_up(timeout, moving=True)
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.

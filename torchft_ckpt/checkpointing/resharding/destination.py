@@ -7,14 +7,17 @@ Values that are no tensors, and the tree itself, are those of one rank of the so
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
 from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.local_state import HeldTensor, LocalState, describe
-from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, tensors_of
+from torchft_ckpt.checkpointing.local_state import HeldTensor, LocalState, box_of, describe
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, places_of, tensors_of
+from torchft_ckpt.checkpointing.resharding.regions import c_strides
+from torchft_ckpt.checkpointing.space import span_of
 from torchft_ckpt.checkpointing.tree import decode_tree
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import StateMismatchError, TransferError
@@ -52,13 +55,14 @@ class ShardedDestination:
         self._check(tensors, principal)
         self._targets = {}
         wants: list[Want] = []
+        places = places_of(group)
         shared: dict[object, str] = {}
         try:
             for entry in principal.tensors:
                 held = self._get(entry.fqn)
                 boxes = [whole(tuple(entry.shape))] if held is None else held.boxes
-                twin = shared.setdefault((_place(entry), tuple(boxes)), entry.fqn) if entry.chunks else entry.fqn
-                if twin != entry.fqn and not (self._in_place and held is not None):
+                twin = shared.setdefault((places[entry.fqn], tuple(boxes)), entry.fqn)
+                if twin != entry.fqn:
                     self._targets[entry.fqn] = self._targets[twin]  # tied at the source
                     continue
                 targets = self._targets[entry.fqn] = [
@@ -69,6 +73,8 @@ class ShardedDestination:
             raise TransferError(
                 f"no memory for the state that the source announces: {error}", party="memory"
             ) from error
+        if self._in_place:
+            self._check_apart(principal, places)
         return wants
 
     def assemble(self, group: SourceGroup) -> object:
@@ -90,7 +96,7 @@ class ShardedDestination:
         return None if self._local is None else self._local.get(path)
 
     def _target(self, held: HeldTensor | None, number: int, box: Box, entry: TensorEntry) -> torch.Tensor:
-        if self._in_place and held is not None and held.data and held.data[number].is_cpu:
+        if self._in_place and held is not None and held.data and _has_plain_memory(held.data[number]):
             self.is_into_place = True
             return held.data[number].detach()
         return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype))
@@ -100,9 +106,9 @@ class ShardedDestination:
         held, targets = self._get(entry.fqn), self._targets[entry.fqn]
         if held is None:
             return targets[0]
-        if self._in_place and held.data:
+        if self._in_place and (held.adapter is None or held.adapter.shares_memory):
             for local, target in zip(held.data, targets, strict=True):
-                if local.is_cpu:
+                if _same_view(local, target):
                     written.append(local)
                 else:
                     local.copy_(target)
@@ -116,6 +122,7 @@ class ShardedDestination:
         if self._local is None:
             return
         optional = [*_optimizer_state(principal)]
+        names = {entry.fqn for entry in principal.tensors}
         wrong = []
         for entry in principal.tensors:
             held = self._local.get(entry.fqn)
@@ -125,8 +132,9 @@ class ShardedDestination:
             elif ([*held.given.shape], dtype_name(held.given.dtype)) != (entry.shape, entry.dtype):
                 wrong.append(f"{entry.fqn[:120]} is {describe(held)} here, {entry.dtype}{entry.shape} there")
         for path in self._local.paths():
-            if path not in tensors and not self._local.is_optional(path) and not _is_below(path, optional):
-                wrong.append(f"{path[:120]} is not there")
+            if path not in names and not self._local.is_optional(path) and not _is_below(path, optional):
+                what = "on the rank whose state is taken" if path in tensors else "there"
+                wrong.append(f"{path[:120]} is not {what}")
         if wrong:
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise StateMismatchError(
@@ -134,17 +142,51 @@ class ShardedDestination:
                 party="local_state",
             )
 
+    def _check_apart(self, principal: Manifest, places: dict[str, object]) -> None:
+        """Refuse to receive into memory that tensors share here and not at the source, or not so: one would overwrite another."""
+        spans: list[tuple[int, int, object, str]] = []
+        for entry in principal.tensors:
+            held = self._get(entry.fqn)
+            chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+            boxes = [] if held is None else [box for box in held.boxes if box.volume]
+            data = [] if held is None else [local for local in held.data if local.is_cpu and local.numel()]
+            is_alike = len(data) == len(chunks) and boxes == [box_of(chunk) for chunk in chunks]
+            for number, local in enumerate(data):
+                low, high = local.data_ptr(), local.data_ptr() + span_of(local)
+                place: object = (id(places[entry.fqn]), low, local.stride())
+                if is_alike:
+                    chunk = chunks[number]
+                    strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
+                    is_same_view = all(
+                        size == 1 or here == there
+                        for size, here, there in zip(local.shape, local.stride(), strides, strict=True)
+                    )
+                    place = (chunk.segment, low - chunk.byte_offset) if is_same_view else place
+                spans.append((low, high, place, entry.fqn))
+                if local.nbytes > high - low:
+                    raise self._shared([entry.fqn], "elements share memory here")
+        spans.sort(key=lambda span: span[:2])
+        reach, at, name = 0, cast(object, None), ""
+        for low, high, place, other in spans:
+            if low < reach and place != at:
+                raise self._shared(
+                    sorted((name, other)), "tensors share memory here that do not at the source, or not so"
+                )
+            if high > reach:
+                reach, at, name = high, place, other
 
-def _place(entry: TensorEntry) -> tuple[object, ...]:
-    """Where a tensor lies at its source: two that lie in one place are tied."""
-    return (
-        entry.dtype,
-        *entry.shape,
-        *(
-            (chunk.segment, chunk.byte_offset, *chunk.offsets, *chunk.sizes, str(chunk.strides))
-            for chunk in entry.chunks
-        ),
-    )
+    def _shared(self, names: Sequence[str], what: str) -> StateMismatchError:
+        listed = ", ".join(name[:120] for name in names)
+        return StateMismatchError(f"{what}: {listed}; nothing was received", party="local_state")
+
+
+def _has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are what its memory holds, on the CPU."""
+    return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _has_plain_memory(one) and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
 
 
 def _optimizer_state(manifest: Manifest) -> Iterator[str]:

@@ -24,7 +24,14 @@ from torchft_ckpt.checkpointing.options import FetchOptions
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_PARTS, Part
 from torchft_ckpt.checkpointing.resharding.parts import regions_of
-from torchft_ckpt.checkpointing.resharding.plan import Plan, PlannedPart, SourceGroup, Want, plan_parts
+from torchft_ckpt.checkpointing.resharding.plan import (
+    Plan,
+    PlannedPart,
+    SourceGroup,
+    Want,
+    heirs_among,
+    plan_parts,
+)
 from torchft_ckpt.checkpointing.resharding.regions import scatter, slices
 from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
 from torchft_ckpt.checkpointing.source import SourceClient
@@ -99,7 +106,7 @@ class ShardedFetch:
         self._end(TransferCancelledError(f"fetch of step {self._step} from {self._party}: {reason}", party="receiver"))
 
     def run(self) -> SourceGroup:
-        """Fetch what is wanted; return the manifests of the primary group.
+        """Fetch what is wanted; return the manifests of the group whose state it is.
 
         Raises:
             TransferError: a subclass says why it was not had.
@@ -119,7 +126,7 @@ class ShardedFetch:
                     self._spawn(self._work, address, name)
             groups, wants = self._choose_primary()
             plan = plan_parts(wants, groups)
-            transfer = PartTransfer(plan, len(groups))
+            transfer = PartTransfer(plan, heirs_among(groups))
             with self._changed:
                 self._transfer = transfer
                 self._changed.notify_all()
@@ -131,7 +138,7 @@ class ShardedFetch:
             if transfer.outcome is not None:
                 raise transfer.outcome
             self._warn_of_divergence(transfer)
-            return groups[0]
+            return groups[transfer.primary]
         finally:
             self._end(TransferCancelledError(f"fetch of step {self._step} is over", party="receiver"))
             self._stop_threads()
@@ -326,8 +333,7 @@ class ShardedFetch:
                 unconfirmed: dict[int, bytes] = {}
                 for part, where in zip(batch, planned, strict=True):
                     digest = self._receive(answer, part, where, scratch, name)
-                    if transfer.is_primary(name):
-                        transfer.arrived(name, {part: digest})
+                    if transfer.arrived(name, {part: digest}, transfer.plan.group_of[name]):
                         left.remove(part)
                     else:
                         unconfirmed[part] = digest
@@ -375,14 +381,15 @@ class ShardedFetch:
         self, transfer: PartTransfer, confirmation: _Confirmation, name: str, received: dict[int, bytes]
     ) -> None:
         """Take what another group's rank sent as far as the primary has the same."""
+        primary = transfer.primary
         wanted = confirmation.ask(received)
         agreed = {part: digest for part, digest in received.items() if wanted.get(part) == digest}
         differing = [part for part, digest in received.items() if wanted.get(part, digest) != digest]
         if differing:
             # It lies where the primary's is to go, and is not held.
-            transfer.diverged(name, differing)
+            transfer.diverged(name, differing, primary)
         if agreed:
-            transfer.arrived(name, agreed)
+            transfer.arrived(name, agreed, primary)
 
     def _adopt(self, transfer: PartTransfer) -> None:
         """Compare what is held with the group that is the primary from now on."""

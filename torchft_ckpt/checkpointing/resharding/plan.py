@@ -98,6 +98,46 @@ def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
     return tensors
 
 
+def heirs_among(groups: Sequence[SourceGroup]) -> list[int]:
+    """Return the groups whose state could stand for the first one's: the same tensors, tied in the same way, on every rank."""
+    first = _traits(groups[0])
+    return [
+        number for number, group in enumerate(groups) if not number or (first is not None and _traits(group) == first)
+    ]
+
+
+def _traits(group: SourceGroup) -> dict[str, tuple[object, ...]] | None:
+    """Return, by name, dtype, shape and the first tensor that it is tied to; None where the ranks differ."""
+    entries = group.entries()
+    num_ranks = sum(manifest is not None for manifest in group.manifests)
+    twins: dict[int, str] = {}
+    places = places_of(group)
+    traits: dict[str, tuple[object, ...]] = {}
+    for name, held in sorted(entries.items()):
+        kinds = {(entry.dtype, *entry.shape) for _, _, entry in held}
+        if len(held) != num_ranks or len(kinds) != 1:
+            return None
+        traits[name] = (*kinds, twins.setdefault(id(places[name]), name))
+    return traits
+
+
+def places_of(group: SourceGroup) -> dict[str, object]:
+    """Return where each tensor lies on all ranks of its group: two that lie in one place are tied, and get one object."""
+    known: dict[object, object] = {}
+    places: dict[str, object] = {}
+    for name, held in group.entries().items():
+        lies = tuple(
+            (rank, chunk.segment, chunk.byte_offset, *chunk.offsets, *chunk.sizes, str(chunk.strides))
+            for rank, _, entry in held
+            for chunk in entry.chunks
+            if 0 not in chunk.sizes
+        )
+        entry = held[0][2]
+        key = (entry.dtype, *entry.shape, *lies) if lies else name
+        places[name] = known.setdefault(key, key)
+    return places
+
+
 def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
     """Return the parts that make up what is wanted.
 
@@ -110,12 +150,13 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
         StateMismatchError: the primary's ranks do not hold all of it; the message names the first few tensors.
     """
     indexes = [_places(group) for group in groups]
+    shapes = {name: held[0][2].shape for name, held in groups[0].entries().items()}
     parts: list[PlannedPart] = []
     holders: dict[str, dict[int, Place]] = {}
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
     holes: list[str] = []
     for want in wants:
-        key = (want.name, dtype_name(want.target.dtype))
+        key = (want.name, dtype_name(want.target.dtype), *shapes.get(want.name, ()))
         places = [index.get(key, []) for index in indexes]
         cells = refine(want.box, list({place.box for of_group in places for place in of_group}))
         missing = [cell for cell in cells if not any(contains(place.box, cell) for place in places[0])]
@@ -147,18 +188,14 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
     return Plan(parts, holders, group_of)
 
 
-def _places(group: SourceGroup) -> dict[tuple[str, str], list[Place]]:
-    """Return where a group's ranks have what, by name and dtype. A box that several ranks hold is there several times."""
-    return {
-        (name, dtype): [
-            Place(rank, index, number, box_of(chunk))
-            for rank, index, entry in held
-            if entry.dtype == dtype
-            for number, chunk in enumerate(entry.chunks)
-        ]
-        for name, held in group.entries().items()
-        for dtype in {held[0][2].dtype}
-    }
+def _places(group: SourceGroup) -> dict[tuple[object, ...], list[Place]]:
+    """Return where a group's ranks have what, by name, dtype and shape. A box that several ranks hold is there several times."""
+    places: dict[tuple[object, ...], list[Place]] = {}
+    for name, held in group.entries().items():
+        for rank, index, entry in held:
+            of_entry = places.setdefault((name, entry.dtype, *entry.shape), [])
+            of_entry += [Place(rank, index, number, box_of(chunk)) for number, chunk in enumerate(entry.chunks)]
+    return places
 
 
 def _some(names: Iterable[str]) -> str:

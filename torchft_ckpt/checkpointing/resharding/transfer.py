@@ -27,14 +27,14 @@ class PartTransfer:
 
     Args:
         plan: the parts, and who can give each.
-        num_groups: how many source groups there are.
+        heirs: the groups that may become the primary where it is lost.
     """
 
-    def __init__(self, plan: Plan, num_groups: int) -> None:
+    def __init__(self, plan: Plan, heirs: Iterable[int]) -> None:
         self.plan = plan
         self.changed = threading.Condition()
         self.primary = 0
-        self._usable = set(range(num_groups))
+        self._usable = set(heirs)
         self._sizes = [part.region.num_bytes for part in plan.parts]
         self._ledger = PartLedger(self._sizes, {name: places.keys() for name, places in plan.holders.items()})
         self._digests: dict[int, bytes] = {}
@@ -111,6 +111,9 @@ class PartTransfer:
             return
         self.primary = heir
         self._is_adopting = True
+        for name, parts in self._divergent.items():  # from a group that does not count any more
+            self._ledger.allow(name, parts)
+        self._divergent.clear()
 
     def _why_hopeless(self) -> CheckpointError:
         (first, error), *others = self._failures.items()
@@ -152,19 +155,17 @@ class PartTransfer:
                 self.wasted_bytes += self._sizes[part]
             self._ledger.invalidate(differing)
             self._check_sources()
+            if self._ledger.is_done and not self._is_adopting:
+                self.end(None)
             self.changed.notify_all()
 
     def primary_holder(self, part: int) -> str | None:
         """Return a source of the primary group that can give a part."""
         with self.changed:
             for name, places in self.plan.holders.items():
-                if part in places and self.is_primary(name) and name not in self._failures:
+                if part in places and self.plan.group_of[name] == self.primary and name not in self._failures:
                     return name
             return None
-
-    def is_primary(self, name: str) -> bool:
-        """Whether a source belongs to the group whose state counts."""
-        return self.plan.group_of[name] == self.primary
 
     # Moving
 
@@ -191,9 +192,11 @@ class PartTransfer:
             known = self._rates.get(name)
             self._rates[name] = rate if known is None else 0.5 * known + 0.5 * rate
 
-    def arrived(self, name: str, digests: Mapping[int, bytes]) -> None:
-        """Note parts that have been received whole, and are the primary's."""
+    def arrived(self, name: str, digests: Mapping[int, bytes], group: int) -> bool:
+        """Note parts that have been received whole, and are what a group has; False where that is not the primary (any more)."""
         with self.changed:
+            if group != self.primary:
+                return False
             for part, digest in digests.items():
                 if part not in self._digests:
                     self.received_bytes += self._sizes[part]
@@ -206,7 +209,7 @@ class PartTransfer:
                     self._in_flight[name] = ([other for other in flying[0] if other != part], time.monotonic())
             if self._ledger.is_done and not self._is_adopting:
                 self.end(None)
-            self.changed.notify_all()
+            return True  # nobody is woken: others have no more to ask for than before
 
     def return_batch(self, name: str, parts: Iterable[int]) -> None:
         """Note that parts were asked for and are not held."""
@@ -215,9 +218,11 @@ class PartTransfer:
             self._ledger.give_back(parts)
             self.changed.notify_all()
 
-    def diverged(self, name: str, parts: Sequence[int]) -> None:
-        """Note that what a source has is not what the primary has."""
+    def diverged(self, name: str, parts: Sequence[int], group: int) -> None:
+        """Note that what a source has is not what a group has; without effect where that is not the primary (any more)."""
         with self.changed:
+            if group != self.primary:
+                return
             self._divergent.setdefault(name, []).extend(parts)
             for part in parts:
                 self.wasted_bytes += self._sizes[part]

@@ -1,0 +1,72 @@
+"""HSDP whose replicate dimension is the manager's: FSDP2 shards inside a replica group, the manager averages across groups.
+
+`fully_shard` knows the mesh of its own group alone. After each reduce-scatter the gradients' shards are averaged with those
+that the same rank of the other groups holds, so groups may die and come back without FSDP noticing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from torchft_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+_NUM_NAMED = 3
+
+
+def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
+    """Average the gradients of all FSDP2 modules in a model over the replica groups, from the next backward pass on.
+
+    Call it once, after `fully_shard`. FSDP calls the hook in its backward pass, on the stream for allreduces where there are
+    streams, with the reduce-scattered gradients of a module: flat, of `MixedPrecisionPolicy.reduce_dtype`, divided by the
+    number of ranks in the group. The backward pass goes on when they are averaged: what FSDP does with them next
+    (accumulate, cast, offload) needs their values.
+
+    A step that fails is discarded and needs nothing: `Manager.allreduce` never raises for what other groups do, so the
+    backward pass comes to its end and FSDP is ready for the next forward pass. A script that catches an error of its own
+    forward or backward pass and goes on calls `manager.report_error` with it, and `reset_iter_state` of the root module. To
+    accumulate gradients of several batches use `FSDPModule.set_requires_gradient_sync`.
+
+    Args:
+        manager: of this rank. All ranks of the group have one each.
+        model: holds modules that `fully_shard` was applied to, or is one. Parameters that none of them manages are not
+            averaged, which a warning in the log says of those that are no DTensors.
+
+    Raises:
+        ConfigError: there is none, or one of them spreads its parameters over several meshes, which has no such hook.
+    """
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not sharded:
+        message = (
+            "the model holds no module that fully_shard was applied to; apply it first, or use DistributedDataParallel"
+        )
+        raise ConfigError(message, party="model")
+
+    def average(gradients: torch.Tensor) -> None:
+        manager.allreduce(gradients).wait()
+
+    for name, module in sharded.items():
+        try:
+            module.set_all_reduce_hook(average)
+        except ValueError as error:
+            message = f"gradients of the module {name or type(module).__name__!r} cannot be averaged: {error}"
+            raise ConfigError(message, party=name) from error
+    left_out = [
+        name for name, value in model.named_parameters() if value.requires_grad and not isinstance(value, DTensor)
+    ]
+    if left_out:
+        logger.warning(
+            "gradients of %d parameters that FSDP does not manage are not averaged over the replica groups: %s",
+            len(left_out),
+            ", ".join(left_out[:_NUM_NAMED]) + (", ..." if len(left_out) > _NUM_NAMED else ""),
+        )
