@@ -567,14 +567,6 @@ def test_another_protocol_is_refused_with_what_to_do() -> None:
     assert "install the same version" in sent[0].message.reason
 
 
-def test_another_group_world_size_is_refused_and_both_are_named() -> None:
-    job = Job()
-    job.join("a", ranks=2)
-    b = job.join("b", ranks=4)
-    assert b.hears() == ["refused: config"]
-    assert list(job.lighthouse.members) == ["a:1"]
-
-
 def test_who_does_not_say_hello_first_is_refused() -> None:
     state = LighthouseState(Job().settings, "e")
     sent = state.handle(Received("c", Heartbeat()), 0.0)

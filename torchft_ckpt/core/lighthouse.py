@@ -310,13 +310,6 @@ class LighthouseState:
             return Refused(code="hello", reason="a connection says Hello once")
         if hello.replica_id in self._superseded:
             return _superseded(group_name(hello.replica_id))
-        other = next(iter(self.members.values()), None)
-        if other is not None and other.hello.group_world_size != hello.group_world_size:
-            reason = (
-                f"{hello.replica_id} has {hello.group_world_size} ranks, {other.replica_id} has"
-                f" {other.hello.group_world_size}; all replica groups of a job need the same number"
-            )
-            return Refused(code="config", reason=reason)
         return None
 
     def _learn(self, hello: Hello, now: float) -> None:

@@ -117,6 +117,19 @@ class Fragment(ABC):
             self.original_parameters[name].copy_(local_of(param), non_blocking=True)
 
     @torch.no_grad()
+    def global_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the backup as the state of a replica: the parts of sharded parameters with their place in them.
+
+        A backup that is on the host for a model on a device stays a plain tensor, the part that this rank holds.
+        """
+        return {
+            name: shaped_like(backup, self.params[name])
+            if backup.device == local_of(self.params[name]).device
+            else backup
+            for name, backup in self.original_parameters.items()
+        }
+
+    @torch.no_grad()
     def load_backup(self, received: Mapping[str, torch.Tensor]) -> None:
         """Take global parameters that were received; the caller has checked names and shapes."""
         for name, tensor in received.items():

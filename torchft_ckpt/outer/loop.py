@@ -259,7 +259,7 @@ class OuterLoop(Generic[F]):
 
     def _state(self) -> dict[str, Any]:
         return {
-            "original_parameters": [dict(fragment.original_parameters) for fragment in self._fragments],
+            "original_parameters": [fragment.global_parameters() for fragment in self._fragments],
             "outer_optimizers": [optimizer.state_dict() for optimizer in self._outer_optimizers],
         }
 
