@@ -1,0 +1,95 @@
+"""A job moves on from group to group, each in another layout, and no bit of it changes on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.moving_trainer import Model, bits, gradients, make_optimizer
+
+SEED = 5
+STEPS = 3
+
+pytestmark = pytest.mark.processes
+
+
+def plain_run(steps: int) -> list[list[int]]:
+    """The bits after some steps of a loop in one process."""
+    model = Model(SEED)
+    optimizer = make_optimizer(model.parameters())
+    for step in range(steps):
+        for parameter, gradient in zip(model.parameters(), gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return bits(model, optimizer)
+
+
+def start(job: Job, number: int, layout: str, ranks: int, **options: object) -> list[Rank]:
+    """Start the group that takes over from the one before; its own weights are others."""
+    return job.start(
+        f"group_{number}",
+        ranks=ranks,
+        layout=layout,
+        until=(number + 1) * STEPS,
+        seed=SEED + 100 * number,
+        take_over=number > 0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [("fsdp", 2), ("fsdp", 4), ("fsdp", 3), ("fsdp+tp", 4), ("fsdp", 4)],
+        [("plain", 1), ("fsdp", 4), ("fsdp", 1), ("fsdp+tp", 4), ("plain", 1)],
+    ],
+    ids=lambda layouts: "-".join(f"{layout}{ranks}" for layout, ranks in layouts),
+)
+def test_each_group_takes_over_the_bits_of_the_one_before_and_goes_on(
+    tmp_path: Path, layouts: list[tuple[str, int]]
+) -> None:
+    lighthouse = LighthouseProcess(min_replicas=1)
+    with running_job(tmp_path, lighthouse=lighthouse, trainer="moving_trainer.py") as job:
+        before: list[Rank] = []
+        for number, (layout, ranks) in enumerate(layouts):
+            group = start(job, number, layout, ranks, hand_over=number < len(layouts) - 1)
+            expected = plain_run(number * STEPS)
+            if number:
+                took = [rank.wait_for_event("took") for rank in group]
+                assert [event["is_held"] for event in took] == [True] * ranks
+                assert [event["step"] for event in took] == [number * STEPS] * ranks
+                assert [event["bits"] == expected for event in took] == [True] * ranks
+                assert [rank.wait_for_event("handed")["is_taken"] for rank in before] == [True] * len(before)
+                assert [rank.end() for rank in before] == [0] * len(before)
+            there = [rank.wait_for_event("there") for rank in group]
+            assert [event["bits"] == plain_run((number + 1) * STEPS) for event in there] == [True] * ranks
+            before = group
+        assert [rank.end() for rank in before] == [0] * len(before)
+
+
+def test_a_group_of_another_layout_waits_while_the_others_train_and_costs_them_nothing(tmp_path: Path) -> None:
+    """Their collectives would be of other sizes: Gloo ends the processes of both over that."""
+    lighthouse = LighthouseProcess(min_replicas=1)
+    with running_job(tmp_path, lighthouse=lighthouse, trainer="moving_trainer.py", pause_s=0.02) as job:
+        trains = job.start("trains", ranks=2, layout="fsdp", until=400, seed=SEED)
+        trains[0].wait_for_event("step")
+        waits = job.start("waits", layout="plain", until=10, seed=SEED + 1)
+        waits[0].wait_for_event("ready")
+        there = [rank.wait_for_event("there") for rank in trains]
+        steps = [event for rank in trains for event in rank.steps()]
+        assert {event["participants"] for event in steps} == {1}
+        assert waits[0].steps() == []
+        assert [event["bits"] == plain_run(400) for event in there] == [True, True]
+        assert "has another layout" in waits[0].log()
+        waits[0].kill()
+        assert [rank.end() for rank in trains] == [0, 0]
+
+
+def test_the_plain_loop_is_exact() -> None:
+    """Whatever the order of the sums: gradients times up to four ranks, halves and quarters of them lose no bit."""
+    for step in range(10):
+        for gradient in gradients(step):
+            for ranks in (1, 2, 3, 4):
+                assert torch.equal(gradient / ranks * ranks, gradient)
