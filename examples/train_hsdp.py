@@ -1,0 +1,47 @@
+"""HSDP that survives its replicas: FSDP2 shards the model inside a replica group, groups come and go.
+
+Each replica group is started on its own, here or on another machine; it starts its processes itself:
+
+    python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
+    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510
+    REPLICA_GROUP_ID=0 python examples/train_hsdp.py --group-size 2 &
+    REPLICA_GROUP_ID=1 python examples/train_hsdp.py --group-size 2
+
+or by torchrun: `REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/train_hsdp.py`.
+
+Kill one process: its group ends as a whole and starts again, each rank fetches its own shards from its counterpart in another
+group, and training goes on there without a pause in the others.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+from sharded.launcher import end_with_launcher, is_rank, launch
+from sharded.loop import Place, train
+from sharded.options import parse
+from sharded.task import Model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def shard(model: Model) -> Place:
+    """Shard over all ranks of this group. The replicate dimension of HSDP is no part of the mesh: it is the manager's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Place(data_rank=mesh.get_local_rank())
+
+
+def main() -> None:
+    options = parse(__doc__)
+    if not is_rank():
+        sys.exit(launch(options.group_size, options.max_restarts))
+    end_with_launcher()
+    train(options, shard)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""One rank of a replica group that holds the examples' model as shards; a process of its own. It reports as `trainer.py` does.
+
+`seed` is one for all ranks of a group, and `tensor_parallel` is the option of `train_fsdp.py`. All groups learn from the
+same batches, so neither who contributed nor a step that was repeated changes a bit: whatever happens to the job, the digest of
+all full tensors after a step is the one of a run in which nothing happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from sharded.digest import digest_of
+from sharded.task import batch_of, make_model
+from train_fsdp import shard
+
+from torchft_ckpt import HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt.fsdp import set_all_reduce_hook
+
+BATCH_SIZE = 4
+
+
+def report(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
+
+
+def describe(tensor: torch.Tensor, model: nn.Module) -> list[str]:
+    """Class, placements and whether it is on the very mesh of this process, for the test to compare."""
+    if not isinstance(tensor, DTensor):
+        return [type(tensor).__name__]
+    own = any(isinstance(p, DTensor) and p.device_mesh is tensor.device_mesh for p in model.parameters())
+    return ["DTensor", str(tensor.placements), str(list(tensor.shape)), "own mesh" if own else "another mesh"]
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    control = Path(options["control"])
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    model = make_model(options["seed"])
+    place = shard(model, SimpleNamespace(tensor_parallel=options.get("tensor_parallel", 0)))  # type: ignore[arg-type]
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": adamw.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        described = {
+            f"{index}.{name}": describe(tensor, model)
+            for index, values in state["optimizer"]["state"].items()
+            for name, tensor in values.items()
+        }
+        report("loading", had_state=len(adamw.state), optimizer=described)
+        model.load_state_dict(state["model"])
+        adamw.load_state_dict(state["optimizer"])
+
+    transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    manager = Manager(
+        ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict,
+        state_dict,
+        min_replica_size=1,
+        use_async_quorum=options.get("use_async_quorum", True),
+        replica_id=options["replica_id"],
+        lighthouse_addr=options["lighthouse"],
+        checkpoint_transport=transport,
+        timeout=timedelta(seconds=30),
+        join_budget=timedelta(seconds=10),
+    )
+    report("ready", pid=os.getpid())
+    set_all_reduce_hook(manager, model)
+    optimizer = Optimizer(manager, adamw)
+    stop = control / "stop"
+    try:
+        while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+            before = manager.statistics()
+            optimizer.zero_grad()
+            time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
+            inputs, targets = batch_of(manager.current_step(), 0, place.data_rank, BATCH_SIZE)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            after = manager.statistics()
+            report(
+                "step",
+                step=manager.current_step(),
+                committed=after.num_committed > before.num_committed,
+                discarded=after.num_discarded > before.num_discarded,
+                participants=manager.num_participants(),
+                healed=after.num_healed,
+                digest=digest_of(**state_dict()),
+            )
+        report("done", step=manager.current_step(), digest=digest_of(**state_dict()))
+        dist.barrier()
+    finally:
+        manager.shutdown()
+        transport.shutdown()
+
+
+if __name__ == "__main__":
+    main()
