@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support.nursery import Forked
+
 TRAINER = "trainer.py"
 
 
@@ -30,18 +32,13 @@ class Rank:
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._log_path = log
         with log.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name(trainer)), json.dumps(options)],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, **environment},
-                text=True,
+            self.process = Forked(
+                Path(__file__).with_name(trainer), [json.dumps(options)], {**os.environ, **environment}, stderr.fileno()
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             event = json.loads(line)
             self.events.append(event)

@@ -82,8 +82,12 @@ class PartLedger:
         return sorted(batch)
 
     def arrived(self, part: int) -> None:
-        """Note that a part has arrived, verified."""
-        self._in_flight.pop(part, None)
+        """Note that a part has arrived, verified; also one that was given back meanwhile."""
+        if self._in_flight.pop(part, None) is None:
+            self._orphans.discard(part)
+            for holder in self._holders.values():
+                if part in holder.queue:
+                    self._unqueue(holder, part)
         self._held.add(part)
 
     def give_back(self, parts: Iterable[int]) -> None:
@@ -99,6 +103,16 @@ class PartLedger:
             if part in known.queue:
                 self._unqueue(known, part)
                 self._deal([part])
+
+    def allow(self, holder: str, parts: Iterable[int]) -> None:
+        """Note that a holder has parts that are wanted after all."""
+        known = self._holders.get(holder)
+        if known is not None:
+            parts = [*parts]
+            known.parts.update(parts)
+            again = self._orphans.intersection(parts)
+            self._orphans -= again
+            self._deal(again)
 
     def drop(self, holder: str) -> None:
         """Ask a holder for nothing more; what it had to give is dealt out anew, what it gave stays."""

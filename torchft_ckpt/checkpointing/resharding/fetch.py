@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.connection import Answer
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.options import FetchOptions
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
-from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_PARTS, Part
+from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS, Part
 from torchft_ckpt.checkpointing.resharding.parts import regions_of
 from torchft_ckpt.checkpointing.resharding.plan import (
     Plan,
@@ -56,6 +56,8 @@ _GRACE_S = 0.5
 _JOIN_TIMEOUT_S = 5.0
 _TELL_TIMEOUT_S = 0.5
 _SLICE_BYTES = 1024 * 1024
+_NUMBER_BYTES = 20
+"""Of JSON, with its comma: no number of a part is longer."""
 
 
 class ShardedFetch:
@@ -206,7 +208,7 @@ class ShardedFetch:
 
     def _watch(self, transfer: PartTransfer) -> None:
         """Wait for the outcome; look after the transfer a few times a second."""
-        is_adopting = False
+        adopter: threading.Thread | None = None
         while True:
             with transfer.changed:
                 remaining_s = self._deadline - time.monotonic()
@@ -227,12 +229,8 @@ class ShardedFetch:
                 logger.info("%s", error)
                 transfer.cut(name, error)
                 self._close_clients(name)
-            if transfer.to_confirm() is not None:
-                if not is_adopting:
-                    is_adopting = True
-                    self._spawn(self._adopt, transfer)
-            else:
-                is_adopting = False
+            if transfer.to_confirm() is not None and (adopter is None or not adopter.is_alive()):
+                adopter = self._spawn(self._adopt, transfer)
             self._report_progress()
 
     def _too_late(self, arrived: str) -> TransferTimeoutError:
@@ -281,6 +279,7 @@ class ShardedFetch:
             manifest = client.fetch_manifest(deadline=self._deadline, pause=self._pause, on_refused=lambda error: None)
             transfer = self._note_manifest(name, manifest)
             if transfer is None:
+                self._tell_done(client, manifest)  # else it would keep all of it for this receiver
                 return
             if name not in transfer.plan.holders or self._bring(transfer, client, name, manifest):
                 self._tell_done(client, manifest)
@@ -312,7 +311,8 @@ class ShardedFetch:
         confirm = _Confirmation(self, transfer)
         scratch = memoryview(bytearray(_SLICE_BYTES))
         has_brought = False
-        while (batch := transfer.next_batch(name, MAX_PARTS)) is not None:
+        max_parts = _parts_at_once(transfer.plan)
+        while (batch := transfer.next_batch(name, max_parts)) is not None:
             left = list(batch)
             try:
                 parts = [
@@ -440,7 +440,7 @@ class ShardedFetch:
                 self._changed.wait(seconds)
             return self._over is None
 
-    def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
+    def _spawn(self, work: Callable[..., None], *arguments: object) -> threading.Thread:
         name = arguments[-1] if isinstance(arguments[-1], str) else None
         thread = threading.Thread(
             target=self._guarded, args=(work, arguments, name), name="torchft_ckpt-fetch-parts", daemon=True
@@ -448,6 +448,7 @@ class ShardedFetch:
         with self._changed:
             self._threads.append(thread)
         thread.start()
+        return thread
 
     def _guarded(self, work: Callable[..., None], arguments: tuple[object, ...], name: str | None) -> None:
         """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
@@ -536,8 +537,9 @@ class _Confirmation:
         places = self._transfer.plan.holders[name]
         found: dict[int, bytes] = {}
         with self._fetch._connected(address, name) as client:
-            for first in range(0, len(asked), MAX_PARTS):
-                batch = asked[first : first + MAX_PARTS]
+            max_parts = _parts_at_once(self._transfer.plan)
+            for first in range(0, len(asked), max_parts):
+                batch = asked[first : first + max_parts]
                 parts = [
                     Part(
                         tensor=places[part].tensor,
@@ -554,6 +556,12 @@ class _Confirmation:
 
 def _name(address: SourceAddress | None, rank: int) -> str:
     return f"rank {rank} (no address)" if address is None else str(address)
+
+
+def _parts_at_once(plan: Plan) -> int:
+    """Return how many parts a request may have, so that its body is not too long where tensors have very many dimensions."""
+    num_dims = max((len(part.box.sizes) for part in plan.parts), default=0)
+    return min(MAX_PARTS, MAX_BODY_BYTES // (_NUMBER_BYTES * (2 * num_dims + 4)))
 
 
 def _blocks_by_part(plan: Plan, name: str, manifest: Manifest) -> dict[int, range]:

@@ -100,7 +100,7 @@ def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
 
 def heirs_among(groups: Sequence[SourceGroup]) -> list[int]:
     """Return the groups whose state could stand for the first one's: the same tensors, tied in the same way, on every rank."""
-    first = _traits(groups[0])
+    first = _traits(groups[0]) if len(groups) > 1 else None
     return [
         number for number, group in enumerate(groups) if not number or (first is not None and _traits(group) == first)
     ]

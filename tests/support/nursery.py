@@ -1,0 +1,174 @@
+"""A process that has imported torch, and forks itself for each rank that a test starts: importing takes a rank some seconds.
+
+What is forked is a process of its own: it runs a script from the beginning, with its own arguments, environment and output,
+ends as any process does, and can be killed. The nursery only reaps it and says how it ended. It has no threads and no sockets
+but the one to the test, which its children close.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import queue
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class Forked:
+    """A process that the nursery forked; as much of `subprocess.Popen` as tests use. `stdout` is a text stream."""
+
+    def __init__(self, script: Path, arguments: list[str], environment: dict[str, str], stderr: int) -> None:
+        readable, writable = os.pipe()
+        try:
+            self.pid, self._ended = _nursery().fork(script, arguments, environment, writable, stderr)
+        finally:
+            os.close(writable)
+        self.stdout = os.fdopen(readable, "r")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it ended, None while it lives."""
+        if self.returncode is None and not self._ended.empty():
+            self.returncode = self._ended.get()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended, once it has."""
+        if self.returncode is None:
+            try:
+                self.returncode = self._ended.get(timeout=timeout)
+            except queue.Empty:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """Starts the nursery, and hears from it on a thread."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        self._lock = threading.Lock()
+        self._pids: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._ended: dict[int, queue.SimpleQueue[int]] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        threading.Thread(target=self._hear, daemon=True).start()
+        atexit.register(self._end)
+
+    def fork(
+        self, script: Path, arguments: list[str], environment: dict[str, str], stdout: int, stderr: int
+    ) -> tuple[int, queue.SimpleQueue[int]]:
+        """Return the pid of a new process, and where its exit status will be."""
+        request = {"script": str(script), "arguments": arguments, "environment": environment}
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr])
+            pid = self._pids.get(timeout=60)
+            return pid, self._ended.setdefault(pid, queue.SimpleQueue())
+
+    def _hear(self) -> None:
+        while message := self._socket.recv(1024):
+            said: dict[str, Any] = json.loads(message)
+            if "forked" in said:
+                self._ended[said["forked"]] = queue.SimpleQueue()
+                self._pids.put(said["forked"])
+            else:
+                self._ended[said["ended"]].put(said["status"])
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_known: list[Nursery] = []
+
+
+def _nursery() -> Nursery:
+    if not _known:
+        _known.append(Nursery())
+    return _known[0]
+
+
+# The nursery itself
+
+
+def _import_what_ranks_import() -> None:
+
+    import torchft_ckpt
+
+    for name in torchft_ckpt.__all__:
+        getattr(torchft_ckpt, name)
+
+
+def _serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; returns the request in the child, and None where there will be no more."""
+    readable, wakeup = os.pipe()
+    os.set_blocking(readable, False)
+    os.set_blocking(wakeup, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup)
+    import select
+
+    while True:
+        ready, _, _ = select.select([connection, readable], [], [])
+        if readable in ready:
+            os.read(readable, 4096)
+            while (reaped := _reap()) is not None:
+                connection.send(json.dumps({"ended": reaped[0], "status": reaped[1]}).encode())
+        if connection not in ready:
+            continue
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        if not message:
+            return None
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            connection.close()
+            os.close(readable)
+            os.close(wakeup)
+            for number, descriptor in enumerate(descriptors, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            return dict(json.loads(message))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(json.dumps({"forked": pid}).encode())
+
+
+def _reap() -> tuple[int, int] | None:
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+
+
+def main() -> None:
+    _import_what_ranks_import()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is None:
+        return
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = [request["script"], *request["arguments"]]
+    sys.path[0] = str(Path(request["script"]).parent)
+    runpy.run_path(request["script"], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
