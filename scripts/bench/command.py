@@ -48,6 +48,7 @@ def run_figures(
     *,
     make_run: Callable[..., R],
     errors: tuple[type[Exception], ...],
+    more: Mapping[str, Mapping[str, Callable[[R], Section]]] | None = None,
 ) -> None:
     """Parse the command line, measure, print. Exit status 1 where something could not be measured; a missed bar is no error.
 
@@ -56,8 +57,12 @@ def run_figures(
         figures: by name, in order.
         make_run: makes what a figure is told, from the fields of `Run`.
         errors: that mean that a figure could not be measured; the others are measured then.
+        more: sets of figures that are measured only where they are asked for: by `--only`, or by the option of the set's name.
     """
-    arguments = _parse(prog, description, figures)
+    sets = dict(more or {})
+    usual, figures = [*figures], {**figures, **{name: sets[key][name] for key in sets for name in sets[key]}}
+    arguments = _parse(prog, description, figures, sets)
+    chosen = arguments.only or [name for key in sets if getattr(arguments, key) for name in sets[key]] or usual
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     started = time.monotonic()
@@ -69,7 +74,7 @@ def run_figures(
     sections: list[Section] = []
     has_failed = False
     with tempfile.TemporaryDirectory(prefix=f"{prog}-") as temporary:
-        for name in arguments.only or figures:
+        for name in chosen:
             print(f"[{time.monotonic() - started:6.1f} s] {name} ...", file=sys.stderr, flush=True)
             log_dir = (arguments.logs or Path(temporary)) / name
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -89,11 +94,15 @@ def run_figures(
     sys.exit(1 if has_failed else 0)
 
 
-def _parse(prog: str, description: str, figures: Collection[str]) -> argparse.Namespace:
+def _parse(
+    prog: str, description: str, figures: Collection[str], sets: Mapping[str, Collection[str]]
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=description)
     names = functools.partial(parse_names, known=figures)
     parser.add_argument("--quick", action="store_true", help="a short form with fewer repetitions")
     parser.add_argument("--only", type=names, metavar="NAME[,NAME]", help=f"only these of {', '.join(figures)}")
+    for key, names_of_set in sets.items():
+        parser.add_argument(f"--{key}", action="store_true", help=f"only {', '.join(names_of_set)}")
     parser.add_argument("--repeat", type=_positive, metavar="N", help="repetitions of every figure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all raw figures to FILE")
     parser.add_argument("--seed", type=int, default=20, help="of values and moments (default: 20)")

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 
 from bench import (
+    sharded_bytes,
+    sharded_speed,
     sides,
     transport_failover,
     transport_first,
@@ -34,6 +36,12 @@ FIGURES: dict[str, Callable[[Run], Section]] = {
     "swarm": transport_swarm.measure,
     "failover": transport_failover.measure,
 }
+SHARDED: dict[str, Callable[[Run], Section]] = {
+    "sharded_bytes": sharded_bytes.measure,
+    "sharded_same": sharded_speed.measure_same,
+    "sharded_dim0": sharded_speed.measure_rows,
+    "sharded_dim1": sharded_speed.measure_columns,
+}
 
 
 def main() -> None:
@@ -43,9 +51,10 @@ def main() -> None:
     run_figures(
         "bench_transport",
         "Measure the checkpoint transport, beside torchft 0.2.0 and raw sockets. The figures over limited links"
-        " (three_sources, swarm, failover) need root, for network namespaces.",
+        " (three_sources, swarm, failover) need root, for network namespaces. Sharded figures come with --sharded.",
         FIGURES,
         make_run=Run,
+        more={"sharded": SHARDED},
         errors=(ChildEndedError, CommandFailedError, ConnectionError, TimeoutError),
     )
 
