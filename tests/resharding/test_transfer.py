@@ -22,7 +22,10 @@ def transfer_of(
     """Parts of 10 bytes; `holders` is what each source can give."""
     target = torch.empty(10 * num_parts, dtype=torch.uint8)
     boxes = [Box((10 * number,), (10,)) for number in range(num_parts)]
-    parts = [PlannedPart(f"t{number}", box, target, Region(10 * number, (), 10)) for number, box in enumerate(boxes)]
+    parts = [
+        PlannedPart(f"t{number}", box, target, memoryview(b""), Region(10 * number, (), 10))
+        for number, box in enumerate(boxes)
+    ]
     places = {
         name: {number: Place(0, number, 0, boxes[number]) for number in numbers} for name, numbers in holders.items()
     }

@@ -173,6 +173,9 @@ class CheckpointHandlers:
             snapshot.expect(min(int(request.headers[GROUP_HEADER][:6]), MAX_GROUP))
         body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.manifest_bytes)
         headers = {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), "ETag": _etag(snapshot)}
+        if "deflate" in request.headers.get("Accept-Encoding", ""):
+            body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.deflated_manifest_bytes)
+            headers["Content-Encoding"] = "deflate"
         receiver = _receiver(request)
         if receiver is not None:
             headers[SHARE_HEADER] = "{}/{}".format(*snapshot.share_of(receiver))

@@ -271,7 +271,7 @@ class HTTPTransport(CheckpointTransport[T]):
             [_group(addresses) for addresses in groups],
             step=step,
             deadline=started + timeout.total_seconds(),
-            options=replace(self._options, receiver=uuid.uuid4().hex, group_size=world_size),
+            options=replace(self._options, receiver=uuid.uuid4().hex, group_size=world_size, deflated_manifests=True),
             want=destination.want,
             on_progress=on_progress or self._on_progress,
         )

@@ -43,3 +43,5 @@ class FetchOptions:
     ssl_context: ssl.SSLContext | None = None
     group_size: int = 1
     """How many ranks of the receiver's group come to the same source."""
+    deflated_manifests: bool = False
+    """Ask for compressed manifests: where every receiver asks every source for one they add up."""

@@ -22,7 +22,8 @@ the receiver to others; `X-Ckpt-Address` says where it serves them. A receiver o
 nothing of; `X-Ckpt-Group: 4` of its request for a manifest says that four ranks of its group come for this snapshot.
 `X-Ckpt-Share: 2/8` of a manifest says which part of the blocks a receiver, one of several, should ask for first. A receiver
 that serves blocks on does so under the id of the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128
-in hex. A refusal has a JSON body `{error, message, serving_step}`:
+in hex, taken before it was compressed, as it is where the request has `Accept-Encoding: deflate`. A refusal has a JSON body
+`{error, message, serving_step}`:
 
 | status | error               | may the receiver try again?                                    |
 |--------|---------------------|----------------------------------------------------------------|

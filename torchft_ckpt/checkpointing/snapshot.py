@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,7 @@ class Snapshot:
         self._manifest_lock = threading.Lock()
         self._manifest: Manifest | None = None
         self._encoded: bytes | None = None
+        self._deflated: bytes | None = None
         self._lock = lock
         self._pool = pool
         self._starts = space.starts
@@ -145,6 +147,14 @@ class Snapshot:
             if self._encoded is None:
                 self._encoded = encode_manifest(manifest)
             return self._encoded
+
+    def deflated_manifest_bytes(self) -> bytes:
+        """Return the same, compressed (RFC 1950); compressed once."""
+        encoded = self.manifest_bytes()
+        with self._manifest_lock:
+            if self._deflated is None:
+                self._deflated = zlib.compress(encoded, 1)
+            return self._deflated
 
     # Who needs what
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -69,7 +70,9 @@ class SourceClient:
         """Which receiver of the state this is, from 0 on, and of how many; known with the manifest."""
         self.name = str(address)
         self._step = step
-        self._group_header = {GROUP_HEADER: str(options.group_size)} if options.group_size > 1 else None
+        self._manifest_headers = {GROUP_HEADER: str(options.group_size)} if options.group_size > 1 else {}
+        if options.deflated_manifests:
+            self._manifest_headers["Accept-Encoding"] = "deflate"
         self._options = options
         self._closed = threading.Event()
         self._connection = SourceConnection(
@@ -110,7 +113,7 @@ class SourceClient:
         while pause(pause_s):
             asked_at = time.monotonic()
             wait_s = max(min(MAX_WAIT_S, self._options.stall_timeout_s / 2, deadline - asked_at - _MARGIN_S), 0.0)
-            answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}", self._group_header)
+            answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}", self._manifest_headers)
             if answer.status == 200:
                 return self._read_manifest(answer)
             refusal = answer.refusal()
@@ -255,13 +258,27 @@ def read_manifest(answer: Answer, party: str, max_bytes: int, max_total_bytes: i
         DigestMismatchError: it does not have the digest that came with it.
         StateFormatError: it breaks a rule of the format, or is longer than allowed.
     """
-    body = answer.read(max_bytes)
+    body = _inflated(answer.read(max_bytes), answer.header("Content-Encoding"), party, max_bytes)
     announced = answer.header(DIGEST_HEADER)
     if xxhash.xxh3_128_hexdigest(body) != announced:
         raise DigestMismatchError(
             f"the manifest from {party} does not have the digest {announced[:40]!r} that came with it", party=party
         )
     return decode_manifest(body, max_total_bytes=max_total_bytes)
+
+
+def _inflated(body: bytes, encoding: str, party: str, max_bytes: int) -> bytes:
+    """Undo the encoding of a body; never make more than `max_bytes` of it."""
+    if encoding != "deflate":
+        return body
+    inflater = zlib.decompressobj()
+    try:
+        plain = inflater.decompress(body, max_bytes)
+    except zlib.error as error:
+        raise StateFormatError(f"the manifest from {party} cannot be inflated: {error}", party) from error
+    if not inflater.eof:
+        raise StateFormatError(f"the manifest from {party} is cut, or has more than {max_bytes} bytes", party)
+    return plain
 
 
 def _as_error(answer: Answer, refusal: Refusal) -> SourceRefusedError:

@@ -120,6 +120,15 @@ class ShardedDestination:
     def _check(self, tensors: dict[str, TensorEntry], principal: Manifest) -> None:
         """Compare names, shapes and dtypes. Optimizer state may be absent on either side: it comes with the first step."""
         if self._local is None:
+            missing = sorted(tensors.keys() - {entry.fqn for entry in principal.tensors})
+            if missing:
+                more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+                raise StateMismatchError(
+                    f"the ranks hold tensors that the first does not list, such as stages of a pipeline do: "
+                    f"{', '.join(name[:120] for name in missing[:_NAMED])}{more}; fetch each rank's state by itself, or by "
+                    "PeerReader",
+                    party="source",
+                )
             return
         optional = [*_optimizer_state(principal)]
         names = {entry.fqn for entry in principal.tensors}

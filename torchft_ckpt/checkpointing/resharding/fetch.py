@@ -18,6 +18,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, count_blocks, format_ranges
+from torchft_ckpt.checkpointing.collector import collector_paused
 from torchft_ckpt.checkpointing.connection import Answer
 from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.options import FetchOptions
@@ -35,7 +36,6 @@ from torchft_ckpt.checkpointing.resharding.plan import (
 from torchft_ckpt.checkpointing.resharding.regions import scatter, slices
 from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
 from torchft_ckpt.checkpointing.source import SourceClient
-from torchft_ckpt.checkpointing.space import memory_at
 from torchft_ckpt.core.transfer import blocks_of
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -53,6 +53,7 @@ from torchft_ckpt.errors import (
 logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _GRACE_S = 0.5
+_PRIMARY_PATIENCE_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
 _TELL_TIMEOUT_S = 0.5
 _SLICE_BYTES = 1024 * 1024
@@ -126,8 +127,7 @@ class ShardedFetch:
                     self._failures[name] = SourceLostError(f"the address of {name} is not known", name)
                 else:
                     self._spawn(self._work, address, name)
-            groups, wants = self._choose_primary()
-            plan = plan_parts(wants, groups)
+            groups, plan = self._choose_primary()
             transfer = PartTransfer(plan, heirs_among(groups))
             with self._changed:
                 self._transfer = transfer
@@ -148,28 +148,51 @@ class ShardedFetch:
 
     # The calling thread
 
-    def _choose_primary(self) -> tuple[list[SourceGroup], Sequence[Want]]:
-        """Wait for manifests; return the groups that answered, the primary first, and what is wanted of it."""
+    def _choose_primary(self) -> tuple[list[SourceGroup], Plan]:
+        """Wait for manifests; return the groups that answered, the primary first, and the plan of what is wanted of it."""
         failure: CheckpointError | None = None
-        for number, names in enumerate(self._names):
-            self._await_manifests(names, self._deadline)
+        left = list(range(len(self._names)))
+        while left:
+            number = self._await_group(left)
+            left.remove(number)
             group = self._group(number)
             if not any(group.manifests):
                 continue
             try:
-                wants = self._want(group)
-                plan_parts(wants, [group])
+                with collector_paused():
+                    wants = self._want(group)
+                    plan = plan_parts(wants, [group])
             except StateMismatchError as error:
                 failure = failure or error
                 if all(group.manifests):
                     raise  # it is whole, so it is what it is
-                logger.info("%s cannot be the source: %s", names[0], error)
+                logger.info("%s cannot be the source: %s", group.names[0], error)
                 continue
             # The others are waited for a little: what they can give need not come from this one.
             self._await_manifests([name for names in self._names for name in names], time.monotonic() + _GRACE_S)
             others = [self._group(other) for other in range(len(self._names)) if other != number]
-            return [group, *(other for other in others if any(other.manifests))], wants
+            others = [other for other in others if any(other.manifests)]
+            return [group, *others], plan_parts(wants, [group, *others]) if others else plan
         raise self._no_source(failure)
+
+    def _await_group(self, candidates: Sequence[int]) -> int:
+        """Wait until the first of some groups has answered; after some patience any that has will do.
+
+        Raises:
+            CheckpointError: the fetch is over, or the deadline has passed.
+        """
+        patient_until = time.monotonic() + _PRIMARY_PATIENCE_S
+        while True:
+            is_patient = time.monotonic() < patient_until
+            for number in candidates[:1] if is_patient else candidates:
+                if self._has_settled(self._names[number]):
+                    return number
+            names = self._names[candidates[0]]
+            self._await_manifests(names, patient_until if is_patient else time.monotonic() + _TICK_S)
+
+    def _has_settled(self, names: Sequence[str]) -> bool:
+        with self._changed:
+            return all(name in self._manifests or name in self._failures for name in names)
 
     def _no_source(self, failure: CheckpointError | None) -> CheckpointError:
         with self._changed:
@@ -357,9 +380,8 @@ class ShardedFetch:
         """Receive one part to where it belongs; return its digest."""
         hasher = xxhash.xxh3_128(seed=part)
         self.has_written = True
-        base = where.target.data_ptr()
         for piece in slices(where.region, _SLICE_BYTES, 1 << 62):
-            memory = memory_at(base + piece.start, piece.stop - piece.start)
+            memory = where.memory[piece.start : piece.stop]
             if piece.steps:
                 data = scratch[: piece.num_bytes]
                 answer.read_into(data)

@@ -7,6 +7,7 @@ A part's bytes are lent and sent as they are where they lie in one run; else a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 
 import xxhash
 
@@ -21,6 +22,8 @@ from torchft_ckpt.core.boxes import Box, contains
 
 SLICE_BYTES = 1024 * 1024
 _MAX_SPAN_BYTES = 4 * 1024 * 1024
+_COPIED_BYTES = 64 * 1024
+"""Shorter runs are gathered, so that many small parts are one send."""
 
 
 def regions_of(manifest: Manifest, parts: Sequence[Part]) -> list[Region]:
@@ -46,6 +49,13 @@ def _region(manifest: Manifest, part: Part) -> Region:
     return region_of(base, strides, inner, parse_dtype(entry.dtype).itemsize)
 
 
+class _End(Enum):
+    END = "end"
+
+
+_END = _End.END
+
+
 class PartsBody:
     """The bytes and digests of parts, in order.
 
@@ -61,6 +71,7 @@ class PartsBody:
         self._left = self.length
         self._hashers = iter([xxhash.xxh3_128(seed=seed) for seed in seeds])
         self._slices = _with_ends(regions)
+        self._next: Region | _End | None = next(self._slices, _END)
         self._scratch = memoryview(bytearray(SLICE_BYTES))
         self._out = memoryview(b"")
         """Bytes of our own that wait to be sent."""
@@ -90,19 +101,32 @@ class PartsBody:
         return taken
 
     def _begin_slice(self) -> None:
-        region = next(self._slices)
-        if region is None:  # a part has ended
-            self._out = memoryview(self._hasher.digest() if self._hasher is not None else b"")
-            self._hasher = None
-            return
-        if self._hasher is None:
-            self._hasher = next(self._hashers)
-        if not region.steps:
-            self._at = self._hashed = region.start
-            self._end = region.stop
-            return
-        self._out = read_region(self._served, region, self._scratch)
-        self._hasher.update(self._out)
+        """Go on to what comes next: a long run of live memory, or our copy of as much else as there is room for."""
+        filled = 0
+        while (region := self._next) is not _END:
+            if region is None:  # a part has ended
+                if filled + DIGEST_BYTES > SLICE_BYTES:
+                    break
+                digest = b"" if self._hasher is None else self._hasher.digest()
+                self._scratch[filled : filled + DIGEST_BYTES] = digest
+                filled += DIGEST_BYTES
+                self._hasher = None
+            else:
+                if not region.steps and region.run > _COPIED_BYTES:
+                    if not filled:
+                        self._hasher = self._hasher or next(self._hashers)
+                        self._at = self._hashed = region.start
+                        self._end = region.stop
+                        self._next = next(self._slices, _END)
+                    break
+                if filled + region.num_bytes > SLICE_BYTES:
+                    break
+                self._hasher = self._hasher or next(self._hashers)
+                out = read_region(self._served, region, self._scratch[filled:])
+                self._hasher.update(out)
+                filled += len(out)
+            self._next = next(self._slices, _END)
+        self._out = self._scratch[:filled]
 
     def _send_lent(self, send: Callable[[list[memoryview]], int], end: int) -> int:
         with self._served.lend(self._at, end) as views:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torchft_ckpt.checkpointing.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.format import TensorEntry
+from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.local_state import box_of
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
@@ -178,14 +178,23 @@ class _Content:
     def __init__(self, group: SourceGroup, root: str | None) -> None:
         self.entries = tensors_of(group)
         self.group = group
-        manifest = next(manifest for manifest in group.manifests if manifest is not None)
         self.tensors: dict[str, TensorEntry] = {}
         self.arrays: dict[str, TensorEntry] = {}
         self.values: dict[str, object] = {}
+        self.paths: dict[str, Any] = {}
+        for manifest in group.manifests:
+            if manifest is not None:
+                self._add(manifest, root)
+
+    def _add(self, manifest: Manifest, root: str | None) -> None:
+        """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
         places = [torch.empty(1, dtype=parse_dtype(entry.dtype)) for entry in manifest.tensors]
         by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
-        self.flat, self.paths = flatten_state_dict(_below(decode_tree(manifest.tree, places), root))
-        for name, value in self.flat.items():
+        flat, paths = flatten_state_dict(_below(decode_tree(manifest.tree, places), root))
+        for name, value in flat.items():
+            if name in self.paths:
+                continue
+            self.paths[name] = paths[name]
             if isinstance(value, torch.Tensor):
                 self.tensors[name] = by_address[value.data_ptr()]
             elif isinstance(value, np.ndarray):
@@ -197,7 +206,7 @@ class _Content:
         """Return it as DCP's planners want it."""
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         boxes = self.boxes()
-        for name in self.flat:
+        for name in self.paths:
             entry = self.tensors.get(name)
             if entry is None:
                 described[name] = BytesStorageMetadata()

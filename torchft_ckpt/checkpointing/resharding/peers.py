@@ -95,6 +95,7 @@ class JobPeers:
             token=self._clients[0][0].token,
             receiver=uuid.uuid4().hex,
             ssl_context=ssl_context,
+            deflated_manifests=True,
         )
 
     @property

@@ -15,6 +15,7 @@ from torchft_ckpt.checkpointing.dtypes import dtype_name
 from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.local_state import box_of
 from torchft_ckpt.checkpointing.resharding.regions import Region, region_of
+from torchft_ckpt.checkpointing.space import memory_at, span_of
 from torchft_ckpt.core.boxes import Box, contains, refine, split
 from torchft_ckpt.errors import StateMismatchError
 
@@ -37,6 +38,8 @@ class PlannedPart(NamedTuple):
     name: str
     box: Box
     target: torch.Tensor
+    memory: memoryview
+    """The target's, from its first element to its last; `target` keeps it."""
     region: Region
 
 
@@ -49,20 +52,23 @@ class Place(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
 class SourceGroup:
     """The manifests of one source group's ranks; None of a rank that did not answer."""
 
-    names: list[str]
-    manifests: list[Manifest | None]
+    def __init__(self, names: list[str], manifests: list[Manifest | None]) -> None:
+        self.names = names
+        self.manifests = manifests
+        self._entries: dict[str, list[tuple[int, int, TensorEntry]]] | None = None
 
     def entries(self) -> dict[str, list[tuple[int, int, TensorEntry]]]:
         """Return, by name, the (rank, place in its manifest, entry) of each tensor."""
-        found: dict[str, list[tuple[int, int, TensorEntry]]] = {}
-        for rank, manifest in enumerate(self.manifests):
-            for index, entry in enumerate(manifest.tensors if manifest is not None else ()):
-                found.setdefault(entry.fqn, []).append((rank, index, entry))
-        return found
+        if self._entries is None:
+            found: dict[str, list[tuple[int, int, TensorEntry]]] = {}
+            for rank, manifest in enumerate(self.manifests):
+                for index, entry in enumerate(manifest.tensors if manifest is not None else ()):
+                    found.setdefault(entry.fqn, []).append((rank, index, entry))
+            self._entries = found
+        return self._entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
             continue
         itemsize = want.target.element_size()
         strides = want.target.stride()
+        memory = memory_at(want.target.data_ptr(), span_of(want.target)) if cells else memoryview(b"")
         for cell in cells:
             able = [
                 (group.names[place.rank], place)
@@ -177,7 +184,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
                 region = region_of(0, strides, Box(inner, box.sizes), itemsize)
                 for name, place in able:
                     holders.setdefault(name, {})[len(parts)] = place
-                parts.append(PlannedPart(want.name, box, want.target, region))
+                parts.append(PlannedPart(want.name, box, want.target, memory, region))
     if holes:
         absent = [name for name, manifest in zip(groups[0].names, groups[0].manifests, strict=True) if manifest is None]
         why = f" ({', '.join(map(str, absent[:_NAMED]))} did not answer)" if absent else ""
