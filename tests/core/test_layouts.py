@@ -84,3 +84,30 @@ def test_one_that_does_not_say_is_taken_for_alike(layout: str) -> None:
     asks_as(a, "two ranks")
     asks_as(b, layout)
     assert a.hears()[-1] == b.hears()[-1] == "quorum 1 step 1 healthy"
+
+
+def test_a_layout_that_changes_in_all_groups_splits_nobody_off() -> None:
+    """Another optimizer is guarded, say: one group asks with the new layout while the others are on their way."""
+    job, a, b = job_of_two()
+    asks_as(a, "two ranks, and more")
+    job.passes(3.0)
+    assert "quorum" not in " ".join(a.hears())
+    asks_as(b, "two ranks, and more")
+    assert a.hears()[-1] == b.hears()[-1] == "quorum 1 step 1 healthy"
+
+
+def test_who_cannot_be_in_a_quorum_is_named_while_there_is_none() -> None:
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    for member in (a, b):
+        asks_as(member, "two ranks")
+    for member in (a, b):
+        member.votes()
+        member.hears()
+    b.leaves()
+    c = job.join("c")
+    asks_as(c, "four ranks")
+    asks_as(a, "two ranks")
+    job.passes(10.0)
+    assert a.hears()[-1] == "pending: 1 of at least 2 replica groups are here (a:1); of another layout: c:1"
+    assert c.hears()[-1].startswith("pending: c:1 has another layout (four ranks)")

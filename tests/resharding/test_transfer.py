@@ -62,7 +62,7 @@ def test_what_agreed_with_a_primary_that_is_lost_meanwhile_is_not_held():
     (part,) = ask(transfer, "c", 1)
     transfer.fail("a", lost("a"))
     assert (transfer.primary, transfer.to_confirm()) == (1, {})
-    transfer.adopted([])
+    transfer.adopted([], 1)
     assert not transfer.arrived("c", {part: A}, 0)
     transfer.diverged("c", [part], 0)
     assert not transfer.is_held(part) and transfer.divergences() == {}
@@ -77,7 +77,7 @@ def test_a_group_that_differed_from_a_lost_primary_can_give_everything_when_it_i
     assert transfer.divergences() == {"b": ["t1", "t2"]}
     transfer.fail("a", lost("a"))
     assert transfer.to_confirm() == {0: A}
-    transfer.adopted([0])
+    transfer.adopted([0], 1)
     assert not transfer.is_held(0) and transfer.divergences() == {}
     given: list[int] = []
     while not transfer.over:
@@ -106,7 +106,7 @@ def test_a_transfer_whose_last_part_came_during_the_comparison_ends_with_it():
     transfer.fail("a", lost("a"))
     transfer.arrived("b", dict.fromkeys(batch, B), 1)
     assert not transfer.over
-    transfer.adopted([])
+    transfer.adopted([], 1)
     assert transfer.over and transfer.outcome is None
 
 
@@ -115,7 +115,7 @@ def test_a_heir_that_is_lost_too_gives_way_to_the_next():
     transfer.fail("a", lost("a"))
     transfer.fail("b", lost("b"))
     assert transfer.primary == 2
-    transfer.adopted([])
+    transfer.adopted([], 2)
     transfer.fail("c", lost("c"))
     assert isinstance(transfer.outcome, SourceLostError)
     assert str(transfer.outcome) == "no source is left for t0. a: a is gone; b: b is gone; c: c is gone"
@@ -157,3 +157,12 @@ def test_failures_are_told_once_and_the_first_counts():
     transfer.fail("a", lost("another"))
     assert {name: str(error) for name, error in transfer.failures().items()} == {"a": "a is gone"}
     assert transfer.num_sources() == 1
+
+
+def test_a_comparison_with_a_group_that_is_lost_meanwhile_counts_for_nothing():
+    transfer = transfer_of({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, {"a": 0, "b": 1, "c": 2}, 2)
+    transfer.arrived("a", {0: A}, 0)
+    transfer.fail("a", lost("a"))
+    transfer.fail("b", lost("b"))
+    transfer.adopted([], 1)
+    assert (transfer.primary, transfer.to_confirm()) == (2, {0: A})

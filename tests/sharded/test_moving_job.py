@@ -69,11 +69,35 @@ def test_each_group_takes_over_the_bits_of_the_one_before_and_goes_on(
         assert [rank.end() for rank in before] == [0] * len(before)
 
 
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 4), ("plain", 1)])
+def test_a_group_that_lost_a_rank_comes_back_in_another_layout_and_takes_over(
+    tmp_path: Path, layout: str, ranks: int
+) -> None:
+    """A machine is gone for good, say. The group that is left trains on meanwhile, and then makes way."""
+    lighthouse = LighthouseProcess(min_replicas=1)
+    with running_job(tmp_path, lighthouse=lighthouse, trainer="moving_trainer.py", pause_s=0.02) as job:
+        stays = job.start("stays", ranks=2, layout="fsdp", until=150, seed=SEED, hand_over=True)
+        stays[0].wait_for_event("step")
+        leaves = job.start("leaves", ranks=2, layout="fsdp", until=10_000, seed=SEED + 1)
+        for rank in (*stays, *leaves):
+            rank.wait_for(lambda event: event["event"] == "step" and event["participants"] == 2)
+        leaves[1].kill()
+        assert leaves[0].end() != 0
+        back = job.start("leaves", ranks=ranks, layout=layout, until=160, seed=SEED + 2, take_over=True)
+        assert [rank.wait_for_event("there")["bits"] == plain_run(150) for rank in stays] == [True, True]
+        took = [rank.wait_for_event("took") for rank in back]
+        assert [(event["is_held"], event["step"]) for event in took] == [(True, 150)] * ranks
+        assert [event["bits"] == plain_run(150) for event in took] == [True] * ranks
+        assert [rank.wait_for_event("handed")["is_taken"] for rank in stays] == [True, True]
+        assert [rank.wait_for_event("there")["bits"] == plain_run(160) for rank in back] == [True] * ranks
+        assert [rank.end() for rank in (*stays, *back)] == [0] * (2 + ranks)
+
+
 def test_a_group_of_another_layout_waits_while_the_others_train_and_costs_them_nothing(tmp_path: Path) -> None:
     """Their collectives would be of other sizes: Gloo ends the processes of both over that."""
     lighthouse = LighthouseProcess(min_replicas=1)
     with running_job(tmp_path, lighthouse=lighthouse, trainer="moving_trainer.py", pause_s=0.02) as job:
-        trains = job.start("trains", ranks=2, layout="fsdp", until=400, seed=SEED)
+        trains = job.start("trains", ranks=2, layout="fsdp", until=120, seed=SEED)
         trains[0].wait_for_event("step")
         waits = job.start("waits", layout="plain", until=10, seed=SEED + 1)
         waits[0].wait_for_event("ready")
@@ -81,7 +105,7 @@ def test_a_group_of_another_layout_waits_while_the_others_train_and_costs_them_n
         steps = [event for rank in trains for event in rank.steps()]
         assert {event["participants"] for event in steps} == {1}
         assert waits[0].steps() == []
-        assert [event["bits"] == plain_run(400) for event in there] == [True, True]
+        assert [event["bits"] == plain_run(120) for event in there] == [True, True]
         assert "has another layout" in waits[0].log()
         waits[0].kill()
         assert [rank.end() for rank in trains] == [0, 0]

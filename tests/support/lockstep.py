@@ -74,7 +74,9 @@ class ScriptedManager:
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def register_state_dict_fn(self, key: str, load: object, get: Callable[[], Any], *, kept_still: bool) -> None:
+    def register_state_dict_fn(
+        self, key: str, load: object, get: Callable[[], Any], *, kept_still: bool, optimizers: object
+    ) -> None:
         self.state = get
 
     def start_quorum(self, **_: object) -> None: ...

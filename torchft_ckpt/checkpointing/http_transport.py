@@ -279,13 +279,12 @@ class HTTPTransport(CheckpointTransport[T]):
             if in_place:
                 self._shelf.detach_all()  # what is served here may be what is written to
             try:
-                source = fetch.run()
+                state = destination.assemble(fetch.run())
             except CheckpointError as error:
                 logger.warning("step %d was not received from %d ranks: %s", step, sum(map(len, groups)), error)
                 if fetch.has_written and destination.is_into_place:
                     raise overwritten(error) from error
                 raise
-        state = destination.assemble(source)
         logger.info("received step %d onto another layout in %.3f s", step, time.monotonic() - started)
         return cast(T, state)
 

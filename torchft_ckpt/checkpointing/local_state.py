@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.shards import ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.space import memory_at, span_of
 from torchft_ckpt.checkpointing.tree import TreeEncoder
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError
+from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError, UnsupportedValueError
 
 _NAMED = 5
 
@@ -94,10 +94,13 @@ class LocalState:
         found: dict[int, LocalMemory] = {}
         wrong: list[TensorEntry] = []
         elsewhere: list[TensorEntry] = []
+        unknown: list[TensorEntry] = []
         lengths = [length for _, length in manifest.segments]
         for entry in manifest.tensors:
             held = self._held.get(entry.fqn)
             if held is None:
+                if not is_whole(entry):
+                    unknown.append(entry)
                 continue
             if not _is_alike(held, entry):
                 wrong.append(entry)
@@ -116,6 +119,15 @@ class LocalState:
             raise LayoutMismatchError(
                 f"the source's ranks hold other parts of the tensors than this one: {self._differences(elsewhere)}; "
                 "nothing was received",
+                party="local_state",
+            )
+        if unknown:
+            # Part of a tensor would be taken for all of it.
+            named = "; ".join(f"{entry.fqn[:120]} is {describe_entry(entry)} there" for entry in unknown[:_NAMED])
+            more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+            raise StateMismatchError(
+                f"no tensors are here that say what is wanted of sharded ones: {named}{more}; nothing was received. State of an "
+                "optimizer is made where the Manager knows it: wrap it, guard it, or name it with the state's functions",
                 party="local_state",
             )
         if is_strict:
@@ -148,7 +160,7 @@ class LocalState:
                     if memory is None or (local is not memory.tensor and local.data_ptr() != memory.address):
                         local.copy_(shard)
                     else:
-                        written.append(local)
+                        written += [local] if held.given is local else [local, held.given]
                 adopted.append(held.given)
             torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
         return adopted
@@ -209,6 +221,22 @@ class LocalState:
                 reach, place, name = high, other_place, other_name
 
 
+def tensors_but_optimizer_state(state: object) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a state with their paths, but those in the state of an optimizer; none where it cannot be carried."""
+    encoder = TreeEncoder()
+    try:
+        encoder.encode(state)
+    except UnsupportedValueError:
+        return []  # another transport may carry it
+    optional = tuple(_optimizer_state(state, ""))
+    return [(path, tensor) for path, tensor in encoder.tensors if not optional or not path.startswith(optional)]
+
+
+def is_whole(entry: TensorEntry) -> bool:
+    """Whether a source holds all of a tensor."""
+    return sum(box_of(chunk).volume for chunk in entry.chunks) == whole(entry.shape).volume
+
+
 def whole_tensor(entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what a tensor arrives as where nothing is known of it here: its only box, or all of its boxes put together.
 
@@ -223,11 +251,11 @@ def whole_tensor(entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Te
     everything = whole(entry.shape)
     if sum(box.volume for box in boxes) != everything.volume:
         raise StateMismatchError(
-            f"the source holds {', '.join(map(str, boxes[:_NAMED]))} of {entry.fqn[:120]}, which has the shape {entry.shape}, "
+            f"the source holds {', '.join(map(str, boxes[:_NAMED])) or 'nothing'} of {entry.fqn[:120]}, of shape {entry.shape}, "
             "and no tensor of that name is here to say which part is wanted",
             party="local_state",
         )
-    assembled = torch.empty(entry.shape, dtype=shards[0].dtype)
+    assembled = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
     for box, shard in zip(boxes, shards, strict=True):
         view_of(assembled, box).copy_(shard)
     return assembled

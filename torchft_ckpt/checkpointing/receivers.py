@@ -37,7 +37,7 @@ class Receivers:
 
     def __init__(self, num_blocks: int, num_expected: int) -> None:
         self._all = (1 << num_blocks) - 1
-        self._num_expected = num_expected
+        self._num_told = self._num_expected = num_expected
         self._seen: dict[str, int] = {}  # by name, in which place they came
         self._active: dict[str, _Receiver] = {}
         self._done: dict[str, str] = {}
@@ -49,8 +49,8 @@ class Receivers:
         return self._num_expected
 
     def expect(self, num_receivers: int) -> None:
-        """Where a rank was told to fetch it, all ranks of its group come."""
-        self._num_expected = max(self._num_expected, num_receivers)
+        """Where ranks were told to fetch it, all ranks of their groups come."""
+        self._num_expected = max(self._num_expected, self._num_told * num_receivers)
 
     @property
     def num_seen(self) -> int:

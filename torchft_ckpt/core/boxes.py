@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
+MAX_CELLS = 1 << 16
+"""Pieces of one box: a mesh has as many shards at most, but chunks from the network may lie in any way."""
+
 
 class Box(NamedTuple):
     """A product of intervals: `offsets[d]` up to `offsets[d] + sizes[d]` in each dimension d."""
@@ -59,6 +62,9 @@ def refine(wanted: Box, chunks: Sequence[Box]) -> list[Box]:
 
     The pieces are disjoint and make up `wanted`, in C order of their offsets. Where chunks are the shards of a mesh, they are
     as few as can be: neighbours are cut only where a chunk that overlaps `wanted` begins or ends.
+
+    Raises:
+        ValueError: there would be more than `MAX_CELLS` pieces.
     """
     touching = [shared for chunk in chunks if (shared := intersect(wanted, chunk)) is not None]
     if not wanted.volume:
@@ -70,6 +76,8 @@ def refine(wanted: Box, chunks: Sequence[Box]) -> list[Box]:
             edges.add(shared.offsets[dim])
             edges.add(shared.offsets[dim] + shared.sizes[dim])
         cuts.append(sorted(edges))
+    if math.prod(len(edges) - 1 for edges in cuts) > MAX_CELLS:
+        raise ValueError(f"the chunks cut {wanted} into more than {MAX_CELLS} pieces")
     return [
         Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
         for cell in product(*(pairwise(edges) for edges in cuts))

@@ -18,15 +18,17 @@ def trains_in(
 ) -> str:
     """Return the layout of the next quorum.
 
-    It is that of the members of the last quorum who live; else of who holds the newest state; else the one that most have.
+    It is that of the members of the last quorum who live, as those who ask for the next one say; else of who holds the newest
+    state; else the one that most have.
 
     Args:
-        layouts: of living groups, by replica id; empty: not known yet.
+        layouts: of living groups, by replica id, as of their last request; empty: not known yet.
         last_quorum: members of the last quorum.
         holders: who holds the newest state.
         candidates: who asks for a quorum.
     """
-    for those in (last_quorum, holders):
+    back = [replica_id for replica_id in last_quorum if replica_id in set(candidates)]
+    for those in (back, last_quorum, holders):
         known = sorted(replica_id for replica_id in those if layouts.get(replica_id))
         if known:
             return layouts[known[0]]
@@ -34,9 +36,16 @@ def trains_in(
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def of_another_layout(layouts: Mapping[str, str], layout: str) -> set[str]:
-    """Return the living groups that cannot be in a quorum of this layout; one whose layout is not known can."""
-    return {replica_id for replica_id, own in layouts.items() if layout and own and own != layout}
+def of_another_layout(layouts: Mapping[str, str], layout: str, *, at_work: Collection[str] = ()) -> set[str]:
+    """Return the living groups that cannot be in a quorum of this layout; one whose layout is not known can.
+
+    Those at work, of the last quorum, are waited for: what they have now they say when they ask again.
+    """
+    return {
+        replica_id
+        for replica_id, own in layouts.items()
+        if layout and own and own != layout and replica_id not in at_work
+    }
 
 
 def combine_layouts(of_ranks: Sequence[str]) -> str:

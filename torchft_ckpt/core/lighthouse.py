@@ -24,7 +24,7 @@ Work per event is constant but for the event that forms a quorum or decides a st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.layouts import of_another_layout, trains_in
@@ -472,10 +472,11 @@ class LighthouseState:
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
         )
-        if not verdict.formed:
-            yield from self._pending(verdict.reason, now, verdict.deadline)
-            return
         yield from self._tell_others(others, now)
+        if not verdict.formed:
+            reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
+            yield from self._pending(reason, now, verdict.deadline, but=others)
+            return
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
             [self._holder(member) for member in members],
@@ -530,7 +531,7 @@ class LighthouseState:
         newest = max((member.version for member in valid), default=None)
         holders = [member.replica_id for member in valid if member.version == newest]
         layout = trains_in(layouts, last_quorum=self._quorum_members, holders=holders, candidates=list(self._waiting))
-        return of_another_layout(layouts, layout)
+        return of_another_layout(layouts, layout, at_work=self._quorum_members.keys() - self._waiting.keys())
 
     def _tell_others(self, others: set[str], now: float) -> Iterator[Instruction]:
         for replica_id in self._waiting:
@@ -574,7 +575,12 @@ class LighthouseState:
         return self.quorum_id
 
     def _pending(
-        self, reason: str, now: float, deadline: float | None, is_warning: bool = False
+        self,
+        reason: str,
+        now: float,
+        deadline: float | None,
+        is_warning: bool = False,
+        but: Collection[str] = (),
     ) -> Iterator[Instruction]:
         """Tell those who wait why, now and then."""
         if deadline is not None:
@@ -583,6 +589,8 @@ class LighthouseState:
             self._reason = reason
             yield Log(f"no quorum: {reason}", is_warning=is_warning)
         for replica_id in self._waiting:
+            if replica_id in but:
+                continue
             member = self.members[replica_id]
             waited = now - member.asked_at
             if waited >= PENDING_NOTICE_S / 2 and (

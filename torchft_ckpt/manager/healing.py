@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
+from torchft_ckpt.checkpointing.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.shards import adapter_of
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
@@ -55,16 +56,27 @@ class StateRegistry:
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._moving: set[str] = set()
-        self._layout: str | None = None
+        self._unguarded: list[torch.optim.Optimizer] = []
+        self._layout: tuple[int, str] | None = None
 
     def register(
-        self, key: str, load: Callable[[Any], None], get: Callable[[], Any], *, kept_still: bool = False
+        self,
+        key: str,
+        load: Callable[[Any], None],
+        get: Callable[[], Any],
+        *,
+        kept_still: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Add a pair; `kept_still`: optimizer steps do not change it. Raises `ConfigError` where the key is taken."""
+        """Add a pair; `kept_still`: optimizer steps do not change it. Raises `ConfigError` where the key is taken.
+
+        `optimizers`: whose state is in it, where they are not guarded.
+        """
         if key in self._load:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
         self._load[key] = load
         self._get[key] = get
+        self._unguarded += optimizers
         if not kept_still:
             self._moving.add(key)
 
@@ -83,27 +95,40 @@ class StateRegistry:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a guarded optimizer has parameters of which this process holds parts."""
-        return bool(self.layout())
+        """Whether there are parameters of which this process holds parts, as far as is known."""
+        return self._layout is not None and bool(self._layout[1])
 
     def layout(self) -> str:
-        """Return a digest of the boxes of guarded optimizers' parameters that are here; empty where they are here whole.
+        """Return a digest of the boxes of parameters that are here; empty where they are here whole.
+
+        Parameters are those of guarded optimizers; without one, all tensors that are registered, but state of optimizers. On the
+        training thread.
 
         Raises:
             UnsupportedValueError: what is here of a parameter is no box.
         """
-        if self._layout is None:
-            self._layout = _layout_of(self._optimizers)
-        return self._layout
+        optimizers = [*self._optimizers, *self._unguarded]
+        num = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        if self._layout is None or self._layout[0] != num:
+            parameters = [
+                (f"parameter {place} of optimizer {number}", parameter)
+                for number, optimizer in enumerate(optimizers)
+                for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+            ]
+            self._layout = num, _layout_of(parameters if optimizers else tensors_but_optimizer_state(self.capture()))
+        return self._layout[1]
 
-    def capture_to_receive(self) -> dict[str, Any]:
+    def capture_to_receive(self, *, beside_steps: bool = False) -> dict[str, Any]:
         """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
 
-        Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread.
+        Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread, or while
+        it waits; `beside_steps`: it does not, so guarded optimizers, which it may be stepping, are left alone.
         """
+        if not beside_steps:
+            self.layout()
         if not self.is_sharded:
             return self.capture()
-        with with_optimizer_state(self._optimizers):
+        with with_optimizer_state(self._unguarded if beside_steps else [*self._optimizers, *self._unguarded]):
             return self.capture()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
@@ -147,16 +172,15 @@ class StateRegistry:
                     raise StateDictLoadError(message, party=key) from error
 
 
-def _layout_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def _layout_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     hasher = xxhash.xxh3_64()
     is_sharded = False
-    for number, optimizer in enumerate(optimizers):
-        for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            adapter = adapter_of(parameter)
-            if adapter is not None:
-                is_sharded = True
-                boxes = adapter.boxes(parameter, f"parameter {place} of optimizer {number}")
-                hasher.update(f"{number} {place} {tuple(parameter.shape)} {' '.join(map(str, boxes))};".encode())
+    for name, parameter in parameters:
+        adapter = adapter_of(parameter)
+        if adapter is not None:
+            is_sharded = True
+            boxes = adapter.boxes(parameter, name)
+            hasher.update(f"{name} {tuple(parameter.shape)} {' '.join(map(str, boxes))};".encode())
     return hasher.hexdigest() if is_sharded else ""
 
 
@@ -269,7 +293,9 @@ class Healing:
             state = self._fetch_state(self._transport, groups, step, limit, None if local is None else {"user": local})
         else:  # one of torchft's own
             first = sources[0]
-            metadata = first.checkpoint_addresses[self._rank]
+            metadata = next(iter(first.checkpoint_addresses[self._rank : self._rank + 1]), "")
+            if not metadata:
+                raise SourceLostError(f"{first.replica_id} has no rank {self._rank}", party=first.replica_id)
             state = self._transport.recv_checkpoint(
                 src_rank=first.replica_rank, metadata=metadata, step=step, timeout=limit
             )

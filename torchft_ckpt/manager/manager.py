@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -295,6 +295,7 @@ class Manager:
         state_dict: Callable[[], Any],
         *,
         kept_still: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """Add a pair of functions to the state that replicas heal from.
 
@@ -308,11 +309,13 @@ class Manager:
             kept_still: the state changes only between `disallow_state_dict_read` and `allow_state_dict_read`, by its owner,
                 and not in the steps of optimizers. Where that holds for all that is registered, `guard_optimizer` costs
                 nothing, and the state can be offered between two steps (`offer_state`).
+            optimizers: whose state is in it, where they are neither wrapped nor guarded: where parameters are sharded, a replica
+                that has none of it yet makes it before it receives.
 
         Raises:
             ConfigError: the key is taken.
         """
-        self._registry.register(key, load_state_dict, state_dict, kept_still=kept_still)
+        self._registry.register(key, load_state_dict, state_dict, kept_still=kept_still, optimizers=optimizers)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""
@@ -421,7 +424,8 @@ class Manager:
         has_to_wait = has_to_wait if wait is None else wait
         has_to_capture = has_to_capture or is_wished_for
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
-        is_sharded = self._registry.is_sharded
+        layout = self._registry.layout()
+        is_sharded = bool(layout)
         # What arrives for sharded tensors takes its layout from those that are here.
         has_to_capture = has_to_capture or (is_sharded and self.is_behind)
         captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
@@ -435,9 +439,7 @@ class Manager:
             patience_s=patience.total_seconds() if patience is not None else 0.0,
             waits=wait,
         )
-        request = msgspec.structs.replace(
-            request, checkpoint_addresses=[self._transport.metadata()], layout=self._registry.layout()
-        )
+        request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()], layout=layout)
         self._link.send(request)
         limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
@@ -499,7 +501,7 @@ class Manager:
             if trainer_waits:
                 receiving = self._registry.capture_to_receive()
             elif self._registry.is_kept_still:
-                receiving = self._registry.capture()
+                receiving = self._registry.capture_to_receive(beside_steps=True)
             if receiving is None and self._registry.is_sharded:
                 # It learnt only now that it is behind; the training thread may be in its forward pass.
                 self.report_error(

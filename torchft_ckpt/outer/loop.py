@@ -87,7 +87,9 @@ class OuterLoop(Generic[F]):
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
         manager.guard_optimizer(inner_optimizer)
-        manager.register_state_dict_fn(key, self._load_state, self._state, kept_still=True)
+        manager.register_state_dict_fn(
+            key, self._load_state, self._state, kept_still=True, optimizers=self._outer_optimizers
+        )
 
     def __enter__(self) -> Self:
         if not self._hooks:

@@ -78,8 +78,17 @@ class ShardedDestination:
         return wants
 
     def assemble(self, group: SourceGroup) -> object:
-        """Return the state; call it once all that is wanted is there."""
-        principal = self._principal(group)
+        """Return the state; call it once all that is wanted is there.
+
+        Raises:
+            TransferError: a tensor could not be made of it.
+        """
+        try:
+            return self._assemble(self._principal(group))
+        except RuntimeError as error:  # of a device, say
+            raise TransferError(f"what was received cannot be assembled: {error}", party="local_state") from error
+
+    def _assemble(self, principal: Manifest) -> object:
         with collector_paused(), torch.no_grad():
             written: list[torch.Tensor] = []
             tensors = [self._finished(entry, written) for entry in principal.tensors]
@@ -109,7 +118,7 @@ class ShardedDestination:
         if self._in_place and (held.adapter is None or held.adapter.shares_memory):
             for local, target in zip(held.data, targets, strict=True):
                 if _same_view(local, target):
-                    written.append(local)
+                    written += [local] if held.given is local else [local, held.given]
                 else:
                     local.copy_(target)
             return held.given

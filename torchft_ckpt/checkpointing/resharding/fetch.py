@@ -55,6 +55,8 @@ _TICK_S = 0.1
 _GRACE_S = 0.5
 _PRIMARY_PATIENCE_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
+_ACKNOWLEDGED_S = 0.5
+"""Between two acknowledgements: working one out takes a while where there are many parts."""
 _TELL_TIMEOUT_S = 0.5
 _SLICE_BYTES = 1024 * 1024
 _NUMBER_BYTES = 20
@@ -334,6 +336,7 @@ class ShardedFetch:
         confirm = _Confirmation(self, transfer)
         scratch = memoryview(bytearray(_SLICE_BYTES))
         has_brought = False
+        acknowledged_at = 0.0
         max_parts = _parts_at_once(transfer.plan)
         while (batch := transfer.next_batch(name, max_parts)) is not None:
             left = list(batch)
@@ -351,7 +354,10 @@ class ShardedFetch:
                 planned = [transfer.plan.parts[part] for part in batch]
                 num_bytes = sum(part.region.num_bytes for part in planned)
                 started_at = time.monotonic()
-                received = _acknowledgement(needed, transfer, manifest)
+                received = ""
+                if transfer.plan.group_of[name] == transfer.primary and started_at >= acknowledged_at + _ACKNOWLEDGED_S:
+                    # The others may have to give it again, or its digests, when the primary is lost.
+                    received, acknowledged_at = _acknowledgement(needed, transfer, manifest), started_at
                 answer = client.open_parts(manifest, parts, num_bytes, received)
                 unconfirmed: dict[int, bytes] = {}
                 for part, where in zip(batch, planned, strict=True):
@@ -419,8 +425,7 @@ class ShardedFetch:
             confirmation = _Confirmation(self, transfer)
             primary = transfer.primary
             wanted = confirmation.ask(held)
-            if transfer.primary == primary:
-                transfer.adopted([part for part, digest in held.items() if wanted.get(part) != digest])
+            transfer.adopted([part for part, digest in held.items() if wanted.get(part) != digest], primary)
 
     def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
         """Nothing more is needed of a source: tell it, so that it may free what it keeps. The telling may fail."""

@@ -37,10 +37,10 @@ from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.local_state import box_of
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
-from torchft_ckpt.checkpointing.resharding.peers import JobPeers
-from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, tensors_of
+from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
 from torchft_ckpt.checkpointing.tree import decode_tree
-from torchft_ckpt.core.boxes import Box, contains, refine, whole
+from torchft_ckpt.core.boxes import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError
 
 _NAMED = 5
@@ -96,6 +96,7 @@ class PeerReader(StorageReader):
         self._on_progress = on_progress
         self._deadline = 0.0
         self._content: _Content | None = None
+        self._held: HeldStep | None = None
         self.step: int | None = None
         """The step that the last load read."""
 
@@ -111,8 +112,9 @@ class PeerReader(StorageReader):
             StateMismatchError: the ranks do not hold one state, or nothing is at `root`.
         """
         self._deadline = time.monotonic() + self._timeout_s
-        self.step, group = self._peers.hold(self._wanted_step, self._deadline)
-        self._content = _Content(group, self._root)
+        self._held = self._peers.hold(self._wanted_step, self._deadline)
+        self.step = self._held.step
+        self._content = _Content(self._held.group, self._root)
         return self._content.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -144,13 +146,13 @@ class PeerReader(StorageReader):
             StateMismatchError: the ranks do not hold all of it; before anything is written.
             TransferError: a subclass says why it was not had; tensors may be partly written then.
         """
-        content = self._content
-        if content is None or self.step is None:
+        content, held = self._content, self._held
+        if content is None or held is None:
             raise ConfigError("read_metadata comes before read_data", party="PeerReader")
         destination = _Destination(content, plan.items, planner)
         ShardedFetch(
-            self._peers.addresses,
-            step=self.step,
+            held.addresses,
+            step=held.step,
             deadline=self._deadline,
             options=self._peers.options,
             want=destination.want,
@@ -289,7 +291,9 @@ class _Destination:
                 continue
             held = self._boxes[entry.fqn]
             missing = [
-                cell for cell in refine(whole(tuple(entry.shape)), held) if not any(contains(box, cell) for box in held)
+                cell
+                for cell in cells_of(name, whole(tuple(entry.shape)), held)
+                if not any(contains(box, cell) for box in held)
             ]
             if missing:
                 holes.append(f"{name[:120]} {missing[0]}")
@@ -307,7 +311,7 @@ def disjoint(boxes: Sequence[Box], everything: Box) -> list[Box]:
     distinct = list(dict.fromkeys(box for box in boxes if box.volume))
     if sum(box.volume for box in distinct) <= everything.volume and len(distinct) < 2:
         return distinct
-    cells = [cell for cell in refine(everything, distinct) if any(contains(box, cell) for box in distinct)]
+    cells = [cell for cell in cells_of("", everything, distinct) if any(contains(box, cell) for box in distinct)]
     return distinct if sum(box.volume for box in distinct) == sum(cell.volume for cell in cells) else cells
 
 

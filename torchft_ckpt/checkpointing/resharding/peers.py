@@ -13,8 +13,9 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from typing import NamedTuple
 
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.client import CheckpointClient, PulledState
@@ -31,10 +32,13 @@ from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
 from torchft_ckpt.checkpointing.source import SourceClient
 from torchft_ckpt.errors import (
+    CheckpointError,
     ConfigError,
+    SourceLostError,
     SourceRefusedError,
     TransferCancelledError,
     TransferError,
+    TransferStalledError,
     TransferTimeoutError,
 )
 
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 _MAX_THREADS = 32
 _MAX_LEAD = 4096
 _LEAD_FACTOR = 4
+_GRACE_S = 0.5
 
 
 class JobPeers:
@@ -99,11 +104,6 @@ class JobPeers:
         )
 
     @property
-    def addresses(self) -> list[list[SourceAddress | None]]:
-        """Where the ranks are, by group."""
-        return [[client.address for client in group] for group in self._clients]
-
-    @property
     def urls(self) -> str:
         """All of them, for messages."""
         return ", ".join(client.url for group in self._clients for client in group)
@@ -124,20 +124,20 @@ class JobPeers:
             StateFormatError: what a rank sends is not a state.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        step, _ = self.hold(step, deadline)
+        held = self.hold(step, deadline)
         destination = ShardedDestination(None, 0, in_place=False)
         source = ShardedFetch(
-            self.addresses,
-            step=step,
+            held.addresses,
+            step=held.step,
             deadline=deadline,
             options=self.options,
             want=destination.want,
             on_progress=on_progress,
         ).run()
-        return PulledState(step=step, state=destination.assemble(source))
+        return PulledState(step=held.step, state=destination.assemble(source))
 
-    def hold(self, step: int | None, deadline: float) -> tuple[int, SourceGroup]:
-        """Have all ranks of the first group keep the state of one step for us; return the step, and what they hold.
+    def hold(self, step: int | None, deadline: float) -> HeldStep:
+        """Have all ranks of one group, and of others as far as they can, keep the state of one step for us.
 
         Args:
             step: the step; None for one that all ranks can serve.
@@ -147,65 +147,126 @@ class JobPeers:
             TransferError: a subclass says why it is not to be had.
             StateFormatError: what a rank sends is not a manifest.
         """
-        group = self._clients[0]
-        if step is None:
-            opened = self._open_step(deadline)
-            if opened is not None:
-                try:
-                    return opened, self._ask_all(group, opened, deadline)
-                except SourceRefusedError as error:
-                    logger.info("step %d is gone: %s", opened, error)
-        else:
-            return step, self._ask_all(group, step, deadline)
+        if step is not None:
+            return self._ask_all(step, deadline)
+        opened = self._open_step(deadline)
+        if opened is not None:
+            try:
+                return self._ask_all(opened, deadline)
+            except SourceRefusedError as error:
+                logger.info("step %d is gone: %s", opened, error)
         lead = 1
         while True:
-            now_at = group[0].manifest(None, timeout=_left(deadline, group[0].url)).step
+            ahead = self._present_step(deadline) + lead
             try:
-                return now_at + lead, self._ask_all(group, now_at + lead, deadline)
+                return self._ask_all(ahead, deadline)
             except SourceRefusedError as error:
                 if lead >= _MAX_LEAD:
                     raise
-                logger.info("step %d was over before all ranks had heard that it is wanted: %s", now_at + lead, error)
+                logger.info("step %d was over before all ranks had heard that it is wanted: %s", ahead, error)
                 lead *= _LEAD_FACTOR
 
-    def _open_step(self, deadline: float) -> int | None:
-        """Return the newest step that all ranks serve now, if there is one. What is only passed on does not count."""
-        served: list[set[int]] = []
-        for client in self._clients[0]:
-            index = client.index(timeout=_left(deadline, client.url))
-            served.append({entry.step for entry in index.snapshots if entry.phase != "relay"})
-        return max(set.intersection(*served), default=None)
+    def _present_step(self, deadline: float) -> int:
+        """Return the step at which some rank is now."""
+        failure: CheckpointError | None = None
+        for client in (client for group in self._clients for client in group):
+            try:
+                return client.manifest(None, timeout=_left(deadline, client.url)).step
+            except (SourceLostError, TransferStalledError) as error:
+                failure = failure or error
+        raise failure or TransferError("no rank answers", party=self.urls)
 
-    def _ask_all(self, group: Sequence[CheckpointClient], step: int, deadline: float) -> SourceGroup:
-        """Ask every rank at once, in our name: from then on they keep that state for us."""
+    def _open_step(self, deadline: float) -> int | None:
+        """Return the newest step that all ranks of a group serve now, if there is one. What is passed on does not count."""
+        for group in self._clients:
+            served: list[set[int]] = []
+            try:
+                for client in group:
+                    index = client.index(timeout=_left(deadline, client.url))
+                    served.append({entry.step for entry in index.snapshots if entry.phase != "relay"})
+            except (SourceLostError, TransferStalledError) as error:
+                logger.info("a rank does not answer: %s", error)
+                continue
+            common = set.intersection(*served)
+            if common:
+                return max(common)
+        return None
+
+    def _ask_all(self, step: int, deadline: float) -> HeldStep:
+        """Ask every rank of every group at once, in our name: from then on they keep that state for us.
+
+        The first group of which all ranks have answered comes first; the others are waited for a little longer.
+        """
         over = threading.Event()
+        sources: list[SourceClient] = []
 
         def pause(seconds: float) -> bool:
             return not over.wait(seconds) and time.monotonic() < deadline
 
         def ask(client: CheckpointClient) -> Manifest:
             source = SourceClient(client.address, step, self.options)
+            sources.append(source)
             try:
                 return source.fetch_manifest(deadline=deadline, pause=pause, on_refused=lambda error: None)
             except TransferCancelledError as error:
                 raise TransferTimeoutError(
                     f"{client.url} did not serve step {step} within the timeout; is it training?", client.url
                 ) from error
-            except TransferError:
-                over.set()
-                raise
             finally:
                 source.release()
 
-        with ThreadPoolExecutor(min(len(group), _MAX_THREADS), thread_name_prefix="torchft_ckpt-peers") as threads:
-            asked = [threads.submit(ask, client) for client in group]
-        failures = [error for future in asked if (error := future.exception()) is not None]
-        for failure in failures:
-            if isinstance(failure, SourceRefusedError):
-                raise failure
-        if failures:
-            raise failures[0]
-        return SourceGroup([client.url for client in group], [future.result() for future in asked])
+        num_ranks = sum(map(len, self._clients))
+        with ThreadPoolExecutor(min(num_ranks, _MAX_THREADS), thread_name_prefix="torchft_ckpt-peers") as threads:
+            asked = [[threads.submit(ask, client) for client in group] for group in self._clients]
+            try:
+                first = _first_whole(asked)
+                if first is not None:
+                    wait([future for group in asked for future in group], timeout=_GRACE_S)
+            finally:
+                over.set()
+                for source in list(sources):
+                    source.close()
+        if first is None:
+            raise _why_none(asked)
+        order = [first, *(number for number in range(len(asked)) if number != first)]
+        addresses = [
+            [
+                None if future.exception() is not None else client.address
+                for client, future in zip(self._clients[number], asked[number], strict=True)
+            ]
+            for number in order
+        ]
+        manifests: list[Manifest | None] = [future.result() for future in asked[first]]
+        names = [client.url for client in self._clients[first]]
+        return HeldStep(step, addresses, SourceGroup(names, manifests))
+
+
+class HeldStep(NamedTuple):
+    """A step that ranks keep for us."""
+
+    step: int
+    addresses: list[list[SourceAddress | None]]
+    """By group, the whole one first; None of a rank that does not keep it."""
+    group: SourceGroup
+    """What the first group holds."""
+
+
+def _first_whole(asked: Sequence[Sequence[Future[Manifest]]]) -> int | None:
+    """Wait for a group of which all ranks have answered; None where each has one that failed."""
+    left = {future for group in asked for future in group}
+    while True:
+        for number, group in enumerate(asked):
+            if all(future.done() and future.exception() is None for future in group):
+                return number
+        if all(any(future.done() and future.exception() is not None for future in group) for group in asked):
+            return None
+        _, left = wait(left, return_when=FIRST_COMPLETED)
+
+
+def _why_none(asked: Sequence[Sequence[Future[Manifest]]]) -> BaseException:
+    """Return why no group is whole: that the step is over somewhere, if it is, for another one may do then."""
+    failures = [error for group in asked for future in group if (error := future.exception()) is not None]
+    return next((error for error in failures if isinstance(error, SourceRefusedError)), failures[0])
 
 
 def _left(deadline: float, party: str) -> timedelta:

@@ -17,7 +17,7 @@ from torchft_ckpt.checkpointing.local_state import box_of
 from torchft_ckpt.checkpointing.resharding.regions import Region, region_of
 from torchft_ckpt.checkpointing.space import memory_at, span_of
 from torchft_ckpt.core.boxes import Box, contains, refine, split
-from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 
 PART_BYTES = 4 * 1024 * 1024
 _NAMED = 5
@@ -101,12 +101,36 @@ def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
             f"the ranks of the source {group.names[0]} do not hold one state: {_some(wrong)}; nothing was received",
             party=group.names[0],
         )
+    named = {
+        name: state_name(manifest) for name, manifest in zip(group.names, group.manifests, strict=True) if manifest
+    }
+    if len(set(map(repr, named.values()))) > 1:
+        raise SourceRefusedError(
+            f"the ranks of the source {group.names[0]} do not hold one state: "
+            f"{_some(f'{name} holds {own}' for name, own in named.items())}; nothing was received",
+            party=group.names[0],
+        )
     return tensors
+
+
+def state_name(manifest: Manifest) -> object:
+    """Return by what a Manager names a state beyond its step: the quorum that it was committed in. None of another state."""
+    for key, node in _pairs(manifest.tree):
+        if key == "torchft":
+            own = dict((key, value) for key, value in _pairs(node) if isinstance(key, str))
+            return {key: own.get(key) for key in ("step", "quorum_id", "epoch")}
+    return None
+
+
+def _pairs(node: object) -> list[tuple[object, object]]:
+    """Return the pairs of a dict's node, none of another's."""
+    content = node.get("d") if isinstance(node, dict) else None
+    return [(pair[0], pair[1]) for pair in content] if isinstance(content, list) else []
 
 
 def heirs_among(groups: Sequence[SourceGroup]) -> list[int]:
     """Return the groups whose state could stand for the first one's: the same tensors, tied in the same way, on every rank."""
-    first = _traits(groups[0]) if len(groups) > 1 else None
+    first = _traits(groups[0]) if len(groups) > 1 else None  # None where its ranks list different tensors
     return [
         number for number, group in enumerate(groups) if not number or (first is not None and _traits(group) == first)
     ]
@@ -118,7 +142,8 @@ def _traits(group: SourceGroup) -> dict[str, tuple[object, ...]] | None:
     num_ranks = sum(manifest is not None for manifest in group.manifests)
     twins: dict[int, str] = {}
     places = places_of(group)
-    traits: dict[str, tuple[object, ...]] = {}
+    own = {repr(state_name(manifest)) for manifest in group.manifests if manifest is not None}
+    traits: dict[str, tuple[object, ...]] = {"": tuple(sorted(own))}
     for name, held in sorted(entries.items()):
         kinds = {(entry.dtype, *entry.shape) for _, _, entry in held}
         if len(held) != num_ranks or len(kinds) != 1:
@@ -164,7 +189,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
     for want in wants:
         key = (want.name, dtype_name(want.target.dtype), *shapes.get(want.name, ()))
         places = [index.get(key, []) for index in indexes]
-        cells = refine(want.box, list({place.box for of_group in places for place in of_group}))
+        cells = cells_of(want.name, want.box, list({place.box for of_group in places for place in of_group}))
         missing = [cell for cell in cells if not any(contains(place.box, cell) for place in places[0])]
         if missing:
             holes.append(f"{want.name[:120]} {missing[0]}")
@@ -193,6 +218,18 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
             party=groups[0].names[0],
         )
     return Plan(parts, holders, group_of)
+
+
+def cells_of(name: str, box: Box, chunks: Sequence[Box]) -> list[Box]:
+    """Cut a box of a tensor where chunks begin and end.
+
+    Raises:
+        StateFormatError: the chunks are none of any mesh.
+    """
+    try:
+        return refine(box, chunks)
+    except ValueError as error:
+        raise StateFormatError(f"tensor {name[:120]}: {error}", party="source") from error
 
 
 def _places(group: SourceGroup) -> dict[tuple[object, ...], list[Place]]:

@@ -145,9 +145,11 @@ class PartTransfer:
         with self.changed:
             return dict(self._digests) if self._is_adopting and not self._over else None
 
-    def adopted(self, differing: Sequence[int]) -> None:
-        """Note that what is held is the primary's, but for these parts."""
+    def adopted(self, differing: Sequence[int], group: int) -> None:
+        """Note that what is held is what a group has, but for these parts; without effect where it is not the primary now."""
         with self.changed:
+            if group != self.primary or not self._is_adopting:
+                return
             self._is_adopting = False
             for part in differing:
                 del self._digests[part]

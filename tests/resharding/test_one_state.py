@@ -1,0 +1,228 @@
+"""What is received is one state: of one name, whole, of tensors that are known here, with everything that can be had of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.resharding import LONG, Group, Layout, imagined_rank, make_transport
+from torch.distributed.tensor import DTensor
+
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
+from torchft_ckpt.checkpointing.resharding import plan as plan_module
+from torchft_ckpt.checkpointing.resharding import transfer as transfer_module
+from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+from torchft_ckpt.core.boxes import MAX_CELLS, Box, refine
+from torchft_ckpt.errors import SourceRefusedError, StateMismatchError, UnsupportedValueError
+from torchft_ckpt.manager.healing import StateRegistry
+
+ROWS = Layout((2,), ((0, 0),))
+
+
+def sharded(full: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    return ROWS.make(full, rank)
+
+
+def test_ranks_that_hold_the_step_of_different_quorums_do_not_make_one_state():
+    states = []
+    for rank in range(2):
+        with imagined_rank(rank, 2):
+            own = {"step": 7, "quorum_id": 3 + rank, "epoch": "e", "batches_committed": 1}
+            states.append({"user": {"w": sharded(torch.ones(4, 2), rank)}, "torchft": own})
+    receiver = make_transport()
+    with Group(states, 7) as group, pytest.raises(SourceRefusedError, match=r"do not hold one state.*'quorum_id': 4"):
+        receiver.fetch_sharded([group.urls], 0, 1, 7, LONG, local_state={"user": {"w": torch.zeros(4, 2)}})
+    receiver.shutdown()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_part_of_a_tensor_that_is_not_known_here_is_not_taken_for_all_of_it(in_place: bool, rank: int) -> None:
+    source, receiver = make_transport(), make_transport()
+    try:
+        with imagined_rank(rank, 3):
+            source.send_checkpoint([0], 7, {"w": torch.ones(2), "moment": sharded(torch.ones(6, 2), rank)}, LONG)
+            with pytest.raises(StateMismatchError, match=r"what is wanted.*moment is .* of float32\[6, 2\] there"):
+                receiver.fetch_checkpoint(
+                    [source.metadata()], 7, LONG, local_state={"w": torch.zeros(2)}, in_place=in_place
+                )
+    finally:
+        source.shutdown()
+        receiver.shutdown()
+
+
+def test_who_may_become_the_source_keeps_what_is_here_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The primary dies when nearly all is here, after both have gone on to another step."""
+    monkeypatch.setattr(plan_module, "PART_BYTES", 4096)
+    monkeypatch.setattr(transfer_module, "_FIRST_BYTES", 8192)
+    monkeypatch.setattr(transfer_module, "_RUN_S", 0.01)
+    monkeypatch.setattr(fetch_module, "_ACKNOWLEDGED_S", 0.0)
+    primary_is_gone, most_is_here = threading.Event(), threading.Event()
+    receive = fetch_module.ShardedFetch._receive
+    num_received = 0
+
+    def slow(self: fetch_module.ShardedFetch, *arguments: Any) -> bytes:
+        nonlocal num_received
+        num_received += 1
+        if num_received == 25:
+            most_is_here.set()
+            assert primary_is_gone.wait(20)
+        return receive(self, *arguments)
+
+    monkeypatch.setattr(fetch_module.ShardedFetch, "_receive", slow)
+    full = torch.randn(1024, 32, generator=torch.Generator().manual_seed(1))
+    groups = [Group([{"w": full.clone()}], 7) for _ in range(2)]
+    receiver = make_transport()
+    received: list[Any] = []
+
+    def run() -> None:
+        received.append(
+            receiver.fetch_sharded(
+                [group.urls for group in groups], 0, 1, 7, LONG, local_state={"w": torch.zeros_like(full)}
+            )
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert most_is_here.wait(20)
+        for group in groups:
+            group.transports[0].disallow_checkpoint()
+        groups[0].transports[0].shutdown()
+        primary_is_gone.set()
+        thread.join(30)
+        assert torch.equal(received[0]["w"].view(torch.int32), full.view(torch.int32))
+    finally:
+        primary_is_gone.set()
+        thread.join(30)
+        receiver.shutdown()
+        for group in groups:
+            group.transports[0].shutdown()
+
+
+def test_chunks_that_lie_as_those_of_no_mesh_do_cost_no_time():
+    diagonal = [Box((at, at, at), (1, 1, 1)) for at in range(64)]
+    with pytest.raises(ValueError, match=f"more than {MAX_CELLS} pieces"):
+        refine(Box((0, 0, 0), (64, 64, 64)), diagonal)
+
+
+def test_a_group_without_dead_ranks_is_read_where_the_first_has_one() -> None:
+    full = torch.arange(8.0).view(4, 2)
+    states = []
+    for rank in range(2):
+        with imagined_rank(rank, 2):
+            states.append({"w": sharded(full, rank)})
+    with Group(states, 7) as first, Group(states, 7) as second:
+        first.transports[1].shutdown()
+        pulled = JobPeers([first.urls, second.urls]).pull(None, timeout=timedelta(seconds=20))
+    assert pulled.step == 7
+    assert torch.equal(pulled.state["w"], full)
+
+
+def test_ranks_of_all_groups_are_asked_ahead() -> None:
+    """They train; only who hears of a step before it comes can serve it."""
+    ranks = [make_transport() for _ in range(3)]
+    is_over = threading.Event()
+    served: list[set[int]] = [set() for _ in ranks]
+
+    def train(rank: int) -> None:
+        for step in range(100_000):
+            transport = ranks[rank]
+            transport.note_step(step)
+            if transport.is_wished_for(step):
+                transport.send_checkpoint([], step, {"w": torch.full((4,), float(step))}, LONG)
+                served[rank].add(step)
+            if is_over.wait(0.05):
+                return
+            transport.disallow_checkpoint()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        held = JobPeers([[rank.metadata()] for rank in ranks]).hold(None, time.monotonic() + 20)
+        assert [group != [None] for group in held.addresses] == [True, True, True]
+        assert all(held.step in steps for steps in served)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        for rank in ranks:
+            rank.shutdown()
+
+
+# What a Manager makes of it
+
+
+def registry_of(state: Any, *optimizers: torch.optim.Optimizer, load: Any = None) -> StateRegistry:
+    registry = StateRegistry(StateDictLock())
+    registry.register("default", load or (lambda state: None), state, kept_still=True, optimizers=optimizers)
+    return registry
+
+
+def test_an_outer_optimizer_without_state_gets_it_as_shards():
+    def make() -> tuple[torch.nn.Parameter, torch.optim.Optimizer, StateRegistry]:
+        weight = torch.nn.Parameter(sharded(torch.ones(6, 2)))
+        outer = torch.optim.SGD([weight], lr=0.5, momentum=0.5, nesterov=True)
+        return weight, outer, registry_of(outer.state_dict, outer, load=outer.load_state_dict)
+
+    with imagined_rank(0, 2):
+        weight, outer, theirs = make()
+        weight.grad = torch.ones_like(weight)
+        outer.step()
+        source, receiver = make_transport(), make_transport()
+        source.send_checkpoint([0], 7, theirs.capture(), LONG)
+        own_weight, own_outer, ours = make()
+        ours.layout()
+        local = ours.capture_to_receive(beside_steps=True)
+        ours.load(receiver.fetch_checkpoint([source.metadata()], 7, LONG, local_state=local))
+        momentum = own_outer.state[own_weight]["momentum_buffer"]
+        assert isinstance(momentum, DTensor)
+        assert torch.equal(momentum.to_local(), outer.state[weight]["momentum_buffer"].to_local())
+        own_weight.grad = torch.ones_like(own_weight)
+        own_outer.step()
+        source.shutdown()
+        receiver.shutdown()
+
+
+def test_a_layout_is_that_of_the_state_where_no_optimizer_is_known_and_follows_new_parameters():
+    with imagined_rank(0, 2):
+        weight = torch.nn.Parameter(sharded(torch.zeros(6, 2)))
+        registry = registry_of(lambda: {"w": weight})
+        assert registry.layout()
+        assert not registry_of(lambda: {"w": torch.zeros(2)}).layout()
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        registry.guard(optimizer)
+        before = registry.layout()
+        optimizer.add_param_group({"params": [torch.nn.Parameter(sharded(torch.zeros(8, 2)))]})
+        assert registry.layout() != before
+
+
+def test_a_state_that_only_another_transport_can_carry_has_no_layout():
+    registry = registry_of(lambda: {"w": object()})
+    assert registry.layout() == ""
+    with pytest.raises(UnsupportedValueError):
+        make_transport().send_checkpoint([0], 1, registry.capture(), LONG)
+
+
+@pytest.mark.parametrize("is_sharded_alike", [True, False])
+def test_what_is_received_in_place_counts_as_a_write_to_the_tensors_that_are_here(is_sharded_alike: bool) -> None:
+    source, receiver = make_transport(), make_transport()
+    with imagined_rank(0, 2):
+        source.send_checkpoint([0], 7, {"w": sharded(torch.ones(6, 2)) if is_sharded_alike else torch.ones(6, 2)}, LONG)
+        local = sharded(torch.zeros(6, 2))
+        before = local._version
+        if is_sharded_alike:
+            receiver.fetch_checkpoint([source.metadata()], 7, LONG, local_state={"w": local}, in_place=True)
+        else:
+            urls = [[source.metadata()]]
+            receiver.fetch_sharded(urls, 0, 2, 7, LONG, local_state={"w": local}, in_place=True)
+        assert torch.equal(local.to_local(), torch.ones(3, 2))
+        assert local._version > before
+    source.shutdown()
+    receiver.shutdown()
