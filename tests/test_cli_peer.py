@@ -28,7 +28,7 @@ from support.groups import free_port
 
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.client import CheckpointClient
+from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 from torchft_ckpt.cli.safetensors_file import Content, SafetensorsFile, flatten
 from torchft_ckpt.cli.summary import format_bytes
 from torchft_ckpt.errors import ConfigError, TransferTimeoutError

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.shards import DTensorAdapter
-from torchft_ckpt.checkpointing.snapshot import Snapshot
-from torchft_ckpt.checkpointing.space import plan_space
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.shards import DTensorAdapter
+from torchft_ckpt.checkpointing.state.space import plan_space
 from torchft_ckpt.errors import LayoutMismatchError, UnsupportedValueError
 
 

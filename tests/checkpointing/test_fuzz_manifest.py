@@ -21,12 +21,12 @@ from fault_matrix import peak_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.checkpointing.blocks import format_runs, parse_runs
-from torchft_ckpt.checkpointing.dtypes import DTYPES
-from torchft_ckpt.checkpointing.format import Manifest, build_manifest, decode_manifest, encode_manifest
-from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
-from torchft_ckpt.checkpointing.space import plan_space
-from torchft_ckpt.checkpointing.tree import TreeEncoder
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.state.blocks import format_runs, parse_runs
+from torchft_ckpt.checkpointing.state.dtypes import DTYPES
+from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, decode_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.space import plan_space
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import StateFormatError
 
 MAX_TOTAL_BYTES = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.checkpointing.format import decode_manifest
-from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.errors import StateFormatError
 
 GOOD = {

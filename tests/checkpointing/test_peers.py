@@ -18,11 +18,11 @@ from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.blocks import digest_of
-from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
 from torchft_ckpt.checkpointing.protocol import MAX_PEERS
-from torchft_ckpt.checkpointing.receivers import PeerBlocks, Receivers
-from torchft_ckpt.checkpointing.relay import Relay
+from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
+from torchft_ckpt.checkpointing.serving.relay import Relay
+from torchft_ckpt.checkpointing.state.blocks import digest_of
+from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)

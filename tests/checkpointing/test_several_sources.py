@@ -23,8 +23,8 @@ from test_transfer_processes import SOURCE
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.checkpointing.transfer_state import TransferState
 from torchft_ckpt.errors import (
     ConfigError,
     ReplicaDivergenceWarning,

@@ -25,8 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
-from torchft_ckpt.checkpointing.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
-from torchft_ckpt.checkpointing.xla_shards import LocalShard, local_shards_of
+from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
+from torchft_ckpt.checkpointing.state.xla_shards import LocalShard, local_shards_of
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import StateMismatchError
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from torchft_ckpt.checkpointing.buffers import BufferPool
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.shelf import Answer, Shelf
-from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Phase, Snapshot
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Phase, Snapshot
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 BLOCK = 4096

@@ -19,9 +19,9 @@ from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.client import CheckpointClient
-from torchft_ckpt.checkpointing.options import physical_memory_bytes
+from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
+from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.errors import ConfigError, LeaseRevokedError, SourceRefusedError
 from torchft_ckpt.testing.transport_conformance import differences
 

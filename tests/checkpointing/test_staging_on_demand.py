@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.checkpointing.staging import Staging
+from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.errors import CheckpointError
 
 SHORT = timedelta(seconds=20)

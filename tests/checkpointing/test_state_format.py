@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.checkpointing.blocks import block_range, digest_of
-from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.dtypes import DTYPES
-from torchft_ckpt.checkpointing.format import decode_manifest
+from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, BufferShelf, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.receive import SLICE_BYTES, BufferShelf, Destination
-from torchft_ckpt.checkpointing.snapshot import Snapshot
-from torchft_ckpt.checkpointing.tree import MAX_DEPTH
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.blocks import block_range, digest_of
+from torchft_ckpt.checkpointing.state.dtypes import DTYPES
+from torchft_ckpt.checkpointing.state.format import decode_manifest
+from torchft_ckpt.checkpointing.state.tree import MAX_DEPTH
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.testing.transport_conformance import differences
 

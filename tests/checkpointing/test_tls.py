@@ -17,12 +17,12 @@ from support.certificates import client_context, server_context
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.connection import SourceConnection
-from torchft_ckpt.checkpointing.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.shelf import Shelf
-from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.serving.shelf import Shelf
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 PATH = "/v1/checkpoint/3/bytes"

@@ -18,8 +18,8 @@ from faulty_proxy import FaultyProxy
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.shelf import Answer
-from torchft_ckpt.checkpointing.transfer_state import TransferState
+from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
+from torchft_ckpt.checkpointing.serving.shelf import Answer
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,

@@ -150,3 +150,19 @@ def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-1500:]
+
+
+INNER_FLOORS = ["state", "serving", "fetching", "resharding"]
+
+
+@pytest.mark.parametrize("folder", INNER_FLOORS)
+def test_inside_of_checkpointing_imports_point_down_too(folder: str) -> None:
+    above = INNER_FLOORS[INNER_FLOORS.index(folder) + 1 :]
+    inside = [module for module in MODULES if module.startswith(f"checkpointing/{folder}")]
+    assert inside
+    for module in inside:
+        for name in imports(module):
+            parts = name.split(".")
+            assert parts[:2] != ["torchft_ckpt", "checkpointing"] or parts[2:3] == [] or parts[2] not in above, (
+                f"{module} imports {name}"
+            )

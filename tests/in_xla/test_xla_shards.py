@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
-from torchft_ckpt.checkpointing.shards import adapter_of
-from torchft_ckpt.checkpointing.xla_shards import XLAShardAdapter
+from torchft_ckpt.checkpointing.state.shards import adapter_of
+from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter
 from torchft_ckpt.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

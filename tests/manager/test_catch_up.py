@@ -18,7 +18,7 @@ import torch
 from support.groups import free_port
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
-from torchft_ckpt.checkpointing.snapshot import Phase, Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot import Phase, Snapshot
 from torchft_ckpt.errors import SourceLostError, StateDictLoadError, TransferTimeoutError
 
 SHORT = timedelta(seconds=20)

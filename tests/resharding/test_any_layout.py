@@ -26,20 +26,20 @@ from support.resharding import (
     same_bits,
 )
 
-from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.local_state import LocalState
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
-from torchft_ckpt.checkpointing.resharding import parts as parts_module
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
-from torchft_ckpt.checkpointing.resharding.parts import regions_of
 from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, Want, plan_parts
-from torchft_ckpt.checkpointing.resharding.regions import gather, scatter, slices
-from torchft_ckpt.checkpointing.snapshot import Snapshot
-from torchft_ckpt.checkpointing.space import memory_at
+from torchft_ckpt.checkpointing.serving import parts as parts_module
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.parts import regions_of
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.regions import gather, scatter, slices
+from torchft_ckpt.checkpointing.state.space import memory_at
 from torchft_ckpt.core.boxes import Box
 
 STEP = 7

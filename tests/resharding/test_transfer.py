@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchft_ckpt.checkpointing.resharding.plan import Place, Plan, PlannedPart
-from torchft_ckpt.checkpointing.resharding.regions import Region
 from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
+from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import SourceLostError
 

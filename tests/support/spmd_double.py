@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from torchft_ckpt.checkpointing.shards import ShardAdapter
-from torchft_ckpt.checkpointing.xla_shards import LocalShard, local_shards_of
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter
+from torchft_ckpt.checkpointing.state.xla_shards import LocalShard, local_shards_of
 from torchft_ckpt.core.boxes import Box
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
-from torchft_ckpt.checkpointing.shards import ShardAdapter, register_shard_adapter
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
+from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
-from torchft_ckpt.checkpointing.xla_shards import XLAShardAdapter
 
 __all__ = [
     "CheckpointTransport",

@@ -18,28 +18,28 @@ from datetime import timedelta
 from typing import TypeVar, cast
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from torchft_ckpt.checkpointing.buffers import BufferPool
-from torchft_ckpt.checkpointing.fetch import Fetch, overwritten
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.http_server import CheckpointServer
-from torchft_ckpt.checkpointing.limits import ServerLimits
-from torchft_ckpt.checkpointing.local_state import LocalState
-from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.options import (
+from torchft_ckpt.checkpointing.fetching.fetch import Fetch, overwritten
+from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     MAX_STREAMS,
     FetchOptions,
     default_num_streams,
     physical_memory_bytes,
 )
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
-from torchft_ckpt.checkpointing.relay import Relay
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
-from torchft_ckpt.checkpointing.shelf import Shelf
-from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
+from torchft_ckpt.checkpointing.serving.limits import ServerLimits
+from torchft_ckpt.checkpointing.serving.relay import Relay
+from torchft_ckpt.checkpointing.serving.shelf import Shelf
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError

@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from torchft_ckpt.checkpointing import xla_shards  # noqa: F401  (registers its adapter)
-from torchft_ckpt.checkpointing.shards import DTensorAdapter, ShardAdapter, adapter_of
+from torchft_ckpt.checkpointing.state import xla_shards  # noqa: F401  (registers its adapter)
+from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, ShardAdapter, adapter_of
 from torchft_ckpt.core.boxes import Box, contains, refine
 from torchft_ckpt.errors import StateMismatchError
 

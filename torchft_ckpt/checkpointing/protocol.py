@@ -47,7 +47,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchft_ckpt.checkpointing.format import Count
+from torchft_ckpt.checkpointing.state.format import Count
 
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"

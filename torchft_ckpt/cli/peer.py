@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.client import CheckpointClient
-    from torchft_ckpt.checkpointing.format import Manifest
+    from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
     from torchft_ckpt.checkpointing.protocol import Index
     from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+    from torchft_ckpt.checkpointing.state.format import Manifest
 
 _URL_HELP = "http://HOST:PORT of the peer's transport, as its HTTPTransport.metadata() returns it"
 _ANSWER_TIMEOUT = timedelta(seconds=30)
@@ -148,7 +148,7 @@ def _run_pull(options: argparse.Namespace) -> int:
 
 
 def _client(options: argparse.Namespace, url: str) -> CheckpointClient:
-    from torchft_ckpt.checkpointing.client import CheckpointClient
+    from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 
     return CheckpointClient(url, token=options.token, ssl_context=_ssl_context(url, options.ca))
 

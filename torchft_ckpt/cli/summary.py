@@ -8,10 +8,10 @@ from math import prod
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
-from torchft_ckpt.checkpointing.tree import TreeEncoder, decode_tree
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree
 from torchft_ckpt.cli.leaves import leaves
 
 _MAX_VALUES = 8

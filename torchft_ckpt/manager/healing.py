@@ -21,8 +21,8 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
-from torchft_ckpt.checkpointing.local_state import tensors_but_optimizer_state
-from torchft_ckpt.checkpointing.shards import adapter_of
+from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
+from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
 from torchft_ckpt.errors import (

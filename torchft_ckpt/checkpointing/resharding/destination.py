@@ -11,14 +11,14 @@ from typing import cast
 
 import torch
 
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.local_state import HeldTensor, LocalState, box_of, describe
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, places_of, tensors_of
-from torchft_ckpt.checkpointing.resharding.regions import c_strides
-from torchft_ckpt.checkpointing.space import span_of
-from torchft_ckpt.checkpointing.tree import decode_tree
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, box_of, describe
+from torchft_ckpt.checkpointing.state.regions import c_strides
+from torchft_ckpt.checkpointing.state.space import span_of
+from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import StateMismatchError, TransferError
 

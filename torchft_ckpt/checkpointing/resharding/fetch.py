@@ -17,14 +17,11 @@ from contextlib import contextmanager
 import xxhash
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, count_blocks, format_ranges
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.connection import Answer
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.connection import Answer
+from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS, Part
-from torchft_ckpt.checkpointing.resharding.parts import regions_of
 from torchft_ckpt.checkpointing.resharding.plan import (
     Plan,
     PlannedPart,
@@ -33,9 +30,12 @@ from torchft_ckpt.checkpointing.resharding.plan import (
     heirs_among,
     plan_parts,
 )
-from torchft_ckpt.checkpointing.resharding.regions import scatter, slices
 from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
-from torchft_ckpt.checkpointing.source import SourceClient
+from torchft_ckpt.checkpointing.serving.parts import regions_of
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, count_blocks, format_ranges
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.regions import scatter, slices
 from torchft_ckpt.core.transfer import blocks_of
 from torchft_ckpt.errors import (
     CheckpointError,

@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from torchft_ckpt.checkpointing.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.local_state import box_of
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
-from torchft_ckpt.checkpointing.tree import decode_tree
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.core.boxes import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError
 

@@ -18,19 +18,19 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.client import CheckpointClient, PulledState
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.options import (
+from torchft_ckpt.checkpointing.fetching.client import CheckpointClient, PulledState
+from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
     physical_memory_bytes,
 )
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
-from torchft_ckpt.checkpointing.source import SourceClient
+from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,

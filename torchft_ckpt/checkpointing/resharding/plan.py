@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.dtypes import dtype_name
-from torchft_ckpt.checkpointing.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.local_state import box_of
-from torchft_ckpt.checkpointing.resharding.regions import Region, region_of
-from torchft_ckpt.checkpointing.space import memory_at, span_of
+from torchft_ckpt.checkpointing.state.dtypes import dtype_name
+from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.regions import Region, region_of
+from torchft_ckpt.checkpointing.state.space import memory_at, span_of
 from torchft_ckpt.core.boxes import Box, contains, refine, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 

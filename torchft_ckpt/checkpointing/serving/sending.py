@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from torchft_ckpt.checkpointing.blocks import (
+from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.state.blocks import (
     DIGEST_BYTES,
     block_range,
     count_blocks,
@@ -23,7 +24,6 @@ from torchft_ckpt.checkpointing.blocks import (
     sample_range,
     start_digest,
 )
-from torchft_ckpt.checkpointing.served import Served
 
 SLICE_BYTES = 1024 * 1024
 _MAX_VIEWS = 1000

@@ -11,13 +11,13 @@ from enum import Enum
 
 import xxhash
 
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES
-from torchft_ckpt.checkpointing.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.local_state import box_of
 from torchft_ckpt.checkpointing.protocol import Part
-from torchft_ckpt.checkpointing.resharding.regions import Region, c_strides, gather, region_of, slices
-from torchft_ckpt.checkpointing.served import Served
+from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, slices
 from torchft_ckpt.core.boxes import Box, contains
 
 SLICE_BYTES = 1024 * 1024

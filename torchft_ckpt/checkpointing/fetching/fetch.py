@@ -19,18 +19,18 @@ from contextlib import contextmanager
 import numpy as np
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.local_state import LocalState
-from torchft_ckpt.checkpointing.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
+from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
+from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Stream
+from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
+from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
-from torchft_ckpt.checkpointing.receive import BufferShelf, Destination
-from torchft_ckpt.checkpointing.relay import Relay
-from torchft_ckpt.checkpointing.source import SourceClient
-from torchft_ckpt.checkpointing.streams import RunTakenBackError, Stream
-from torchft_ckpt.checkpointing.swarm import run_swarm
-from torchft_ckpt.checkpointing.transfer_state import TransferState
+from torchft_ckpt.checkpointing.serving.relay import Relay
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.errors import (
     CheckpointError,
     ReplicaDivergenceWarning,

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.dtypes import DTYPES
-from torchft_ckpt.checkpointing.format import Chunk, Manifest
-from torchft_ckpt.checkpointing.local_state import LocalState, whole_tensor
-from torchft_ckpt.checkpointing.space import pieces_of
-from torchft_ckpt.checkpointing.tree import decode_tree
+from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.dtypes import DTYPES
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState, whole_tensor
+from torchft_ckpt.checkpointing.state.space import pieces_of
+from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.errors import TransferError
 
 SLICE_BYTES = 1024 * 1024

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES
-from torchft_ckpt.checkpointing.connection import Answer
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.receive import SLICE_BYTES, Destination
-from torchft_ckpt.checkpointing.source import SourceClient
-from torchft_ckpt.checkpointing.transfer_state import TransferState
+from torchft_ckpt.checkpointing.fetching.connection import Answer
+from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, Destination
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
+from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.errors import SourceLostError
 
 

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from torchft_ckpt.checkpointing.acceptor import Acceptor
-from torchft_ckpt.checkpointing.handlers import CheckpointHandlers
-from torchft_ckpt.checkpointing.limits import ClientLimits, ServerLimits, SparseLog
-from torchft_ckpt.checkpointing.shelf import Shelf
-from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.acceptor import Acceptor
+from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
+from torchft_ckpt.checkpointing.serving.limits import ClientLimits, ServerLimits, SparseLog
+from torchft_ckpt.checkpointing.serving.shelf import Shelf
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

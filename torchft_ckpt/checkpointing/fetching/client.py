@@ -17,19 +17,19 @@ from datetime import timedelta
 import msgspec
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.connection import Answer, SourceConnection
-from torchft_ckpt.checkpointing.fetch import Fetch
-from torchft_ckpt.checkpointing.format import Manifest, names_of_parts
-from torchft_ckpt.checkpointing.options import (
+from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection
+from torchft_ckpt.checkpointing.fetching.fetch import Fetch
+from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
     physical_memory_bytes,
 )
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf
+from torchft_ckpt.checkpointing.fetching.source import read_manifest, request_headers
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index
-from torchft_ckpt.checkpointing.receive import BufferShelf
-from torchft_ckpt.checkpointing.source import read_manifest, request_headers
+from torchft_ckpt.checkpointing.state.format import Manifest, names_of_parts
 from torchft_ckpt.config import TOKEN, resolve
 from torchft_ckpt.errors import (
     ConfigError,

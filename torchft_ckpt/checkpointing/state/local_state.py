@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.format import Chunk, Manifest, TensorEntry
-from torchft_ckpt.checkpointing.shards import ShardAdapter, adapter_of
-from torchft_ckpt.checkpointing.space import memory_at, span_of
-from torchft_ckpt.checkpointing.tree import TreeEncoder
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter, adapter_of
+from torchft_ckpt.checkpointing.state.space import memory_at, span_of
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError, UnsupportedValueError
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.fetching.receive import Destination
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
-from torchft_ckpt.checkpointing.receive import Destination
-from torchft_ckpt.checkpointing.source import SourceClient
+from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer import blocks_of, mask_of_each
 
 BATCH_BLOCKS = 64

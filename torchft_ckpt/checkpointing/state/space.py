@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.dtypes import CARRIED_DTYPES
-from torchft_ckpt.checkpointing.shards import adapter_of
+from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES
+from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 ALIGN_BYTES = 64

@@ -23,7 +23,6 @@ import xxhash
 from aiohttp import web
 
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -41,12 +40,13 @@ from torchft_ckpt.checkpointing.protocol import (
     Peers,
     Refusal,
 )
-from torchft_ckpt.checkpointing.resharding.parts import PartsBody, digest_parts, regions_of
-from torchft_ckpt.checkpointing.resharding.regions import Region
-from torchft_ckpt.checkpointing.sending import Body, Sendable, Turn, digest_blocks, sample_blocks, send_burst
-from torchft_ckpt.checkpointing.served import Served
-from torchft_ckpt.checkpointing.shelf import Answer, Shelf
-from torchft_ckpt.checkpointing.snapshot import BlockGoneError, Snapshot
+from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
+from torchft_ckpt.checkpointing.serving.sending import Body, Sendable, Turn, digest_blocks, sample_blocks, send_burst
+from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
+from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
+from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError
 from torchft_ckpt.network import bearer_matches

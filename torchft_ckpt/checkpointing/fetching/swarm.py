@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.blocks import parse_runs
-from torchft_ckpt.checkpointing.digests import BATCH_BLOCKS, fetch_digests
-from torchft_ckpt.checkpointing.format import Manifest
-from torchft_ckpt.checkpointing.source import SourceClient
-from torchft_ckpt.checkpointing.transfer_state import TransferState
+from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
+from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
+from torchft_ckpt.checkpointing.state.blocks import parse_runs
+from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer import mask_of
 from torchft_ckpt.errors import SourceLostError, StateFormatError
 

@@ -48,11 +48,11 @@ from typing import Annotated
 
 import msgspec
 
-from torchft_ckpt.checkpointing.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.dtypes import dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.space import ALIGN_BYTES, PlacedTensor, Space
-from torchft_ckpt.checkpointing.tree import check_tree
+from torchft_ckpt.checkpointing.state.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
+from torchft_ckpt.checkpointing.state.tree import check_tree
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"

@@ -14,7 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from torchft_ckpt.checkpointing.limits import ClientLimits, GuardedConnection, raw_refusal
+from torchft_ckpt.checkpointing.serving.limits import ClientLimits, GuardedConnection, raw_refusal
 
 logger = logging.getLogger(__name__)
 _ACCEPTS_AT_ONCE = 32

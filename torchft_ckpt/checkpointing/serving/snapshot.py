@@ -25,15 +25,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 
-from torchft_ckpt.checkpointing.blocks import block_range, count_blocks
-from torchft_ckpt.checkpointing.buffers import Buffer, BufferPool
-from torchft_ckpt.checkpointing.collector import collector_paused
-from torchft_ckpt.checkpointing.format import Manifest, build_manifest, encode_manifest
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.receivers import PeerBlocks, Receivers
-from torchft_ckpt.checkpointing.space import Memory, pieces_of, plan_space
-from torchft_ckpt.checkpointing.staging import Staging
-from torchft_ckpt.checkpointing.tree import TreeEncoder
+from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
+from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
+from torchft_ckpt.checkpointing.serving.staging import Staging
+from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.space import Memory, pieces_of, plan_space
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

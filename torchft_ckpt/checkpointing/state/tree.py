@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.dtypes import DTYPES, dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 Node = object

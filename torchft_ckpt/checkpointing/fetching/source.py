@@ -16,10 +16,8 @@ import msgspec
 import xxhash
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.blocks import DIGEST_BYTES, format_runs
-from torchft_ckpt.checkpointing.connection import Answer, SourceConnection
-from torchft_ckpt.checkpointing.format import Manifest, decode_manifest
-from torchft_ckpt.checkpointing.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection
+from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -37,6 +35,8 @@ from torchft_ckpt.checkpointing.protocol import (
     Peers,
     Refusal,
 )
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, format_runs
+from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.errors import (
     DigestMismatchError,
     LeaseRevokedError,

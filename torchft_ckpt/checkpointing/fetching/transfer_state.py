@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Mapping
 
-from torchft_ckpt.checkpointing.blocks import format_ranges
-from torchft_ckpt.checkpointing.format import Manifest
+from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
-from torchft_ckpt.checkpointing.receive import Destination
-from torchft_ckpt.checkpointing.relay import Relay
+from torchft_ckpt.checkpointing.serving.relay import Relay
+from torchft_ckpt.checkpointing.state.blocks import format_ranges
+from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer import SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
 from torchft_ckpt.errors import CheckpointError, DigestMismatchError
 

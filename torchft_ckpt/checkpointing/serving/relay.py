@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torchft_ckpt.checkpointing.blocks import count_blocks
-from torchft_ckpt.checkpointing.format import Manifest
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.snapshot import BlockGoneError
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError
+from torchft_ckpt.checkpointing.state.blocks import count_blocks
+from torchft_ckpt.checkpointing.state.format import Manifest
 
 _LENT_TIMEOUT_S = 10.0
 

@@ -9,11 +9,11 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-from torchft_ckpt.checkpointing.format import FORMAT_NAME, FORMAT_VERSION
 from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
-from torchft_ckpt.checkpointing.relay import Relay
-from torchft_ckpt.checkpointing.served import Served
-from torchft_ckpt.checkpointing.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.relay import Relay
+from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION
 
 MAX_RELAYS = 4
 _MAX_REMEMBERED = 8

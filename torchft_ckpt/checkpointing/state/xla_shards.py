@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.shards import ShardAdapter, register_shard_adapter
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from torchft_ckpt.checkpointing.space import Memory
+from torchft_ckpt.checkpointing.state.space import Memory
 from torchft_ckpt.errors import CheckpointError
 
 
