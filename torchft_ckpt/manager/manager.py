@@ -300,7 +300,8 @@ class Manager:
         """Add a pair of functions to the state that replicas heal from.
 
         All replicas must register the same keys, before their first step. Both are called on the training thread, or while it
-        waits for a quorum; `state_dict` of a state that is kept still on any thread between two of its changes.
+        waits for a quorum; `state_dict` of a state that is kept still on any thread between two of its changes. They must not
+        communicate with other ranks: one rank may be asked for its state in a step in which another is not.
 
         Args:
             key: names the pair.
