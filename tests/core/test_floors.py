@@ -166,3 +166,9 @@ def test_inside_of_checkpointing_imports_point_down_too(folder: str) -> None:
             assert parts[:2] != ["torchft_ckpt", "checkpointing"] or parts[2:3] == [] or parts[2] not in above, (
                 f"{module} imports {name}"
             )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_decoders_are_made_when_a_module_is_imported(module: str) -> None:
+    """msgspec looks at a class when it first decodes one; two threads that do so at once crash the process."""
+    assert "msgspec.json.decode(" not in (PACKAGE / f"{module}.py").read_text()

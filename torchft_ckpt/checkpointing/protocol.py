@@ -128,3 +128,12 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True):
 
     peers: list[Peer]
     sent: str
+
+
+# Made here, on one thread: see `format`.
+decode_refusal = msgspec.json.Decoder(Refusal).decode
+decode_parts_request = msgspec.json.Decoder(PartsRequest).decode
+decode_index = msgspec.json.Decoder(Index).decode
+decode_peers = msgspec.json.Decoder(Peers).decode
+decode_digests = msgspec.json.Decoder(dict[str, str]).decode
+decode_part_digests = msgspec.json.Decoder(list[str]).decode

@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.fetching.options import (
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf
 from torchft_ckpt.checkpointing.fetching.source import read_manifest, request_headers
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
-from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index
+from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index, decode_index
 from torchft_ckpt.checkpointing.state.format import Manifest, names_of_parts
 from torchft_ckpt.config import TOKEN, resolve
 from torchft_ckpt.errors import (
@@ -119,7 +119,7 @@ class CheckpointClient:
                 raise answer.refused(answer.refusal())
             body = answer.read(_MAX_INDEX_BYTES)
         try:
-            return msgspec.json.decode(body, type=Index)
+            return decode_index(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise StateFormatError(f"source {self._source}: its index cannot be read: {error}", self.url) from error
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.protocol import MAX_REFUSAL_BYTES, Refusal
+from torchft_ckpt.checkpointing.protocol import MAX_REFUSAL_BYTES, Refusal, decode_refusal
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 
 _CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -334,7 +334,7 @@ class Answer:
     def refusal(self) -> Refusal:
         """Read the body of an answer that is a refusal; a body that is none gives one that says so."""
         try:
-            return msgspec.json.decode(self.read(MAX_REFUSAL_BYTES), type=Refusal)
+            return decode_refusal(self.read(MAX_REFUSAL_BYTES))
         except (msgspec.MsgspecError, UnicodeDecodeError, StateFormatError):
             return Refusal(error="unknown", message=f"HTTP status {self.status} without an explanation")
 

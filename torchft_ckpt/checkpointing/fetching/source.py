@@ -34,6 +34,9 @@ from torchft_ckpt.checkpointing.protocol import (
     PartsRequest,
     Peers,
     Refusal,
+    decode_digests,
+    decode_part_digests,
+    decode_peers,
 )
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, format_runs
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
@@ -136,7 +139,7 @@ class SourceClient:
     def _fetch_digests(self, manifest: Manifest, what: str, blocks: Sequence[int]) -> dict[int, bytes]:
         answer = self._get(manifest, f"{what}?blocks={format_runs(blocks)}")
         try:
-            digests = msgspec.json.decode(answer.read(_MAX_DIGESTS_BYTES + 4096), type=dict[str, str])
+            digests = decode_digests(answer.read(_MAX_DIGESTS_BYTES + 4096))
             found = {int(block): bytes.fromhex(digest) for block, digest in digests.items()}
         except (msgspec.MsgspecError, ValueError) as error:
             raise StateFormatError(
@@ -153,7 +156,7 @@ class SourceClient:
             headers[ADDRESS_HEADER] = address
         answer = self._get(manifest, "peers", headers)
         try:
-            peers = msgspec.json.decode(answer.read(_MAX_PEERS_BYTES), type=Peers)
+            peers = decode_peers(answer.read(_MAX_PEERS_BYTES))
         except (msgspec.MsgspecError, ValueError) as error:
             raise StateFormatError(f"source {self.name} sent peers that cannot be read: {error}", self.name) from error
         if len(peers.peers) > MAX_PEERS:
@@ -190,9 +193,7 @@ class SourceClient:
         """Return the digests of parts."""
         answer = self._post(manifest, "parts/digests", parts, "")
         try:
-            digests = [
-                bytes.fromhex(digest) for digest in msgspec.json.decode(answer.read(_MAX_DIGESTS_BYTES), type=list[str])
-            ]
+            digests = [bytes.fromhex(digest) for digest in decode_part_digests(answer.read(_MAX_DIGESTS_BYTES))]
         except (msgspec.MsgspecError, ValueError) as error:
             raise StateFormatError(
                 f"source {self.name} sent digests that cannot be read: {error}", self.name

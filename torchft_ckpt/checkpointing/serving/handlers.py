@@ -35,10 +35,10 @@ from torchft_ckpt.checkpointing.protocol import (
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
-    PartsRequest,
     Peer,
     Peers,
     Refusal,
+    decode_parts_request,
 )
 from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
 from torchft_ckpt.checkpointing.serving.sending import Body, Sendable, Turn, digest_blocks, sample_blocks, send_burst
@@ -260,7 +260,7 @@ class CheckpointHandlers:
         if not isinstance(served, Snapshot):
             return self._refuse("not_found", "parts are served by the source alone")
         try:
-            parts = msgspec.json.decode(await request.read(), type=PartsRequest).parts
+            parts = decode_parts_request(await request.read()).parts
             regions = regions_of(served.manifest, parts)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return self._refuse("bad_range", str(error)[:400], status=416)

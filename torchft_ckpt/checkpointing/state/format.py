@@ -105,6 +105,11 @@ class _Header(msgspec.Struct):
     version: int
 
 
+# Made here, on one thread: msgspec looks at a class when it first decodes one, and two threads that do so at once crash it.
+_decode_manifest = msgspec.json.Decoder(Manifest).decode
+_decode_header = msgspec.json.Decoder(_Header).decode
+
+
 def build_manifest(*, step: int, snapshot: str, block_bytes: int, tree: object, space: Space) -> Manifest:
     """Return the manifest of a state that has been laid out.
 
@@ -162,9 +167,9 @@ def decode_manifest(data: bytes, *, max_total_bytes: int | None = None) -> Manif
     try:
         with collector_paused():
             try:
-                manifest = msgspec.json.decode(data, type=Manifest)
+                manifest = _decode_manifest(data)
             except msgspec.ValidationError:
-                _check_version(msgspec.json.decode(data, type=_Header))
+                _check_version(_decode_header(data))
                 raise
             _check_version(manifest)
             check_manifest(manifest, max_total_bytes=max_total_bytes)
