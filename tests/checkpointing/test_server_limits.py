@@ -230,7 +230,7 @@ def test_a_receiver_that_finds_no_room_is_told_what_it_may_be():
         (b"X-Long: " + b"a" * 20_000 + b"\r\n\r\n", 413),
         (b"X-Long: " + b"a" * 20_000, 431),
         (b"".join(b"X-%d: %s\r\n" % (number, b"a" * 900) for number in range(20)), 431),
-        (b"Content-Length: 2000\r\n\r\n", 413),
+        (b"Content-Length: 40000\r\n\r\n", 413),
         (b"Content-Length: 100000\r\n\r\n" + b"a" * 100_000, 413),
         (b"Transfer-Encoding: chunked\r\n\r\n", 413),
     ],
@@ -247,6 +247,16 @@ def test_a_short_body_is_accepted():
     with serving() as source, connected(source) as sock:
         assert answer_to(sock, HEAD + b"Content-Length: 1024\r\n\r\n" + b"a" * 1024)[0] == 404
         assert answer_to(sock, HEAD + b"\r\n")[0] == 404
+
+
+def test_a_body_that_comes_while_the_request_is_answered_already_is_no_head_of_another():
+    with serving() as source, connected(source) as sock:
+        sock.sendall(
+            HEAD.replace(b"GET", b"POST", 1).replace(b"/manifest", b"/parts") + b"Content-Length: 30000\r\n\r\n"
+        )
+        time.sleep(0.2)
+        assert answer_to(sock, b"a" * 30_000)[0] in (404, 405)
+        assert answer_to(sock, HEAD + b"X-Long: " + b"a" * 16_000 + b"\r\n\r\n")[0] == 404
 
 
 def test_a_long_but_permitted_head_is_accepted():

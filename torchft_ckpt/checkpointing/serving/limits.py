@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _LOG_PAUSE_S = 1.0
 _REFUSAL_DELAY_S = 0.05
 _LATE = 0.5
+_END_OF_HEAD = b"\r\n\r\n"
 # Of Linux's struct tcp_info: where tcpi_unacked, tcpi_bytes_acked and tcpi_notsent_bytes are, and where the last one ends.
 _UNACKED, _BYTES_ACKED, _NOTSENT, _TCP_INFO_BYTES = 24, 120, 144, 148
 
@@ -167,7 +168,7 @@ class ClientLimits:
         connection = self._connections.get(request.protocol)
         if connection is None:
             return refuse(400, "lost", "the connection was lost before its request was looked at")
-        with connection.answering():
+        with connection.answering(lambda: request.content.is_eof()):
             wait_s = self._rates.take(connection.client, self.loop.time())
             if wait_s > 0:
                 # A little late, so that who asks again at once gets little of this thread for it.
@@ -208,6 +209,10 @@ class GuardedConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
         self._num_unanswered_bytes = 0
+        self._has_head = False
+        """Whether the head of the request that is coming is here whole."""
+        self._last_bytes = b""
+        """Before that: what may be the beginning of the head's end."""
         self._num_acknowledged: int | None = None
         self._answering = False
         self._between_requests = False
@@ -225,14 +230,19 @@ class GuardedConnection(asyncio.Protocol):
             self._transport.abort()
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """While a request is being answered the connection is not idle, however long that takes."""
+    def answering(self, is_whole: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """While a request is being answered the connection is not idle, however long that takes.
+
+        `is_whole` says whether all of its body has come: what comes after that is the head of another one.
+        """
         self._answering = True
         self._num_unanswered_bytes = 0
         self._disarm()
         try:
             yield
         finally:
+            self._num_unanswered_bytes = 0
+            self._has_head, self._last_bytes = not is_whole(), b""
             self._answering = False
             self._between_requests = True
             if self._transport is not None:
@@ -247,9 +257,19 @@ class GuardedConnection(asyncio.Protocol):
         self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        if not self._has_head:
+            joined = self._last_bytes + data
+            end = joined.find(_END_OF_HEAD)
+            self._has_head = end >= 0
+            head_bytes = self._num_unanswered_bytes - len(self._last_bytes)
+            head_bytes += end + len(_END_OF_HEAD) if self._has_head else len(joined)
+            self._last_bytes = joined[1 - len(_END_OF_HEAD) :]
+            if head_bytes > self._limits.max_header_bytes:
+                self._refuse_too_large(head_is_whole=self._has_head)
+                return
         self._num_unanswered_bytes += len(data)
         if self._num_unanswered_bytes > self._limits.max_header_bytes + self._limits.max_body_bytes:
-            self._refuse_too_large(head_is_whole=b"\r\n\r\n" in data)
+            self._refuse_too_large(head_is_whole=True)
             return
         if self._between_requests and not self._answering:
             self._between_requests = False
