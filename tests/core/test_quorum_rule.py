@@ -116,6 +116,13 @@ NAMES = st.sets(st.sampled_from("abcdefg"))
     least=st.integers(1, 5),
     now=st.integers(20, 40).map(float),
 )
+@example(
+    alive=set("abcdef"),
+    asked={name: Asked(at=0.0, shrink_only=name == "c") for name in "abce"},
+    last=set("abcd"),
+    least=1,
+    now=20.0,
+)
 @example(alive={"a"}, asked={"a": Asked(at=0.0, shrink_only=True)}, last={"b"}, least=1, now=20.0)
 def test_agrees_with_the_dumb_oracle(
     alive: set[str], asked: dict[str, Asked], last: set[str], least: int, now: float

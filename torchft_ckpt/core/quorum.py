@@ -97,8 +97,9 @@ def decide_quorum(
         return QuorumVerdict(members=tuple(candidates), reason="all living members of the last quorum are back")
 
     absent = sorted(living.difference(asked))
+    kept_out = [replica_id for replica_id in living.difference(candidates, absent) if asked[replica_id].contributes]
     num_asked = len(trained) or len(candidates)
-    num_living = num_asked + len(absent)
+    num_living = num_asked + len(absent) + len(kept_out)
     if 2 * num_asked <= num_living:
         return QuorumVerdict(
             members=(),

@@ -102,7 +102,6 @@ class Fetch:
         self._begun: list[Destination] = []
         self._threads: list[threading.Thread] = []
         self._has_swarm = False
-        self._heir: str | None = None
         self._last_refusal: SourceRefusedError | None = None
 
     @property
@@ -214,9 +213,8 @@ class Fetch:
             self._close_clients(held_up_by)
         if state.destination is not None and time.monotonic() - state.ready_at > _SWARM_AFTER_S:
             self._start_swarm()
-        heir = state.heir()
-        if heir is not None and heir != self._heir:
-            self._heir = heir
+        heir = state.name_heir()
+        if heir is not None:
             self._spawn(functools.partial(self._adopt, self._address_of(heir)), heir)
         self._report_progress()
 

@@ -291,7 +291,7 @@ class TransferState:
         """Make a source the primary, whose every digest is known; what is held and differs is missing again."""
         with self.changed:
             destination = self._destination
-            if self._over or destination is None:
+            if self._over or destination is None or self.primary not in (None, name):
                 return
             differing = [
                 block for block, wanted in {**self._digests, **self._verified}.items() if digests[block] != wanted
@@ -314,12 +314,16 @@ class TransferState:
                 self._compare(other, announced, announced.digests)
             self.changed.notify_all()
 
-    def heir(self) -> str | None:
-        """Return a source to adopt where the primary was lost and one is there that holds the same layout."""
+    def name_heir(self) -> str | None:
+        """Return a source to adopt, once, where the primary was lost and one is there that holds the same layout.
+
+        It is named from then on: no other one is, nor elected, before it has been adopted or has failed.
+        """
         with self.changed:
             if self.primary is not None or self._successor is not None or not self._ready or self._over:
                 return None
-            return next((name for name in self._expected if name in self._announced), None)
+            self._successor = next((name for name in self._expected if name in self._announced), None)
+            return self._successor
 
     def is_held_up_by(self, stall_timeout_s: float) -> str | None:
         """Return the primary if it keeps others waiting: no block has come for so long, and another source is there."""
