@@ -239,6 +239,15 @@ def test_a_rank_that_fails_and_that_nobody_makes_up_for_is_a_named_error(name, i
         assert whose(receiver.fetch([again.urls])) == {0}
 
 
+def test_fetches_that_fail_again_and_again_leave_nothing_behind():
+    """What one of them left would add up to more than the fixture lets pass."""
+    change, _ = FAULTS["cut from the third time on"]
+    for _ in range(8):
+        with group_of(ROWS, 2) as primary, Receiver() as receiver, LyingSource(primary.urls[1], change) as lying:
+            with pytest.raises(CheckpointError):
+                receiver.fetch([[primary.urls[0], lying.url]], timedelta(seconds=20))
+
+
 def test_a_source_that_is_shut_down_in_the_middle_is_made_up_for():
     with group_of(ROWS, 2) as primary, group_of(WHOLE, 1) as other, Receiver() as receiver:
         down = threading.Event()
