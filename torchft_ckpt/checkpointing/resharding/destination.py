@@ -15,14 +15,13 @@ from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, places
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, box_of, describe
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, box_of, describe, some_of
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import StateMismatchError, TransferError
 
-_NAMED = 5
 _OPTIMIZER_KEYS = {"state", "param_groups"}
 
 
@@ -131,10 +130,9 @@ class ShardedDestination:
         if self._local is None:
             missing = sorted(tensors.keys() - {entry.fqn for entry in principal.tensors})
             if missing:
-                more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
                 raise StateMismatchError(
                     f"the ranks hold tensors that the first does not list, such as stages of a pipeline do: "
-                    f"{', '.join(name[:120] for name in missing[:_NAMED])}{more}; fetch each rank's state by itself, or by "
+                    f"{some_of((name[:120] for name in missing), ', ')}; fetch each rank's state by itself, or by "
                     "PeerReader",
                     party="source",
                 )
@@ -154,9 +152,8 @@ class ShardedDestination:
                 what = "on the rank whose state is taken" if path in tensors else "there"
                 wrong.append(f"{path[:120]} is not {what}")
         if wrong:
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise StateMismatchError(
-                f"the source's state does not fit this replica: {'; '.join(wrong[:_NAMED])}{more}; nothing was received",
+                f"the source's state does not fit this replica: {some_of(wrong)}; nothing was received",
                 party="local_state",
             )
 

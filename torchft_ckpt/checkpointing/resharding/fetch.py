@@ -7,11 +7,12 @@ does. What is wanted may be written to before all is here; who wants it uses it 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import xxhash
@@ -21,7 +22,7 @@ from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
-from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS, Part
+from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding.plan import (
     Plan,
     PlannedPart,
@@ -128,7 +129,7 @@ class ShardedFetch:
                 if address is None:
                     self._failures[name] = SourceLostError(f"the address of {name} is not known", name)
                 else:
-                    self._spawn(self._work, address, name)
+                    self._spawn(functools.partial(self._work, address, name), name)
             groups, plan = self._choose_primary()
             transfer = PartTransfer(plan, heirs_among(groups))
             with self._changed:
@@ -255,7 +256,7 @@ class ShardedFetch:
                 transfer.cut(name, error)
                 self._close_clients(name)
             if transfer.to_confirm() is not None and (adopter is None or not adopter.is_alive()):
-                adopter = self._spawn(self._adopt, transfer)
+                adopter = self._spawn(functools.partial(self._adopt, transfer), None)
             self._report_progress()
 
     def _too_late(self, arrived: str) -> TransferTimeoutError:
@@ -331,9 +332,7 @@ class ShardedFetch:
         Raises:
             CheckpointError: the source is lost without having brought anything over this connection, or lies.
         """
-        places = transfer.plan.holders[name]
         needed = _blocks_by_part(transfer.plan, name, manifest)
-        confirm = _Confirmation(self, transfer)
         scratch = memoryview(bytearray(_SLICE_BYTES))
         has_brought = False
         acknowledged_at = 0.0
@@ -341,16 +340,6 @@ class ShardedFetch:
         while (batch := transfer.next_batch(name, max_parts)) is not None:
             left = list(batch)
             try:
-                parts = [
-                    Part(
-                        tensor=places[part].tensor,
-                        chunk=places[part].chunk,
-                        seed=part,
-                        offsets=list(transfer.plan.parts[part].box.offsets),
-                        sizes=list(transfer.plan.parts[part].box.sizes),
-                    )
-                    for part in batch
-                ]
                 planned = [transfer.plan.parts[part] for part in batch]
                 num_bytes = sum(part.region.num_bytes for part in planned)
                 started_at = time.monotonic()
@@ -358,7 +347,7 @@ class ShardedFetch:
                 if transfer.plan.group_of[name] == transfer.primary and started_at >= acknowledged_at + _ACKNOWLEDGED_S:
                     # The others may have to give it again, or its digests, when the primary is lost.
                     received, acknowledged_at = _acknowledgement(needed, transfer, manifest), started_at
-                answer = client.open_parts(manifest, parts, num_bytes, received)
+                answer = client.open_parts(manifest, transfer.plan.ask_for(name, batch), num_bytes, received)
                 unconfirmed: dict[int, bytes] = {}
                 for part, where in zip(batch, planned, strict=True):
                     digest = self._receive(answer, part, where, scratch, name)
@@ -369,7 +358,7 @@ class ShardedFetch:
                 transfer.took(name, num_bytes, time.monotonic() - started_at)
                 has_brought = True
                 if unconfirmed:
-                    self._confirm(transfer, confirm, name, unconfirmed)
+                    self._confirm(transfer, name, unconfirmed)
                     left = [part for part in left if not transfer.is_held(part)]
             except (SourceLostError, TransferStalledError) as error:
                 transfer.raise_if_cut(name)
@@ -405,12 +394,10 @@ class ShardedFetch:
             )
         return digest
 
-    def _confirm(
-        self, transfer: PartTransfer, confirmation: _Confirmation, name: str, received: dict[int, bytes]
-    ) -> None:
+    def _confirm(self, transfer: PartTransfer, name: str, received: dict[int, bytes]) -> None:
         """Take what another group's rank sent as far as the primary has the same."""
         primary = transfer.primary
-        wanted = confirmation.ask(received)
+        wanted = self._ask_primary(transfer, received)
         agreed = {part: digest for part, digest in received.items() if wanted.get(part) == digest}
         differing = [part for part, digest in received.items() if wanted.get(part, digest) != digest]
         if differing:
@@ -422,10 +409,40 @@ class ShardedFetch:
     def _adopt(self, transfer: PartTransfer) -> None:
         """Compare what is held with the group that is the primary from now on."""
         while (held := transfer.to_confirm()) is not None:
-            confirmation = _Confirmation(self, transfer)
             primary = transfer.primary
-            wanted = confirmation.ask(held)
+            wanted = self._ask_primary(transfer, held)
             transfer.adopted([part for part, digest in held.items() if wanted.get(part) != digest], primary)
+
+    def _ask_primary(self, transfer: PartTransfer, parts: Iterable[int]) -> dict[int, bytes]:
+        """Return the digests that the primary group has for parts, as far as it can be asked."""
+        by_holder: dict[str, list[int]] = {}
+        for part in parts:
+            holder = transfer.primary_holder(part)
+            if holder is not None:
+                by_holder.setdefault(holder, []).append(part)
+        found: dict[int, bytes] = {}
+        for name, asked in by_holder.items():
+            try:
+                found.update(self._ask_digests(transfer.plan, name, asked))
+            except CheckpointError as error:
+                # Its own thread may be idle and notice nothing.
+                transfer.cut(name, error)
+                self._close_clients(name)
+        return found
+
+    def _ask_digests(self, plan: Plan, name: str, asked: Sequence[int]) -> dict[int, bytes]:
+        """Return a source's digests of parts, over a connection of its own."""
+        address, manifest = self._address_of(name), self._manifest_of(name)
+        if address is None or manifest is None:
+            raise SourceRefusedError(f"{name} has no manifest", name)
+        found: dict[int, bytes] = {}
+        max_parts = _parts_at_once(plan)
+        with self._connected(address, name) as client:
+            for first in range(0, len(asked), max_parts):
+                batch = asked[first : first + max_parts]
+                digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch))
+                found.update(zip(batch, digests, strict=True))
+        return found
 
     def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
         """Nothing more is needed of a source: tell it, so that it may free what it keeps. The telling may fail."""
@@ -467,20 +484,17 @@ class ShardedFetch:
                 self._changed.wait(seconds)
             return self._over is None
 
-    def _spawn(self, work: Callable[..., None], *arguments: object) -> threading.Thread:
-        name = arguments[-1] if isinstance(arguments[-1], str) else None
-        thread = threading.Thread(
-            target=self._guarded, args=(work, arguments, name), name="torchft_ckpt-fetch-parts", daemon=True
-        )
+    def _spawn(self, work: Callable[[], None], name: str | None) -> threading.Thread:
+        thread = threading.Thread(target=self._guarded, args=(work, name), name="torchft_ckpt-fetch-parts", daemon=True)
         with self._changed:
             self._threads.append(thread)
         thread.start()
         return thread
 
-    def _guarded(self, work: Callable[..., None], arguments: tuple[object, ...], name: str | None) -> None:
+    def _guarded(self, work: Callable[[], None], name: str | None) -> None:
         """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
         try:
-            work(*arguments)
+            work()
         except CheckpointError as error:
             if name is None or isinstance(error, StateMismatchError):
                 self._end(error)
@@ -533,54 +547,6 @@ class ShardedFetch:
                 logger.warning("a connection attempt to %s is still in the resolver; it ends by itself", self._party)
 
 
-class _Confirmation:
-    """Asks ranks of the primary group what digests they have for parts. Used by one thread."""
-
-    def __init__(self, fetch: ShardedFetch, transfer: PartTransfer) -> None:
-        self._fetch = fetch
-        self._transfer = transfer
-
-    def ask(self, parts: dict[int, bytes]) -> dict[int, bytes]:
-        """Return the primary's digests, as far as it can be asked."""
-        by_holder: dict[str, list[int]] = {}
-        for part in parts:
-            holder = self._transfer.primary_holder(part)
-            if holder is not None:
-                by_holder.setdefault(holder, []).append(part)
-        found: dict[int, bytes] = {}
-        for name, asked in by_holder.items():
-            try:
-                found.update(self._ask(name, asked))
-            except CheckpointError as error:
-                # Its own thread may be idle and notice nothing.
-                self._transfer.cut(name, error)
-                self._fetch._close_clients(name)
-        return found
-
-    def _ask(self, name: str, asked: list[int]) -> dict[int, bytes]:
-        address, manifest = self._fetch._address_of(name), self._fetch._manifest_of(name)
-        if address is None or manifest is None:
-            raise SourceRefusedError(f"{name} has no manifest", name)
-        places = self._transfer.plan.holders[name]
-        found: dict[int, bytes] = {}
-        with self._fetch._connected(address, name) as client:
-            max_parts = _parts_at_once(self._transfer.plan)
-            for first in range(0, len(asked), max_parts):
-                batch = asked[first : first + max_parts]
-                parts = [
-                    Part(
-                        tensor=places[part].tensor,
-                        chunk=places[part].chunk,
-                        seed=part,
-                        offsets=list(self._transfer.plan.parts[part].box.offsets),
-                        sizes=list(self._transfer.plan.parts[part].box.sizes),
-                    )
-                    for part in batch
-                ]
-                found.update(zip(batch, client.fetch_part_digests(manifest, parts), strict=True))
-        return found
-
-
 def _name(address: SourceAddress | None, rank: int) -> str:
     return f"rank {rank} (no address)" if address is None else str(address)
 
@@ -593,14 +559,9 @@ def _parts_at_once(plan: Plan) -> int:
 
 def _blocks_by_part(plan: Plan, name: str, manifest: Manifest) -> dict[int, range]:
     """Return, for each part that a source can give, the blocks of its byte space that it lies in."""
-    places = plan.holders[name]
+    parts = list(plan.holders[name])
     blocks = {}
-    for part, place in places.items():
-        box = plan.parts[part].box
-        asked = Part(
-            tensor=place.tensor, chunk=place.chunk, seed=part, offsets=list(box.offsets), sizes=list(box.sizes)
-        )
-        (region,) = regions_of(manifest, [asked])
+    for part, region in zip(parts, regions_of(manifest, plan.ask_for(name, parts)), strict=True):
         first = region.start // manifest.block_bytes
         blocks[part] = range(first, count_blocks(region.stop, manifest.block_bytes))
     return blocks

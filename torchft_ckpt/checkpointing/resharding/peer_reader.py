@@ -38,7 +38,7 @@ from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.core.boxes import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError
@@ -178,7 +178,7 @@ class _Content:
     """
 
     def __init__(self, group: SourceGroup, root: str | None) -> None:
-        self.entries = tensors_of(group)
+        tensors_of(group)  # refuses ranks that do not hold one state
         self.group = group
         self.tensors: dict[str, TensorEntry] = {}
         self.arrays: dict[str, TensorEntry] = {}
@@ -298,9 +298,8 @@ class _Destination:
             if missing:
                 holes.append(f"{name[:120]} {missing[0]}")
         if holes:
-            more = f" and {len(holes) - _NAMED} more" if len(holes) > _NAMED else ""
             raise StateMismatchError(
-                f"no rank of {', '.join(self._content.group.names[:_NAMED])} holds {'; '.join(holes[:_NAMED])}{more}: name all "
+                f"no rank of {', '.join(self._content.group.names[:_NAMED])} holds {some_of(holes)}: name all "
                 "ranks of the replica group; nothing was read",
                 party="urls",
             )
@@ -309,7 +308,7 @@ class _Destination:
 def disjoint(boxes: Sequence[Box], everything: Box) -> list[Box]:
     """Return boxes that cover the same elements, each of them once."""
     distinct = list(dict.fromkeys(box for box in boxes if box.volume))
-    if sum(box.volume for box in distinct) <= everything.volume and len(distinct) < 2:
+    if len(distinct) < 2:
         return distinct
     cells = [cell for cell in cells_of("", everything, distinct) if any(contains(box, cell) for box in distinct)]
     return distinct if sum(box.volume for box in distinct) == sum(cell.volume for cell in cells) else cells

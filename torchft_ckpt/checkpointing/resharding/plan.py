@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.regions import Region, region_of
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
 from torchft_ckpt.core.boxes import Box, contains, refine, split
@@ -80,6 +81,20 @@ class Plan:
     group_of: dict[str, int]
     """Which group each source is in; 0 is the primary."""
 
+    def ask_for(self, name: str, parts: Iterable[int]) -> list[Part]:
+        """Return what to ask a source for, to be given these parts. The seed of each digest is the part's number."""
+        places = self.holders[name]
+        return [
+            Part(
+                tensor=places[part].tensor,
+                chunk=places[part].chunk,
+                seed=part,
+                offsets=list(self.parts[part].box.offsets),
+                sizes=list(self.parts[part].box.sizes),
+            )
+            for part in parts
+        ]
+
 
 def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
     """Return the tensors that a group holds, by name.
@@ -98,7 +113,7 @@ def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
         ]
     if wrong:
         raise StateMismatchError(
-            f"the ranks of the source {group.names[0]} do not hold one state: {_some(wrong)}; nothing was received",
+            f"the ranks of the source {group.names[0]} do not hold one state: {some_of(wrong)}; nothing was received",
             party=group.names[0],
         )
     named = {
@@ -107,7 +122,7 @@ def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
     if len(set(map(repr, named.values()))) > 1:
         raise SourceRefusedError(
             f"the ranks of the source {group.names[0]} do not hold one state: "
-            f"{_some(f'{name} holds {own}' for name, own in named.items())}; nothing was received",
+            f"{some_of(f'{name} holds {own}' for name, own in named.items())}; nothing was received",
             party=group.names[0],
         )
     return tensors
@@ -214,7 +229,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
         absent = [name for name, manifest in zip(groups[0].names, groups[0].manifests, strict=True) if manifest is None]
         why = f" ({', '.join(map(str, absent[:_NAMED]))} did not answer)" if absent else ""
         raise StateMismatchError(
-            f"no rank of the source group of {groups[0].names[0]} holds {_some(holes)}{why}; nothing was received",
+            f"no rank of the source group of {groups[0].names[0]} holds {some_of(holes)}{why}; nothing was received",
             party=groups[0].names[0],
         )
     return Plan(parts, holders, group_of)
@@ -240,9 +255,3 @@ def _places(group: SourceGroup) -> dict[tuple[object, ...], list[Place]]:
             of_entry = places.setdefault((name, entry.dtype, *entry.shape), [])
             of_entry += [Place(rank, index, number, box_of(chunk)) for number, chunk in enumerate(entry.chunks)]
     return places
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return "; ".join(names[:_NAMED]) + more

@@ -123,10 +123,9 @@ class LocalState:
             )
         if unknown:
             # Part of a tensor would be taken for all of it.
-            named = "; ".join(f"{entry.fqn[:120]} is {describe_entry(entry)} there" for entry in unknown[:_NAMED])
-            more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+            named = some_of(f"{entry.fqn[:120]} is {describe_entry(entry)} there" for entry in unknown)
             raise StateMismatchError(
-                f"no tensors are here that say what is wanted of sharded ones: {named}{more}; nothing was received. State of an "
+                f"no tensors are here that say what is wanted of sharded ones: {named}; nothing was received. State of an "
                 "optimizer is made where the Manager knows it: wrap it, guard it, or name it with the state's functions",
                 party="local_state",
             )
@@ -184,12 +183,10 @@ class LocalState:
             )
 
     def _differences(self, entries: list[TensorEntry]) -> str:
-        named = [
+        return some_of(
             f"{entry.fqn[:120]} is {describe(self._held[entry.fqn])} here, {describe_entry(entry)} there"
-            for entry in entries[:_NAMED]
-        ]
-        more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-        return "; ".join(named) + more
+            for entry in entries
+        )
 
     def _check_apart(self, manifest: Manifest) -> None:
         """Refuse tensors that share memory here and are separate there, or share it otherwise: one would overwrite the other.
@@ -269,6 +266,13 @@ def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def box_of(chunk: Chunk) -> Box:
     """Return the box of a chunk."""
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def some_of(what: Iterable[str], separator: str = "; ") -> str:
+    """Return the first few of a list, and how many more there are, for a message."""
+    listed = list(what)
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return separator.join(listed[:_NAMED]) + more
 
 
 def describe(held: HeldTensor) -> str:
