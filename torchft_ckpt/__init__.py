@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchft_ckpt.checkpointer import Checkpointer, Restored, Tier
     from torchft_ckpt.checkpointing import (
         CheckpointTransport,
         HTTPTransport,
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
         TransferProgress,
         register_shard_adapter,
     )
+    from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode
+    from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
     from torchft_ckpt.checkpointing.resharding.peer_reader import PeerReader
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
@@ -32,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CheckpointTransport": ("torchft_ckpt.checkpointing", "CheckpointTransport"),
+    "Checkpointer": ("torchft_ckpt.checkpointer", "Checkpointer"),
     "DiLoCo": ("torchft_ckpt.local_sgd", "DiLoCo"),
     "DistributedDataParallel": ("torchft_ckpt.ddp", "DistributedDataParallel"),
     "DistributedSampler": ("torchft_ckpt.data", "DistributedSampler"),
@@ -46,7 +50,13 @@ _HOME = {
     "ProcessGroupGloo": ("torchft_ckpt.process_group", "ProcessGroupGloo"),
     "ProcessGroupNCCL": ("torchft_ckpt.process_group", "ProcessGroupNCCL"),
     "ProgressBar": ("torchft_ckpt.checkpointing", "ProgressBar"),
+    "Restored": ("torchft_ckpt.checkpointer", "Restored"),
+    "SaveMode": ("torchft_ckpt.checkpointing.durable.saver", "SaveMode"),
+    "SavedCheckpoint": ("torchft_ckpt.checkpointing.durable.saver", "SavedCheckpoint"),
     "ShardAdapter": ("torchft_ckpt.checkpointing", "ShardAdapter"),
+    "ShardLoadPlanner": ("torchft_ckpt.checkpointing.planners", "ShardLoadPlanner"),
+    "ShardSavePlanner": ("torchft_ckpt.checkpointing.planners", "ShardSavePlanner"),
+    "Tier": ("torchft_ckpt.checkpointer", "Tier"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
     "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
@@ -55,6 +65,7 @@ _HOME = {
 
 __all__ = [
     "CheckpointTransport",
+    "Checkpointer",
     "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
@@ -69,7 +80,13 @@ __all__ = [
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "ProgressBar",
+    "Restored",
+    "SaveMode",
+    "SavedCheckpoint",
     "ShardAdapter",
+    "ShardLoadPlanner",
+    "ShardSavePlanner",
+    "Tier",
     "TransferProgress",
     "WorldSizeMode",
     "register_shard_adapter",

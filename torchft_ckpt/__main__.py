@@ -5,6 +5,7 @@ status            print what a lighthouse knows
 allow-step-loss   let a job whose newest state is lost go on from an older one
 inspect           print what a live peer serves
 pull              save the state of a live peer to a file
+checkpoints       list, verify or export durable checkpoints
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from torchft_ckpt import __version__
-from torchft_ckpt.cli import lighthouse, peer
+from torchft_ckpt.cli import checkpoints, lighthouse, peer
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
 
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     lighthouse.add_commands(commands)
     peer.add_commands(commands)
+    checkpoints.add_commands(commands)
     return parser
 
 

@@ -19,6 +19,10 @@
     |   |-- StateMismatchError          a whole and correct state that does not fit this replica
     |   |   `-- LayoutMismatchError     the same tensors, but in other shards than here
     |   |-- StateDictLoadError          the user's load_state_dict function raised
+    |   |-- StorageError                a file system or object store failed (also an OSError)
+    |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or its bytes are not those that were written
+    |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (of that step)
+    |   |-- SaveInFlightError           a save was not begun, because the one before it has not ended
     |   `-- TransferError               a transfer did not finish; nothing was applied
     |       |-- SourceLostError         the source closed the connection or could not be reached
     |       |-- SourceRefusedError      the source answered, with a refusal (other step, no token, not serving)
@@ -148,6 +152,22 @@ class LayoutMismatchError(StateMismatchError):
 
 class StateDictLoadError(CheckpointError):
     """The user's `load_state_dict` function raised; this replica's state is undefined and it stays un-healed."""
+
+
+class StorageError(CheckpointError, OSError):
+    """A file system or object store failed; the message names the path. What was whole before still is."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A durable checkpoint is not whole, or its bytes are not those that were written; nothing of it was applied."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no whole durable checkpoint, or none of the step that was asked for; the message says what was skipped."""
+
+
+class SaveInFlightError(CheckpointError):
+    """A save was not begun, because the one before it has not ended; that one goes on."""
 
 
 class TransferError(CheckpointError):

@@ -24,6 +24,7 @@ FLOORS = {
     "process_group": 2,
     "manager": 3,
     "optimizer": 4,
+    "checkpointer": 4,
     "ddp": 4,
     "data": 4,
     "fsdp": 4,
@@ -152,7 +153,7 @@ def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-1500:]
 
 
-INNER_FLOORS = ["state", "serving", "fetching", "resharding"]
+INNER_FLOORS = ["state", "serving", "fetching", "resharding", "durable"]
 
 
 @pytest.mark.parametrize("folder", INNER_FLOORS)

@@ -322,6 +322,7 @@ class GroupState:
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             contributes=all(request.contributes for request in requests),
+            gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
             join_budget_s=min(request.join_budget_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
@@ -390,8 +391,9 @@ class GroupState:
         if self._asked is None or formed.request_id != self._asked.request_id:
             return
         self._asked = None
-        self._quorum = formed
-        self._decided.pop(_key_of(formed), None)
+        if not formed.gathers:
+            self._quorum = formed
+            self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             yield ToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
 

@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
 from torchft_ckpt.core.commit import Tally, Verdict
+from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.layouts import of_another_layout, trains_in
 from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse_events import (
@@ -449,10 +450,14 @@ class LighthouseState:
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1])
             return
+        yield from self._gather(now)
+        gathering = self._gathering()
+        if len(gathering) == len(self._waiting):
+            return
         others = self._of_another_layout()
-        candidates = [self.members[replica_id] for replica_id in self._waiting if replica_id not in others]
+        candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
         admitted, out = self._split_out(candidates, now)
-        out |= others
+        out |= others | gathering
         asked = {
             m.replica_id: Asked(
                 at=m.asked_at,
@@ -475,7 +480,7 @@ class LighthouseState:
         yield from self._tell_others(others, now)
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
-            yield from self._pending(reason, now, verdict.deadline, but=others)
+            yield from self._pending(reason, now, verdict.deadline, but=others | gathering)
             return
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
@@ -503,6 +508,52 @@ class LighthouseState:
             yield from self._pending(hold[0], now, hold[1], is_warning=True)
             return
         yield from self._form(assignment, verdict.reason, now)
+
+    def _gathering(self) -> set[str]:
+        return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
+
+    def _gather(self, now: float) -> Iterator[Instruction]:
+        """Answer those who are about to look for a state, once all are here that may come; no step is open to them."""
+        gathering = self._gathering()
+        if not gathering:
+            return
+        at_work = [member for replica_id, member in self.members.items() if replica_id not in gathering]
+        told = decide_gathering(
+            [self.members[replica_id] for replica_id in gathering],
+            at_work,
+            is_valid=self._ledger.is_valid,
+            min_replicas=self.settings.min_replicas,
+            join_timeout_s=self.settings.join_timeout_s,
+            now=now,
+        )
+        if not told.parts:
+            yield from self._pending(told.reason, now, told.deadline, but=self._waiting.keys() - gathering)
+            return
+        if told.is_new:
+            self.quorum_id += 1
+            yield Log(f"{name_some(sorted(gathering))} gather, to look for a state: {told.reason}")
+        for replica_id, part in told.parts.items():
+            member = self.members[replica_id]
+            request = member.asked
+            member.request, member.told_reason = None, ""
+            del self._waiting[replica_id]
+            formed = QuorumFormed(
+                request_id=request.request_id,
+                quorum_id=self.quorum_id,
+                epoch=self.epoch,
+                version=told.version,
+                role=part.role,
+                replica_rank=part.replica_rank,
+                replica_world_size=part.replica_world_size,
+                contributor_rank=None,
+                num_contributors=0,
+                num_voters=0,
+                store_address=part.store_address,
+                newest_step=self.newest_step,
+                gathers=True,
+                reason=clip(told.reason),
+            )
+            yield Send(member.connection, formed)
 
     def _why_lost(self, lost: StepLost, replica_ids: tuple[str, ...]) -> str:
         if lost.is_torn:

@@ -128,6 +128,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     needs_new_quorum: bool = False
     contributes: bool = True
     """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
+    gathers: bool = False
+    """It has no state yet and asks for no step, but who else is about to look for one: see `QuorumFormed.gathers`."""
     min_contributors: Count = 0
     """With fewer that contribute it would vote against."""
     patience_s: Seconds = 0.0
@@ -236,6 +238,9 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     newest_step: Count = 0
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
+    gathers: bool = False
+    """No quorum, but those that gather, each with its place among them: no state is named and no step is open. The role is
+    IDLE; or JOINER, and it is alone, where others hold the state `version` already, or are about to give it its name."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()

@@ -7,6 +7,7 @@ simulation drives it in the same way.
     ---------  -------------------------  ----------  ------------------------------------------------------------
     IDLE       begin                      ASKING      send the returned `QuorumRequest`
     ASKING     formed                     TRAINING    configure, serve, load as the returned `StepPlan` says
+    ASKING     formed (gathers)           IDLE        who gathers with it is in the plan; nothing else follows
     TRAINING   load_finished              TRAINING    the state is the quorum's: it may contribute (inline) or vote (joiner)
     TRAINING   fail, broken               TRAINING    the step cannot count; `broken`: abort what is in flight
     TRAINING   vote                       VOTED       send the returned `CommitVote`
@@ -107,6 +108,7 @@ class ReplicaState:
         self._is_stale = False
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self._vote: CommitVote | None = None
+        self._gathers = False
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
@@ -163,6 +165,7 @@ class ReplicaState:
         contributes: bool = True,
         patience_s: float = 0.0,
         waits: bool | None = None,
+        gathers: bool = False,
     ) -> QuorumRequest:
         """A step begins. One that is open is abandoned.
 
@@ -173,10 +176,12 @@ class ReplicaState:
             contributes: False: nothing was trained for this step.
             patience_s: how long the way here took.
             waits: whether the training thread waits for the quorum, None: where that helps. False: never heal inline.
+            gathers: ask who else is about to look for a state, and for no step.
         """
         self._leave_step()
         self.phase = Phase.ASKING
-        self.capture_wanted = False
+        self.capture_wanted = gathers and self.capture_wanted
+        self._gathers = gathers
         return QuorumRequest(
             request_id=self._request_id,
             version=self.version,
@@ -190,6 +195,7 @@ class ReplicaState:
             can_serve=can_serve,
             needs_new_quorum=self.configured is None,
             contributes=contributes,
+            gathers=gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=patience_s,
             join_budget_s=self.settings.join_budget_s,
@@ -229,6 +235,9 @@ class ReplicaState:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
         if self.phase is not Phase.ASKING or formed.request_id != self._request_id:
             return None
+        if self._gathers:
+            self.phase = Phase.IDLE
+            return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
         self.phase = Phase.TRAINING
         self.quorum = formed
         self.newest_step = formed.newest_step

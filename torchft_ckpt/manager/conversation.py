@@ -103,6 +103,7 @@ class Conversation:
         contributes: bool,
         patience_s: float,
         waits: bool | None,
+        gathers: bool = False,
     ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
         with self._lock:
@@ -115,6 +116,7 @@ class Conversation:
                 contributes=contributes,
                 patience_s=patience_s,
                 waits=waits,
+                gathers=gathers,
             )
 
     def _forget_step(self) -> None:

@@ -43,6 +43,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
+from torchft_ckpt.manager.gathering import Gathering, gather
 from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.worker import Worker
@@ -807,6 +808,48 @@ class Manager:
         self._leave_step()
         return self._catch_up(timeout, moving=True)
 
+    def newest_step_of_peers(self, timeout: timedelta | None = None) -> int | None:
+        """Ask for the newest step that another living replica group is known to hold; None: none does, or nobody answered.
+
+        All ranks of this group call it, on the training thread, between two steps; a step that is open is abandoned. A state
+        that has never been in a quorum has no name, and is known to nobody.
+
+        Args:
+            timeout: instead of `connect_timeout`.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        self._leave_step()
+        until = time.monotonic() + (timeout or self._timeouts.connect).total_seconds()
+        located = self._talk.locate(self._link.send, until)
+        return located.version.step if located is not None and located.sources else None
+
+    def gather(self, timeout: timedelta | None = None) -> Gathering | None:
+        """Meet the groups that start without a state as this one does, to look for one together, before the first step.
+
+        All ranks of this group call it, on the training thread. No state is named by it and no step is open after it. See
+        `Gathering` for what it says where others hold a state already.
+
+        Args:
+            timeout: instead of `quorum_timeout`.
+
+        Returns:
+            who is here; None where they did not come together in time, or their store cannot be reached: look alone then.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        self._leave_step()
+        return gather(
+            self._talk,
+            self._launch,
+            send=self._link.send,
+            waiting_for=self._link.waiting_for,
+            address=self._transport.metadata(),
+            limit=timeout or self._timeouts.quorum,
+        )
+
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
 
@@ -912,6 +955,26 @@ class Manager:
     def has_live_state(self) -> bool:
         """Whether state is registered that the steps of optimizers change."""
         return not self._registry.is_kept_still
+
+    @property
+    def group_rank(self) -> int:
+        """This rank's number in its replica group."""
+        return self._launch.group_rank
+
+    @property
+    def group_world_size(self) -> int:
+        """How many ranks its replica group has."""
+        return self._launch.group_world_size
+
+    @property
+    def state_dict_lock(self) -> StateDictLock:
+        """The lock under which the state is changed."""
+        return self._state_dict_lock
+
+    @property
+    def transport(self) -> CheckpointTransport[Any]:
+        """What moves the state."""
+        return self._transport
 
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""

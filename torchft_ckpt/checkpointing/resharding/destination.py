@@ -32,9 +32,11 @@ class ShardedDestination:
         local: the state that is here; None where nothing is: then all is wanted, whole.
         rank: whose plain values are taken, modulo the size of the source group.
         in_place: receive into the tensors of `local`, as far as they are on the CPU.
+        may_share_memory: tensors may share memory here without the source's doing so: it is known to hold equal values in them.
     """
 
-    def __init__(self, local: LocalState | None, rank: int, *, in_place: bool) -> None:
+    def __init__(self, local: LocalState | None, rank: int, *, in_place: bool, may_share_memory: bool = False) -> None:
+        self._may_share_memory = may_share_memory
         self._local = local
         self._rank = rank
         self._in_place = in_place
@@ -72,7 +74,7 @@ class ShardedDestination:
             raise TransferError(
                 f"no memory for the state that the source announces: {error}", party="memory"
             ) from error
-        if self._in_place:
+        if self._in_place and not self._may_share_memory:
             self._check_apart(principal, places)
         return wants
 

@@ -18,12 +18,14 @@ import threading
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+
+import torch
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
@@ -80,16 +82,28 @@ class Snapshot:
         lock: the lock that the trainer mutates the state under.
         pool: where copies go; its block length is the block length of this snapshot.
         num_expected: how many receivers were told to fetch it.
+        see_tensors: called once with the tensors and their paths, in the order of the manifest; it must not keep them.
 
     Raises:
         UnsupportedValueError: the state holds something that cannot be carried.
     """
 
-    def __init__(self, state: object, *, step: int, lock: StateDictLock, pool: BufferPool, num_expected: int) -> None:
+    def __init__(
+        self,
+        state: object,
+        *,
+        step: int,
+        lock: StateDictLock,
+        pool: BufferPool,
+        num_expected: int,
+        see_tensors: Callable[[Sequence[tuple[str, torch.Tensor]]], None] | None = None,
+    ) -> None:
         with collector_paused():
             encoder = TreeEncoder()
             self._tree = encoder.encode(state)
             space = plan_space(encoder.tensors)
+            if see_tensors is not None:
+                see_tensors(encoder.tensors)
         self.step = step
         self.id = uuid.uuid4().hex
         self.block_bytes = pool.block_bytes
@@ -238,6 +252,34 @@ class Snapshot:
             num_needed = (self._receivers.needed() & self._live_blocks()).bit_count()
         return self._pool.touch_one(self.id, num_needed)
 
+    def copy_ahead(self) -> bool:
+        """Copy one more block aside that a `detach` now would copy, so that it has less to do; False if nothing is left to do.
+
+        For a reader that will be long, on its own thread. Waits while a writer holds the lock or waits for it, up to the lock's
+        timeout. Without effect where the budget has no room.
+
+        Raises:
+            LockTimeoutError: a writer held the lock for the whole timeout.
+        """
+        with self._lock.read():
+            with self._changed:
+                if self._phase is not Phase.LIVE or self._pool.num_available() == 0:
+                    return False
+                wanted = self._receivers.needed() & self._live_blocks()
+                for block in self._copies:
+                    wanted &= ~(1 << block)
+                if not wanted:
+                    return False
+                memories = self._memories
+            block = (wanted & -wanted).bit_length() - 1
+            buffer = self._copy_aside(block, memories)
+            with self._changed:
+                if self._phase is Phase.LIVE:
+                    self._copies[block] = buffer
+                else:  # the source may have changed under the copy
+                    self._pool.give(buffer)
+        return True
+
     @property
     def phase(self) -> Phase:
         """Where its bytes are."""
@@ -383,8 +425,10 @@ class Snapshot:
 
     def _fit_into_budget(self) -> None:
         num_available = self._pool.num_available()
+        copied = sum(1 << block for block in self._copies)
         while (
-            num_available is not None and (self._receivers.needed() & self._live_blocks()).bit_count() > num_available
+            num_available is not None
+            and (self._receivers.needed() & self._live_blocks() & ~copied).bit_count() > num_available
         ):
             revoked = self._receivers.revoke_slowest()
             if revoked is None:
@@ -423,7 +467,8 @@ class Snapshot:
     def _copy_aside_if_needed(self, block: int) -> None:
         """Copy a block, without holding `_changed`: nobody mutates the live memory before `detach` has returned."""
         with self._changed:
-            if self._phase is not Phase.DETACHING or not self._receivers.needed() >> block & 1:
+            is_needed = self._receivers.needed() >> block & 1 and block not in self._copies
+            if self._phase is not Phase.DETACHING or not is_needed:
                 return
             memories = self._memories
         buffer = self._copy_aside(block, memories)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -104,6 +105,8 @@ class DTensorAdapter(ShardAdapter):
             )
 
 
+_known_boxes: weakref.WeakKeyDictionary[Any, dict[object, Box | None]] = weakref.WeakKeyDictionary()
+"""By mesh, then by place in it, shape and placements: a model has few, and the trainer may be waiting. A mesh is not kept alive by it."""
 _lock = threading.Lock()
 _adapters: tuple[ShardAdapter, ...] = (DTensorAdapter(),)
 
@@ -149,16 +152,22 @@ def _box_of(tensor: DTensor, path: str) -> Box | None:
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    coordinate = mesh.get_coordinate()
+    known = _known_boxes.setdefault(mesh, {})
+    # Meshes are equal whatever rank this is; a process that joins again may be another.
+    key = (None if coordinate is None else tuple(coordinate), tuple(tensor.shape), placements)
+    if key in known:
+        return known[key]
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedValueError(f"state dict at {path!r}: a DTensor with unreduced (Partial) values", path)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
-    box = Box(tuple(offsets), tuple(shape))
-    if any(hasattr(placement, "split_factor") for placement in placements):
-        _check_one_box(tensor, list(coordinate), box, path)
+    box: Box | None = None
+    if coordinate is not None:
+        shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
+        box = Box(tuple(offsets), tuple(shape))
+        if any(hasattr(placement, "split_factor") for placement in placements):
+            _check_one_box(tensor, list(coordinate), box, path)
+    known[key] = box
     return box
 
 

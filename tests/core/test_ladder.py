@@ -1,0 +1,56 @@
+"""Where a rank that starts takes its state from: the newest step, and the nearest of those who hold it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from torchft_ckpt.core.ladder import Rung, choose_rung
+
+
+@pytest.mark.parametrize(
+    ("held", "rung", "step"),
+    [
+        ((120, 120, 120, 120), Rung.MEMORY, 120),
+        ((None, 120, 120, 120), Rung.PEERS, 120),
+        ((None, None, 120, 120), Rung.LOCAL_DISK, 120),
+        ((None, None, None, 120), Rung.STORAGE, 120),
+        ((100, 101, 102, 103), Rung.STORAGE, 103),
+        ((100, 101, 103, 102), Rung.LOCAL_DISK, 103),
+        ((100, 103, 101, 102), Rung.PEERS, 103),
+        ((103, 100, 101, 102), Rung.MEMORY, 103),
+        ((0, None, None, None), Rung.MEMORY, 0),
+        ((None, None, None, None), Rung.NOTHING, None),
+    ],
+)
+def test_the_newest_step_wins_and_among_equals_the_nearest(
+    held: tuple[int | None, int | None, int | None, int | None], rung: Rung, step: int | None
+) -> None:
+    assert choose_rung(*held)[:2] == (rung, step)
+
+
+def test_the_reason_names_what_the_others_hold() -> None:
+    assert choose_rung(None, None, 120, 100).reason == (
+        "step 120 from local disk: nothing is in memory, no living peer holds any, storage has 100"
+    )
+    assert choose_rung(90, 120, None, 100).reason == (
+        "step 120 from peers: memory holds 90, no local disk has any, storage has 100"
+    )
+    assert choose_rung(None, None, None, None).reason == (
+        "there is no state to go on from: nothing is in memory, no living peer holds any, no local disk has any, "
+        "storage has none"
+    )
+
+
+def test_no_rung_holds_more_than_the_chosen_one_and_no_nearer_one_as_much() -> None:
+    rungs = [Rung.MEMORY, Rung.PEERS, Rung.LOCAL_DISK, Rung.STORAGE]
+    for held in product([None, 0, 1, 2], repeat=4):
+        choice = choose_rung(*held)
+        if choice.rung is Rung.NOTHING:
+            assert held == (None,) * 4
+            continue
+        place = rungs.index(choice.rung)
+        assert choice.step == held[place]
+        assert all(step is None or step < held[place] for step in held[:place])
+        assert all(step is None or step <= held[place] for step in held[place:])

@@ -1,0 +1,368 @@
+"""`.metadata`: what we write, plain DCP reads; what others write is read without being executed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import random
+import shutil
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.durable_parts import NAME, PartsDouble, rows, storage_in
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole, read_checkpoint
+from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata, load_metadata, load_record
+from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(48, dtype=torch.float32).reshape(12, 4), "half": torch.ones(5).bfloat16()},
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "step": 120,
+        "groups": [{"lr": 0.5, "name": "a"}, {"lr": 0.25}],
+        "seen": np.arange(4),
+    }
+
+
+def zeros() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.zeros(12, 4), "half": torch.zeros(5).bfloat16()},
+        "scalar": torch.tensor(0),
+        "empty": torch.empty(0, 3),
+        "step": 0,
+        "groups": [{"lr": 0.0, "name": ""}, {"lr": 0.0}],
+        "seen": np.zeros(4, dtype=np.int64),
+    }
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
+
+
+def with_metadata(double: PartsDouble, tmp_path: Path) -> Path:
+    directory = tmp_path / str(NAME)
+    (directory / ".metadata").write_bytes(build_metadata(newest_whole([double.storage])))
+    return directory
+
+
+def in_parts(tmp_path: Path) -> PartsDouble:
+    """Two replicas of two ranks; what they wrote overlaps."""
+    double = PartsDouble(state(), storage_in(tmp_path), num_replicas=2, num_ranks=2)
+    others = {"model.half": [whole((5,))], "scalar": [whole(())], "seen": [whole((4,))]}
+    double.write(0, 0, pieces={"model.w": rows((12, 4), [0, 5])[:1]}, values=["step"])
+    double.write(0, 1, pieces={"model.w": rows((12, 4), [5]), **others})
+    double.write(1, 0, pieces={"model.w": rows((12, 4), [0, 3, 9])[:2], "scalar": [whole(())]}, values=["step", "seen"])
+    double.write(1, 1, pieces={})
+    return double
+
+
+# Writing
+
+
+def test_plain_dcp_loads_it(tmp_path: Path) -> None:
+    directory = with_metadata(in_parts(tmp_path), tmp_path)
+    loaded = zeros()
+    dcp.load(loaded, storage_reader=FileSystemReader(directory), no_dist=True)
+    assert is_equal(loaded, state())
+
+
+def test_dcp_to_torch_save_reads_it(tmp_path: Path) -> None:
+    directory = with_metadata(in_parts(tmp_path), tmp_path)
+    dcp_to_torch_save(directory, tmp_path / "all.pt")
+    assert is_equal(torch.load(tmp_path / "all.pt", weights_only=False), state())
+
+
+def test_pieces_that_others_make_superfluous_are_left_out(tmp_path: Path) -> None:
+    double = in_parts(tmp_path)
+    described = load_metadata(build_metadata(newest_whole([double.storage]))).state_dict_metadata["model.w"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert sum(chunk.sizes.numel() for chunk in described.chunks) == 48
+
+
+def test_pieces_that_begin_at_one_element_are_not_confused(tmp_path: Path) -> None:
+    double = PartsDouble({"w": torch.arange(16.0).reshape(4, 4)}, storage_in(tmp_path), num_replicas=3)
+    double.write(0, pieces={"w": [Box((0, 0), (4, 2))]})
+    double.write(1, pieces={"w": [Box((0, 0), (2, 4)), Box((0, 2), (2, 2))]})
+    double.write(2, pieces={"w": [Box((2, 2), (2, 2))]})
+    directory = with_metadata(double, tmp_path)
+    loaded = {"w": torch.zeros(4, 4)}
+    dcp.load(loaded, storage_reader=FileSystemReader(directory), no_dist=True)
+    assert torch.equal(loaded["w"], double.state["w"])
+
+
+def test_pieces_that_dcp_would_confuse_are_refused(tmp_path: Path) -> None:
+    double = PartsDouble({"w": torch.arange(16.0).reshape(4, 4)}, storage_in(tmp_path))
+    double.write(pieces={"w": [Box((0, 0), (4, 2)), Box((0, 0), (2, 4)), Box((2, 2), (2, 2))]})
+    with pytest.raises(CheckpointDamagedError, match="begins at the same element"):
+        build_metadata(read_checkpoint([double.storage], NAME))
+
+
+# Reading what is harmless
+
+
+def test_what_dcp_writes_is_read_as_its_own_unpickler_reads_it(tmp_path: Path) -> None:
+    saved = {**state(), "ordered": OrderedDict(a=1, b=torch.ones(2))}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    data = (tmp_path / "dcp" / ".metadata").read_bytes()
+    ours, theirs = load_metadata(data), pickle.loads(data)  # noqa: S301
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.planner_data == theirs.planner_data
+    assert getattr(ours, "version", None) == getattr(theirs, "version", None)
+    assert ours.storage_meta is not None
+    assert ours.storage_meta.save_id == theirs.storage_meta.save_id
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_that_objects_have_is_read(protocol: int) -> None:
+    metadata = a_metadata()
+    assert load_metadata(pickle.dumps(metadata, protocol=protocol)) == metadata
+
+
+def test_what_python_pickles_otherwise_is_read() -> None:
+    data = pickle.dumps(a_metadata(checkpoint_id=Path("/nowhere/at/all")), protocol=2)
+    loaded = load_metadata(pickletools.optimize(data))
+    assert loaded.storage_meta == StorageMeta(save_id="s")
+
+
+def a_metadata(
+    *,
+    fqn: Any = "w",
+    chunks: Any = None,
+    info: Any = None,
+    paths: Any = None,
+    checkpoint_id: Any = None,
+    size: Any = None,
+) -> Metadata:
+    size = torch.Size((4, 2)) if size is None else size
+    chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((4, 2)))] if chunks is None else chunks
+    info = _StorageInfo("__0_0.distcp", 0, 100) if info is None else info
+    metadata = Metadata(
+        {fqn: TensorStorageMetadata(TensorProperties(torch.float32), size, chunks), "step": BytesStorageMetadata()},
+        planner_data={"w": ("w",), "step": ("step",)} if paths is None else paths,
+        storage_data={MetadataIndex("w", torch.Size((0, 0)), 0): info, MetadataIndex("step"): info},
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id="s"),
+    )
+    return metadata
+
+
+# Hostile
+
+
+class Runs:
+    """Runs something when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def hostile(tmp_path: Path) -> dict[str, bytes]:
+    marker = tmp_path / "executed"
+    touch = f"open({str(marker)!r}, 'w').close()"
+    crafted = torch.ones(1)
+    saved = io.BytesIO()
+    torch.save({"x": Runs(exec, touch)}, saved)
+    calls = {
+        "os.system": Runs(os.system, f"touch {marker}"),
+        "builtins.eval": Runs(eval, f"__import__('os').system('touch {marker}')"),
+        "builtins.exec": Runs(exec, touch),
+        "torch.load of bytes": Runs(torch.load, io.BytesIO(saved.getvalue())),
+        "torch.hub": Runs(torch.hub.load, "some/where", "model"),
+        "open": Runs(open, str(marker), "w"),
+        "a tensor": crafted,
+        "getattr of a class": Runs(getattr, Metadata, "__init__"),
+    }
+    pickles = {name: pickle.dumps(value) for name, value in calls.items()}
+    pickles |= {f"{name} in a size": pickle.dumps(a_metadata(size=value)) for name, value in calls.items()}
+    pickles |= {f"{name} in a path": pickle.dumps(a_metadata(paths={"w": value})) for name, value in calls.items()}
+    pickles |= {f"{name} before it": pickle.dumps(value)[:-1] + b"0" + good() for name, value in calls.items()}
+    return pickles
+
+
+def good() -> bytes:
+    return pickle.dumps(a_metadata())
+
+
+def test_nothing_of_a_hostile_pickle_is_executed(tmp_path: Path) -> None:
+    accepted = []
+    for name, data in hostile(tmp_path).items():
+        try:
+            load_metadata(data)
+        except CheckpointDamagedError:
+            continue
+        accepted.append(name)
+    assert accepted == []
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_is_refused_is_named() -> None:
+    with pytest.raises(CheckpointDamagedError, match=r"(posix|nt)\.system"):
+        load_metadata(pickle.dumps(Runs(os.system, "true")), "dir/.metadata")
+
+
+def deep(inner: bytes, level: bytes, depth: int) -> bytes:
+    return b"\x80\x04" + inner * depth + b"N" + level * depth + b"."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b".",
+        b"\x80\x04.",
+        b"N.",
+        good()[:-1],
+        good()[:100],
+        good().replace(b"Metadata", b"Metadatb"),
+        deep(b"", b"\x85", 500_000),  # tuples in tuples
+        deep(b"]", b"a", 500_000),  # lists in lists
+        deep(b"}", b"Ns", 500_000),
+        b"\x80\x04Nr\xff\xff\xff\xff.",  # a memo of 4 billion places
+        b"\x80\x04\x8a\xff" + b"\xff" * 255 + b".",  # a long of 255 bytes
+        b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1) + b"1.",
+        b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",  # a string that is longer than memory
+        b"\x80\x05\x96" + struct.pack("<Q", 2**62) + b"x.",
+        b"\x80\x04\x82\x01.",  # an extension
+        b"\x80\x04(cos\nsystem\no.",
+        b"(S'true'\nios\nsystem\n.",
+        b"\x80\x04cbuiltins\ngetattr\ncos\nsystem\n\x85R.",
+        b"\x80\x04ctorch\nSize\n}b.",  # the state of a class
+        b"\x80\x04ctorch\nSize\nN}\x86b.",
+        b"\x80\x04]\x94h\x00a.",  # a list that holds itself
+        b"\x80\x04h\x07.",
+        b"\x80\x04\x8c\x01x\x94(h\x00h\x00d.",
+        b"\x80\x04Pos.system\n.",
+        pickle.dumps({"state_dict_metadata": {}}),
+        pickle.dumps(a_metadata(fqn=5)),
+        pickle.dumps(a_metadata(size=torch.Size((-1, 2)))),
+        pickle.dumps(a_metadata(size=(2**63, 1))),
+        pickle.dumps(a_metadata(size=(1,) * 65)),
+        pickle.dumps(a_metadata(chunks=[ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((4, 2)))])),
+        pickle.dumps(a_metadata(chunks=[ChunkStorageMetadata(torch.Size((0,)), torch.Size((4, 2)))])),
+        pickle.dumps(a_metadata(chunks=5)),
+        pickle.dumps(a_metadata(chunks=[_StorageInfo("x", 0, 1)])),
+        pickle.dumps(a_metadata(info=_StorageInfo("../secret", 0, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("/etc/passwd", 0, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("a/../../b", 0, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("..\\secret", 0, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("x", -1, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("x", 0, True))),
+        pickle.dumps(a_metadata(info=_StorageInfo(None, 0, 1))),
+        pickle.dumps(a_metadata(info=5)),
+        pickle.dumps(a_metadata(paths={"w": ("w", 1.5)})),
+        pickle.dumps(a_metadata(paths={"w": ["w"]})),
+        pickle.dumps(a_metadata(paths=[1])),
+    ],
+)
+def test_what_is_no_metadata_of_dcp_is_refused_by_name(data: bytes) -> None:
+    with pytest.raises(CheckpointDamagedError, match=r"dir/\.metadata is not DCP's metadata"):
+        load_metadata(data, "dir/.metadata")
+
+
+def test_shared_parts_are_made_once_however_often_they_are_named() -> None:
+    shared = TensorStorageMetadata(
+        TensorProperties(torch.float32),
+        torch.Size((2000,)),
+        [ChunkStorageMetadata(torch.Size((row,)), torch.Size((1,))) for row in range(2000)],
+    )
+    described = {f"t{number}": shared for number in range(2000)}  # four million chunks, if each were made anew
+    loaded = load_metadata(pickle.dumps(Metadata(described, None, {})))
+    assert len({id(value) for value in loaded.state_dict_metadata.values()}) == 1
+
+
+def test_garbage_is_refused_or_is_what_it_was() -> None:
+    rng = random.Random(20)
+    data = good()
+    escaped = []
+    for _ in range(3000):
+        spoiled = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            spoiled[rng.randrange(len(spoiled))] = rng.randrange(256)
+        try:
+            load_metadata(bytes(spoiled))
+        except CheckpointDamagedError:
+            continue
+        except Exception as error:
+            escaped.append(repr(error))
+    assert escaped == []
+
+
+# Records of values
+
+
+def record_of(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def test_a_record_of_plain_values_is_read() -> None:
+    assert load_record(record_of({"a": [1, "x", (2.5, None)]}), "it") == {"a": [1, "x", (2.5, None)]}
+
+
+def test_a_record_that_would_execute_something_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"the record.*(posix|nt)\.system"):
+        load_record(record_of(Runs(os.system, f"touch {tmp_path / 'executed'}")), "the record")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spoiled_records_are_refused_or_right(seed: int) -> None:
+    rng = random.Random(seed)
+    data = record_of({"a": list(range(50))})
+    outcomes = set()
+    for _ in range(60):
+        spoiled = bytearray(data)
+        spoiled[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        try:
+            outcomes.add(str(load_record(bytes(spoiled), "it")))
+        except (CheckpointDamagedError, UnsupportedValueError) as error:
+            assert str(error).startswith("it ")  # noqa: PT017
+    assert outcomes <= {str({"a": list(range(50))})}
+
+
+def test_records_that_are_compressed_are_refused(tmp_path: Path) -> None:
+    import zipfile
+
+    path = tmp_path / "bomb"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02N.")
+        archive.writestr("archive/data/0", bytes(10_000_000))
+    with pytest.raises(CheckpointDamagedError, match="cannot be read"):
+        load_record(path.read_bytes(), "it")
+    shutil.rmtree(tmp_path, ignore_errors=True)

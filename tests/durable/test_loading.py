@@ -1,0 +1,157 @@
+"""A checkpoint becomes a state again: into what is here, or as it was saved, on any layout."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchft_ckpt import Checkpointer
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.loading import load_into, load_state
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage import open_storage
+from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.errors import StateMismatchError
+
+LONG = timedelta(seconds=60)
+
+
+def save(directory: Path, state: dict[str, Any], step: int = 1) -> Checkpoint:
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(state, step=step).result(60)
+    checkpointer.shutdown()
+    return newest_whole([open_storage(directory)])
+
+
+def loaded(checkpoint: Checkpoint, local: object = None, *, in_place: bool = False) -> dict[str, Any]:
+    reader = CheckpointReader(checkpoint)
+    here = None if local is None else LocalState(local)
+    return load_state(checkpoint, reader.read, here, replica_id="", rank=0, in_place=in_place)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def everything() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(64, 48, generator=generator)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "transposed": weight.t(),
+        "half": weight.to(torch.bfloat16),
+        "tiny": weight.to(torch.float8_e4m3fn),
+        "complex": torch.complex(weight, weight),
+        "flags": weight > 0,
+        "scalar": torch.tensor(5),
+        "empty": torch.empty(0, 7),
+        "optim": {"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "numbers": [1, 2.5, None, float("nan"), 2**70, -0.0, 1j],
+        "nested": {"list": [{"a": torch.ones(3)}, [torch.zeros(2), "x"]], "none": {}, ("a", 1): "tuple key", 4: "int"},
+        "pair": (torch.arange(3), "y"),
+        "array": np.arange(6.0).reshape(2, 3),
+        "schedule": Counter({3: 1, 10: 2}),
+        "ordered": OrderedDict(a=1),
+        "dtype": torch.float16,
+        "size": torch.Size([2, 3]),
+        "bytes": b"\x00\xff",
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and bits(one) == bits(other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and (one == other or repr(one) == repr(other))
+
+
+def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
+    state = everything()
+    again = loaded(save(tmp_path, state))
+    state["ordered"] = dict(state["ordered"])  # as the state format says
+    assert same(state, again)
+
+
+def test_tensors_that_are_here_keep_their_memory(tmp_path: Path) -> None:
+    state = {"a": torch.randn(300, 7), "b": torch.randn(7, 300).t(), "step": 4}
+    checkpoint = save(tmp_path, state)
+    here = {"a": torch.zeros(300, 7), "b": torch.zeros(7, 300).t(), "step": 0}
+    again = loaded(checkpoint, here, in_place=True)
+    assert (again["a"] is here["a"], again["b"] is here["b"]) == (True, True)
+    assert same({**state}, again)
+
+
+def test_weights_that_are_tied_here_stay_tied(tmp_path: Path) -> None:
+    weight = torch.randn(10, 10)
+    checkpoint = save(tmp_path, {"in": weight, "out": weight})
+    here = torch.zeros(10, 10)
+    again = loaded(checkpoint, {"in": here, "out": here}, in_place=True)
+    assert again["in"] is here and again["out"] is here and bits(here) == bits(weight)
+
+
+def test_a_state_dict_is_loaded_in_place_as_dcp_does(tmp_path: Path) -> None:
+    state = everything()
+    checkpoint = save(tmp_path, state)
+    template = copy.deepcopy(state)
+    for value in template.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    template["numbers"], template["optim"]["param_groups"][0]["lr"] = [], 9.0
+    template["nested"]["list"][1][1] = "other"
+    kept = template["weight"]
+    load_into(CheckpointReader(checkpoint), template)
+    state["ordered"] = dict(state["ordered"])
+    assert template["weight"] is kept
+    assert same(state, template)
+
+
+def test_a_part_of_what_was_saved_can_be_asked_for(tmp_path: Path) -> None:
+    state = everything()
+    checkpoint = save(tmp_path, state)
+    template = {"scalar": torch.tensor(0), "nested": {"list": [{"a": torch.zeros(3)}]}}
+    load_into(CheckpointReader(checkpoint), template)
+    assert same(template, {"scalar": torch.tensor(5), "nested": {"list": [{"a": torch.ones(3)}]}})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ({"unknown": torch.zeros(3)}, "unknown"),
+        ({"scalar": torch.tensor(0), "unknown value": 3}, "unknown value"),
+        ({"weight": torch.zeros(64, 47)}, "weight"),
+        ({"weight": torch.zeros(64, 48, dtype=torch.float64)}, "weight"),
+    ],
+)
+def test_what_is_not_in_it_is_named_and_nothing_is_changed(tmp_path: Path, wanted: dict[str, Any], named: str) -> None:
+    checkpoint = save(tmp_path, everything())
+    before = copy.deepcopy(wanted)
+    with pytest.raises(StateMismatchError, match=named):
+        load_into(CheckpointReader(checkpoint), wanted)
+    assert same(before, wanted)
+
+
+def test_an_optimizer_that_has_not_stepped_gets_its_state_from_the_tree(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    checkpoint = save(tmp_path, {"model": model.state_dict(), "optim": optimizer.state_dict()})
+    fresh = torch.nn.Linear(4, 4)
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters())
+    again = loaded(checkpoint, {"model": fresh.state_dict(), "optim": fresh_optimizer.state_dict()}, in_place=True)
+    fresh_optimizer.load_state_dict(again["optim"])
+    assert same(fresh_optimizer.state_dict(), optimizer.state_dict())
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))

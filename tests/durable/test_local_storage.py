@@ -1,0 +1,326 @@
+"""A directory as a place for checkpoints: whatever fails, and wherever a crash comes, a file is the old one or the new one."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, ProcessDied, ScriptedSystem
+
+from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage, OsSystem
+from torchft_ckpt.checkpointing.durable.names import TEMPORARY
+from torchft_ckpt.errors import StorageError
+
+OLD = {"/c/step/.metadata": b"old" * 700}
+PARTS = [b"new" * 500, b"", b"x" * 3000, b"end"]
+NEW = b"".join(PARTS)
+CRASHES = range(12)
+
+Scenario = Callable[[LocalStorage], None]
+
+
+def replace(storage: LocalStorage) -> None:
+    with storage.create("step/.metadata") as file:
+        for part in PARTS:
+            file.write(part)
+        file.commit()
+
+
+def begin(storage: LocalStorage) -> None:
+    storage.make_directory("step")
+    replace(storage)
+
+
+def start(before: Mapping[str, bytes], faults: Mapping[int, Fault] | None = None) -> ScriptedSystem:
+    system = ScriptedSystem(faults, seed=7)
+    for path, content in before.items():
+        system.disk.put(path, content)
+    return system
+
+
+def count_operations(scenario: Scenario, before: Mapping[str, bytes]) -> int:
+    system = start(before)
+    scenario(LocalStorage("/c", system))
+    assert system.num_open == 0
+    return system.num_operations
+
+
+def seen(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Without temporary files."""
+    return {path: content for path, content in files.items() if TEMPORARY not in path}
+
+
+def whats_left(system: ScriptedSystem) -> list[dict[str, bytes]]:
+    """After a kill of the process alone, and after crashes of the machine."""
+    return [seen(system.after_kill().files()), *(seen(system.after_crash(seed).files()) for seed in CRASHES)]
+
+
+# Wherever it dies
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize(("scenario", "before"), [(replace, OLD), (begin, {}), (begin, OLD)])
+def test_death_at_any_operation_leaves_the_old_file_or_the_new_one(
+    scenario: Scenario, before: Mapping[str, bytes], death: Fault
+) -> None:
+    for number in range(count_operations(scenario, before)):
+        system = start(before, {number: death})
+        with pytest.raises(ProcessDied):
+            scenario(LocalStorage("/c", system))
+        for left in whats_left(system):
+            assert left in (before, {"/c/step/.metadata": NEW}), str(system.log[-1])
+
+
+@pytest.mark.parametrize(("scenario", "before"), [(replace, OLD), (begin, {})])
+def test_what_was_committed_outlives_every_crash(scenario: Scenario, before: Mapping[str, bytes]) -> None:
+    system = start(before)
+    scenario(LocalStorage("/c", system))
+    assert all(left == {"/c/step/.metadata": NEW} for left in whats_left(system))
+
+
+def test_a_directory_that_was_made_outlives_every_crash() -> None:
+    system = ScriptedSystem()
+    LocalStorage("/some/where/c", system).make_directory("a/b")
+    for seed in CRASHES:
+        assert LocalStorage("/some/where/c", system.after_crash(seed)).names("a") == ["b"]
+
+
+def test_a_directory_whose_maker_died_at_once_is_made_durable_by_the_next_who_needs_it() -> None:
+    system = start({"/c/x": b""})
+    system.mkdir("/c/step")
+    LocalStorage("/c", system).make_directory("step")
+    assert all("step" in LocalStorage("/c", system.after_crash(seed)).names() for seed in CRASHES)
+
+
+def test_death_at_any_operation_of_a_removal_leaves_no_whole_checkpoint_but_the_untouched_one() -> None:
+    before = {
+        f"/c/step/{name}": b"x"
+        for name in (".metadata", "part-r0-g0-f0.json", "part-r1-g0-f0.json", "__r0_g0_f0.distcp")
+    }
+    before["/c/step/deeper/file"] = b"y"
+
+    def remove(storage: LocalStorage) -> None:
+        storage.remove_tree("step")
+
+    for number in range(count_operations(remove, before)):
+        for death in DEATHS:
+            system = start(before, {number: death})
+            with pytest.raises(ProcessDied):
+                remove(LocalStorage("/c", system))
+            for left in whats_left(system):
+                has_metadata = "/c/step/.metadata" in left
+                num_manifests = sum("part-" in path for path in left)
+                num_data = sum("part-" not in path and ".metadata" not in path for path in left)
+                assert not has_metadata or num_manifests == 2, "DCP would read a checkpoint that is going"
+                assert not num_manifests or num_data == 2, str(system.log[-1])
+            again = system.after_crash(number)
+            remove(LocalStorage("/c", again))
+            assert again.files() == {} and LocalStorage("/c", again).names() == []
+
+
+def test_a_removal_that_was_done_outlives_every_crash() -> None:
+    system = start({**OLD, "/c/other/x": b""})
+    LocalStorage("/c", system).remove_tree("step")
+    assert all(LocalStorage("/c", system.after_crash(seed)).names() == ["other"] for seed in CRASHES)
+
+
+# Whatever fails
+
+
+@pytest.mark.parametrize("fault", ERRORS)
+@pytest.mark.parametrize(("scenario", "before"), [(replace, OLD), (begin, {}), (begin, OLD)])
+def test_an_error_at_any_operation_is_said_and_leaves_the_old_file_or_the_new_one(
+    scenario: Scenario, before: Mapping[str, bytes], fault: Fault
+) -> None:
+    for number in range(count_operations(scenario, before)):
+        system = start(before, {number: fault})
+        storage = LocalStorage("/c", system)
+        with pytest.raises(StorageError, match="/c") as caught:
+            scenario(storage)
+        what = str(system.log[number])
+        assert caught.value.errno == (errno.ENOSPC if fault is Fault.ENOSPC else errno.EIO), what
+        for left in whats_left(system):
+            assert left in (before, {"/c/step/.metadata": NEW}), what
+        assert system.num_open == 0 or (fault is Fault.EIO_DONE and "open_new" in what)
+        if not (fault is Fault.EIO_DONE and "open_new" in what):
+            assert system.files() == seen(system.files()), "something temporary is left"
+        system.faults.clear()
+        begin(storage)
+        assert all(left == {"/c/step/.metadata": NEW} for left in whats_left(system)), "tried again"
+
+
+def test_two_errors_in_a_row_leave_at_most_a_temporary_file(caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(count_operations(replace, OLD)):
+        system = start(OLD, {at: Fault.EIO for at in range(number, number + 5)})
+        with pytest.raises(StorageError):
+            replace(LocalStorage("/c", system))
+        assert all(left in (OLD, {"/c/step/.metadata": NEW}) for left in whats_left(system))
+        if len(system.files()) > 1:
+            assert "/c/step/.metadata: removing" in caplog.text
+        caplog.clear()
+
+
+def test_short_writes_and_short_reads_are_gone_on_with() -> None:
+    num_operations = count_operations(replace, OLD)
+    system = start(OLD, dict.fromkeys(range(num_operations + 1000), Fault.SHORT))
+    storage = LocalStorage("/c", system)
+    replace(storage)
+    assert system.num_operations > num_operations
+    assert storage.read("step/.metadata") == NEW
+    assert storage.read("step/.metadata", 5, 2000) == NEW[5:2000]
+    memory = memoryview(bytearray(1000))
+    storage.read_into("step/.metadata", 1490, memory)
+    assert bytes(memory) == NEW[1490:2490]
+    assert system.num_open == 0
+
+
+@pytest.mark.parametrize("capacity_bytes", [2100, 2101, 3599, 3600, 4000, 2100 + len(NEW) - 1])
+def test_a_disk_that_fills_up_in_mid_file_leaves_nothing_of_it(capacity_bytes: int) -> None:
+    system = ScriptedSystem(disk=Disk(capacity_bytes))
+    system.disk.put("/c/step/.metadata", OLD["/c/step/.metadata"])
+    storage = LocalStorage("/c", system)
+    with pytest.raises(StorageError, match="No space left") as caught:
+        replace(storage)
+    assert caught.value.errno == errno.ENOSPC
+    assert system.files() == OLD
+    system.disk.capacity_bytes = 2100 + len(NEW)
+    replace(storage)
+    assert storage.read("step/.metadata") == NEW
+
+
+def test_a_write_that_failed_cannot_be_committed_over() -> None:
+    system = start(OLD, {1: Fault.EIO})
+    with LocalStorage("/c", system).create("step/new") as file:
+        with pytest.raises(StorageError, match="writing"):
+            file.write(b"abc")
+        with pytest.raises(StorageError, match="only be abandoned"):
+            file.write(b"abc")
+        with pytest.raises(StorageError, match="only be abandoned"):
+            file.commit()
+    assert system.files() == OLD
+
+
+def test_an_fsync_that_failed_is_not_tried_again() -> None:
+    system = start(OLD, {2: Fault.EIO})
+    with LocalStorage("/c", system).create("step/new") as file:
+        file.write(b"abc")
+        with pytest.raises(StorageError, match="committing"):
+            file.commit()
+        with pytest.raises(StorageError, match="before"):
+            file.commit()
+    assert [line.name for line in system.log].count("fsync") == 1
+    assert system.files() == OLD
+
+
+def test_reading_fails_by_name_whatever_fails() -> None:
+    system = start(OLD)
+    LocalStorage("/c", system).read("step/.metadata")
+    for number in range(system.num_operations):
+        faulty = start(OLD, {number: Fault.EIO})
+        with pytest.raises(StorageError, match=r"/c/step/\.metadata: reading failed: .*Input/output error"):
+            LocalStorage("/c", faulty).read("step/.metadata")
+        assert faulty.num_open == 0
+
+
+# Two at once
+
+
+def test_two_who_write_one_file_do_not_mix() -> None:
+    system = start(OLD)
+    storage = LocalStorage("/c", system)
+    with storage.create("step/.metadata") as one, storage.create("step/.metadata") as other:
+        one.write(b"one")
+        other.write(b"other")
+        one.commit()
+        assert storage.read("step/.metadata") == b"one"
+        other.commit()
+    assert system.files() == {"/c/step/.metadata": b"other"}
+
+
+class WritesMeanwhile(ScriptedSystem):
+    """Somebody adds a file just before the directory is removed, so often."""
+
+    times = 1
+
+    def rmdir(self, path: str) -> None:
+        if self.times:
+            self.times -= 1
+            self.disk.put(f"{path}/.metadata{TEMPORARY}1", b"")
+        super().rmdir(path)
+
+
+def test_a_file_that_appears_during_a_removal_is_removed_too() -> None:
+    system = WritesMeanwhile()
+    system.disk.put("/c/step/a", b"")
+    LocalStorage("/c", system).remove_tree("step")
+    assert LocalStorage("/c", system).names() == []
+
+
+def test_a_removal_does_not_go_on_for_ever() -> None:
+    system = WritesMeanwhile()
+    system.times = 99
+    system.disk.put("/c/step/a", b"")
+    with pytest.raises(StorageError, match=r"removing failed.*not empty"):
+        LocalStorage("/c", system).remove_tree("step")
+
+
+# On the real file system
+
+
+def test_a_relative_location_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = LocalStorage("c")
+    storage.make_directory("step")
+    monkeypatch.chdir("/")
+    replace(storage)
+    assert (tmp_path / "c/step/.metadata").read_bytes() == NEW
+    assert os.listdir(tmp_path / "c/step") == [".metadata"]
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").write_bytes(b"")
+    (tmp_path / "c/step").mkdir(parents=True)
+    (tmp_path / "c/step/link").symlink_to(tmp_path / "kept")
+    LocalStorage(tmp_path / "c").remove_tree("step")
+    assert os.listdir(tmp_path / "c") == [] and os.listdir(tmp_path / "kept") == ["file"]
+
+
+def test_a_file_where_a_directory_should_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(b"")
+    with pytest.raises(StorageError, match="Not a directory"):
+        LocalStorage(tmp_path / "c").make_directory("step")
+
+
+def test_a_parent_that_may_not_be_listed_does_not_matter(tmp_path: Path) -> None:
+    class Forbidding(OsSystem):
+        def fsync_directory(self, path: str) -> None:
+            if path == str(tmp_path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            super().fsync_directory(path)
+
+    (tmp_path / "given").mkdir()
+    LocalStorage(tmp_path / "given", Forbidding()).make_directory("step")
+    with pytest.raises(StorageError, match="Permission denied"):
+        LocalStorage(tmp_path / "made", Forbidding()).make_directory("step")
+
+
+def test_a_file_system_without_fsync_of_directories_is_used_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fsync(handle: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    OsSystem().fsync_directory(str(tmp_path))
+
+
+def test_an_error_keeps_its_words_when_it_crosses_processes(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        LocalStorage(tmp_path).read("step/none")
+    assert str(copy.copy(caught.value)) == str(caught.value)
+    assert caught.value.errno == errno.ENOENT and str(tmp_path / "step/none") == caught.value.party

@@ -1,0 +1,320 @@
+"""Durable checkpoints of real jobs: processes that save and restore, and are killed with SIGKILL at the worst moments."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.groups import Job, LighthouseProcess, Rank, running_job
+
+from torchft_ckpt.checkpointer import checkpoints_in
+
+pytestmark = pytest.mark.processes
+TRAINER = "durable_trainer.py"
+GROUPS = ("a", "b")
+
+
+def start_all(job: Job, *, names: Sequence[str] = GROUPS, ranks: int = 1, **options: Any) -> list[Rank]:
+    return [rank for name in names for rank in job.start(name, ranks=ranks, **options)]
+
+
+def kill_all(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        assert rank.process.wait() == -9, f"{rank.name} was not killed\n{rank.log()}"
+
+
+def restored(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
+    return [rank.wait_for_event("restored") for rank in ranks]
+
+
+def await_saved(ranks: Sequence[Rank], step: int) -> list[dict[str, Any]]:
+    events = [rank.wait_for(lambda e: e["event"] == "saved" and e["step"] == step) for rank in ranks]
+    assert all(event["error"] is None for event in events), events
+    return events
+
+
+def digests_by_step(ranks: Sequence[Rank]) -> dict[int, str]:
+    """Return the digest of each committed step, which is the same for all."""
+    seen = {(event["step"], event["digest"]) for rank in ranks for event in rank.steps() if event["committed"]}
+    digests = dict(seen)
+    assert len(digests) == len(seen), f"one step, two states: {sorted(seen)}"
+    return digests
+
+
+def only(values: Sequence[Any]) -> Any:
+    """Return what all of them are."""
+    assert all(value == values[0] for value in values), values
+    return values[0]
+
+
+def finish(job: Job, ranks: Sequence[Rank], ahead: int = 4) -> dict[str, Any]:
+    """End a job some steps on; return what its groups ended with."""
+    for rank in ranks:
+        rank.wait_for(lambda e: e["event"] == "step" and e["committed"])
+    done = job.finish(ahead=ahead + 6)
+    assert len(done) == len(ranks)
+    return {"step": only([end["step"] for end in done]), "digest": only([end["digest"] for end in done])}
+
+
+WRITING = {"operation": "write", "file": ".distcp"}
+BEFORE_ITS_MANIFEST = {"operation": "rename", "file": "part-"}
+BEFORE_THE_METADATA = {"operation": "rename", "file": ".metadata"}
+
+
+@pytest.mark.parametrize(
+    ("hang_a", "hang_b", "goes_on_from"),
+    [
+        pytest.param(WRITING, WRITING, 4, id="both write their data"),
+        pytest.param(None, BEFORE_ITS_MANIFEST, 4, id="one has written all but the name of its manifest"),
+        pytest.param(BEFORE_THE_METADATA, BEFORE_THE_METADATA, 8, id="all but DCP's metadata is there"),
+    ],
+)
+def test_a_job_killed_in_the_middle_of_a_save_goes_on_from_a_whole_checkpoint(
+    tmp_path: Path, hang_a: dict[str, str] | None, hang_b: dict[str, str] | None, goes_on_from: int
+) -> None:
+    storage = tmp_path / "storage"
+    common = {"trainer": TRAINER, "storage": str(storage), "save_at": [4, 8], "min_replica_size": 2}
+    job_directory = tmp_path / "job"
+    job_directory.mkdir()
+    with running_job(job_directory, **common) as job:
+        ranks = [
+            rank
+            for name, hang in zip(GROUPS, (hang_a, hang_b), strict=True)
+            for rank in job.start(name, pause_s=0.03, **({"hang": {"step": 8, **hang}} if hang else {}))
+        ]
+        restored(ranks)
+        await_saved(ranks, 4)
+        hanging = [rank for rank, hang in zip(ranks, (hang_a, hang_b), strict=True) if hang]
+        for rank in hanging[:1] if hang_a is BEFORE_THE_METADATA else hanging:
+            rank.wait_for_event("hanging")
+        if hang_a is None:
+            wait_for_file(storage, "part-r0-g0-f0.json", of_step=8)
+        kill_all(ranks)
+        before = digests_by_step(ranks)
+        assert checkpoints_in(storage) == [4]
+
+        again = start_all(job)
+
+        events = restored(again)
+        assert [(e["rung"], e["step"], e["manager_step"]) for e in events] == [("storage", *[goes_on_from] * 2)] * 2
+        assert {event["digest"] for event in events} == {before[goes_on_from]}
+        assert [event["own"] for event in events] == [
+            {"position": goes_on_from, "rank": 0, "of": name} for name in GROUPS
+        ]
+        finish(job, again)
+        after = digests_by_step(again)
+        assert min(after) == goes_on_from + 1
+        assert all(after[step] == digest for step, digest in before.items() if step in after)
+
+
+def test_wherever_a_job_is_killed_it_goes_on_from_a_step_that_it_had_saved(tmp_path: Path) -> None:
+    seed = 20261121
+    moments = random.Random(seed)
+    print(f"seed {seed}")
+    job_directory, storage = tmp_path / "job", tmp_path / "storage"
+    job_directory.mkdir()
+    known: dict[int, str] = {}
+    step = 0
+    with running_job(
+        job_directory, trainer=TRAINER, storage=str(storage), save_every=3, min_replica_size=2, pause_s=0.01
+    ) as job:
+        for _ in range(4):
+            ranks = start_all(job)
+            events = restored(ranks)
+            if step:
+                assert {(e["rung"], e["step"]) for e in events} == {("storage", only([e["step"] for e in events]))}
+                assert events[0]["step"] >= step
+                assert {event["digest"] for event in events} == {known[events[0]["step"]]}
+            ranks[0].wait_for(lambda e: e["event"] == "saved" and e["error"] is None)
+            time.sleep(moments.uniform(0.0, 0.3))
+            kill_all(ranks)
+            noted = digests_by_step(ranks)
+            assert all(noted[at] == known[at] for at in noted.keys() & known.keys())
+            known |= noted
+            step = checkpoints_in(storage)[0]
+
+
+def test_survivors_write_what_a_killed_group_left_out(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    job_directory = tmp_path / "job"
+    job_directory.mkdir()
+    # All three take part in every step that counts; the lighthouse would let two train.
+    options = {"storage": str(storage), "save_at": [6], "fill_after_s": 0.5, "pause_s": 0.02, "min_replica_size": 3}
+    with running_job(job_directory, trainer=TRAINER, **options) as job:
+        survivors = start_all(job)
+        victim = job.start("c", hang={"step": 6, **WRITING})[0]
+        restored([*survivors, victim])
+        victim.wait_for_event("hanging")
+        assert checkpoints_in(storage) == []
+
+        kill_all([victim])
+
+        saved = await_saved(survivors, 6)
+        assert all(event["is_closed"] for event in saved)
+        assert sum(event["num_fills"] for event in saved) >= 1
+        assert checkpoints_in(storage) == [6]
+        kill_all(survivors)
+        written = digests_by_step(survivors)[6]
+        again = start_all(job, names=("a", "b", "c"))
+        events = restored(again)
+        assert {(e["rung"], e["step"], e["digest"]) for e in events} == {("storage", 6, written)}
+        assert [event["own"] is None for event in events] == [False, False, True]
+
+
+def test_a_group_that_restarts_alone_takes_its_state_from_living_peers(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    job_directory = tmp_path / "job"
+    job_directory.mkdir()
+    with running_job(job_directory, trainer=TRAINER, storage=str(storage), save_every=5, pause_s=0.03) as job:
+        survivors = start_all(job)
+        victim = job.start("c")[0]
+        restored([*survivors, victim])
+        saved = victim.wait_for(lambda e: e["event"] == "saved" and e["error"] is None)["step"]
+        await_saved(survivors, saved)
+        kill_all([victim])
+
+        (again,) = job.start("c")
+
+        event = again.wait_for_event("restored")
+        assert (event["rung"], event["bytes_from_storage"], event["own"]) == ("peers", 0, None)
+        assert event["step"] >= saved
+        again.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 3)
+        finish(job, [*survivors, again])
+        digests_by_step([*survivors, again])
+
+
+def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    for name in ("job", "four", "one"):
+        (tmp_path / name).mkdir()
+    common = {"trainer": TRAINER, "storage": str(storage)}
+    with running_job(tmp_path / "job", layout="sharded", min_replica_size=2, **common) as job:
+        ranks = start_all(job, ranks=2, save_at=[5], pause_s=0.02)
+        restored(ranks)
+        await_saved(ranks, 5)
+        ranks[0].wait_for_step(8)
+        kill_all(ranks)
+        before = digests_by_step(ranks)
+
+        again = start_all(job, ranks=2)
+        events = restored(again)
+        assert {(e["rung"], e["step"], e["manager_step"], e["batches_committed"]) for e in events} == {
+            ("storage", 5, 5, 10)
+        }
+        assert {event["digest"] for event in events} == {before[5]}
+        assert [(event["own"]["of"], event["own"]["rank"]) for event in events] == [
+            ("a", 0),
+            ("a", 1),
+            ("b", 0),
+            ("b", 1),
+        ]
+        assert all(event["dtensors"] for event in events)
+        finish(job, again)
+        after = digests_by_step(again)
+        assert after[6] == before[6]
+    with (
+        running_job(
+            tmp_path / "four", lighthouse=LighthouseProcess(min_replicas=1), layout="sharded", **common
+        ) as four,
+        running_job(tmp_path / "one", lighthouse=LighthouseProcess(min_replicas=1), **common) as one,
+    ):
+        as_four, as_one = four.start("a", ranks=4), one.start("a")
+        for job, ranks in ((four, as_four), (one, as_one)):
+            events = restored(ranks)
+            assert {(e["rung"], e["step"], e["manager_step"], e["digest"]) for e in events} == {
+                ("storage", 5, 5, before[5])
+            }
+            assert all(bool(event["dtensors"]) == (len(ranks) == 4) for event in events)
+            assert finish(job, ranks)["step"] > 5
+
+
+def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_the_log_says_why(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    job_directory = tmp_path / "job"
+    job_directory.mkdir()
+    common = {"trainer": TRAINER, "storage": str(storage), "min_replica_size": 2, "save_at": [4, 8]}
+    with running_job(job_directory, pause_s=0.02, **common) as job:
+        ranks = start_all(job)
+        restored(ranks)
+        await_saved(ranks, 8)
+        kill_all(ranks)
+        before = digests_by_step(ranks)
+        newest = max(storage.iterdir())
+        damaged = flip_a_bit(newest, "part-r1-g0-f0.json")
+
+        again = start_all(job)
+
+        events = restored(again)
+        assert [(e["rung"], e["step"], e["manager_step"]) for e in events] == [("storage", 4, 4)] * 2
+        assert {event["digest"] for event in events} == {before[4]}
+        for rank in again:
+            assert any(newest.name in line and "is skipped" in line and damaged in line for line in log_of(rank)), (
+                rank.log()
+            )
+        await_saved(again, 8)  # under another name
+        finish(job, again)
+        assert digests_by_step(again)[8] == before[8]
+        assert checkpoints_in(storage) == [8, 8, 4]
+
+
+def test_a_group_that_lost_its_disk_is_restored_from_the_disks_of_the_others(tmp_path: Path) -> None:
+    job_directory = tmp_path / "job"
+    job_directory.mkdir()
+    disks = {name: tmp_path / f"disk of {name}" for name in GROUPS}
+    common = {"trainer": TRAINER, "storage": str(tmp_path / "storage"), "min_replica_size": 2}
+    with running_job(job_directory, pause_s=0.02, save_at=[5], tier="local", **common) as job:
+
+        def start() -> list[Rank]:
+            return [rank for name in GROUPS for rank in job.start(name, local=str(disks[name]))]
+
+        ranks = start()
+        restored(ranks)
+        await_saved(ranks, 5)
+        ranks[0].wait_for_step(7)
+        kill_all(ranks)
+        before = digests_by_step(ranks)
+
+        shutil.rmtree(disks["b"])
+        ranks = start()
+        events = restored(ranks)
+        assert [(e["rung"], e["step"], e["digest"]) for e in events] == [("local disk", 5, before[5])] * 2
+        assert events[0]["bytes_from_storage"] > 0
+        assert events[1]["bytes_from_storage"] == 0 < events[1]["bytes_from_peers"]
+        ranks[0].wait_for_step(7)
+        kill_all(ranks)
+        assert digests_by_step(ranks)[6] == before[6]
+
+        for disk in disks.values():
+            shutil.rmtree(disk, ignore_errors=True)
+        ranks = start()
+        assert [(e["rung"], e["step"], e["manager_step"]) for e in restored(ranks)] == [("nothing", None, 0)] * 2
+
+
+def flip_a_bit(checkpoint: Path, manifest: str) -> str:
+    """Flip one in the middle of a part's largest piece; return the name of the file."""
+    part = json.loads((checkpoint / manifest).read_text())
+    piece = max(part["pieces"], key=lambda piece: piece["length"])
+    path = checkpoint / part["files"][piece["file"]]["name"]
+    data = bytearray(path.read_bytes())
+    data[piece["data_offset"] + 5] ^= 0b100
+    path.write_bytes(data)
+    return path.name
+
+
+def wait_for_file(storage: Path, name: str, *, of_step: int) -> None:
+    until = time.monotonic() + 30
+    while not list(storage.glob(f"step-{of_step:012d}.*/{name}")):
+        assert time.monotonic() < until, f"no {name} of step {of_step}"
+        time.sleep(0.01)
+
+
+def log_of(rank: Rank) -> list[str]:
+    return rank.log().splitlines()

@@ -1,0 +1,325 @@
+"""Whatever fails in a save, and wherever it is killed: the checkpoint before it can be read, the new one is right or not there.
+
+Every operation of a save's file system is made to fail in every way, one case each; what is left is looked at as another process
+would after a kill, and as a machine would that lost its power at that moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import pytest
+from support.savers import (
+    FILL_AFTER_S,
+    Plan,
+    Story,
+    check_state,
+    newest_step,
+    plain_storage,
+    save,
+)
+from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, ProcessDied
+
+from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
+from torchft_ckpt.checkpointing.durable.names import METADATA
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saver import SaveMode
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StorageError
+
+CRASHES = range(5)
+OLD, NEW, NEXT = 110, 120, 130
+ALONE = Plan()
+TWO_BY_TWO = Plan(num_replicas=2, num_ranks=2)
+CLOSE_DELAYS_S = 4.0
+SPARE_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Each of some thousand cases would log what it should."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@cache
+def operations_of(plan: Plan, member: int) -> int:
+    """How many operations a member has in a save where all goes well, on a disk that has an older checkpoint."""
+    return save(plan, disk_with(OLD)).systems[member].num_operations
+
+
+@cache
+def _saved(step: int) -> Disk:
+    story = save(Plan(step=step, save_id="q2-00000000"))
+    assert not story.errors()
+    return story.disk
+
+
+def disk_with(step: int | None) -> Disk:
+    """A disk on which a checkpoint of that step has been for long."""
+    return Disk() if step is None else _saved(step).after_crash(0)
+
+
+def newest_on(disk: Disk) -> int | None:
+    try:
+        return newest_step(disk)
+    except CheckpointNotFoundError:
+        return None
+
+
+def check_old(disk: Disk) -> None:
+    checkpoint = newest_whole([plain_storage(disk)], step=OLD)
+    check_state(CheckpointReader(checkpoint, num_threads=1), OLD)
+
+
+def left_by(story: Story) -> Iterator[Disk]:
+    """What others see after a kill of the processes, and what machines find that lost their power."""
+    yield story.disk
+    for seed in CRASHES:
+        yield story.disk.after_crash(seed)
+
+
+def check_freed(story: Story) -> None:
+    for member, worker in story.workers.items():
+        assert worker._state.snapshot.closed
+        assert worker._state.snapshot._pool.held_bytes() == 0
+        assert story.systems[member].is_dead or story.systems[member].num_open == 0, story.log()
+
+
+# One rank
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("before", [None, OLD])
+def test_death_at_any_operation_leaves_the_old_checkpoint_and_the_new_one_whole_or_invisible(
+    death: Fault, before: int | None
+) -> None:
+    seen = set()
+    for number in range(operations_of(ALONE, 0)):
+        story = save(ALONE, disk_with(before), faults={0: {number: death}})
+        assert isinstance(story.errors()[0], ProcessDied)
+        for disk in left_by(story):
+            newest = newest_on(disk)
+            assert newest in (before, NEW), story.log()
+            seen.add(newest)
+            if before is not None and newest == NEW:
+                check_old(disk)
+    assert seen == {before, NEW}
+
+
+def test_what_was_reported_as_saved_outlives_every_crash_of_the_machine() -> None:
+    for plan in (ALONE, TWO_BY_TWO):
+        story = save(plan, disk_with(OLD))
+        assert not story.errors() and all(saved.is_closed for saved in story.saved().values())
+        for seed in range(30):
+            disk = story.disk.after_crash(seed)
+            assert newest_on(disk) == NEW
+            assert METADATA in plain_storage(disk).names(str(plan.name))
+
+
+@pytest.mark.parametrize("fault", [*ERRORS, Fault.SHORT])
+def test_an_error_of_any_operation_is_named_and_the_next_save_works(fault: Fault) -> None:
+    for number in range(operations_of(ALONE, 0)):
+        story = save(ALONE, disk_with(OLD), faults={0: {number: fault}})
+        error = story.errors().get(0)
+        assert error is None or isinstance(error, StorageError), story.log()
+        assert error is not None or newest_on(story.disk) == NEW
+        assert fault is not Fault.SHORT or error is None
+        check_freed(story)
+        for disk in left_by(story):
+            assert newest_on(disk) in (OLD, NEW), story.log()
+            check_old(disk)
+        after = save(Plan(step=NEXT), story.disk)
+        assert not after.errors()
+        assert newest_on(story.disk) == NEXT
+        check_old(story.disk)
+
+
+def test_a_disk_that_is_full_fails_saves_until_there_is_room() -> None:
+    needed = save(ALONE, disk_with(OLD)).disk.num_bytes()
+    before = disk_with(OLD).num_bytes()
+    for capacity in range(before, needed, (needed - before) // 40):
+        disk = disk_with(OLD)
+        disk.capacity_bytes = capacity
+        story = save(ALONE, disk)
+        assert isinstance(story.errors()[0], StorageError)
+        assert newest_on(disk) in (OLD, NEW)  # without room for the metadata it is whole all the same
+        check_old(disk)
+        check_freed(story)
+        disk.capacity_bytes = None
+        assert not save(Plan(step=NEXT), disk).errors()
+        assert newest_on(disk) == NEXT
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_the_directory_of_a_dead_save_is_not_used_by_the_one_after_the_restart(death: Fault) -> None:
+    for number in range(3, operations_of(ALONE, 0), 5):
+        story = save(ALONE, disk_with(OLD), faults={0: {number: death}})
+        disk = story.disk.after_crash(number)
+        left = {path: content for path, content in disk.files().items() if str(ALONE.name) in path}
+        restarted = Plan(save_id="q1003-1a2b3c4d")
+        assert not save(restarted, disk).errors()
+        assert {path: content for path, content in disk.files().items() if str(ALONE.name) in path} == left
+        assert newest_whole([plain_storage(disk)]).name in (restarted.name, ALONE.name)
+        assert newest_on(disk) == NEW
+
+
+# Several ranks
+
+
+def check_survivors(story: Story, dead: Mapping[int, object]) -> None:
+    """Those who live say that it is whole; and it is, here and after every crash."""
+    survivors = [member for member in story.plan.members if member not in dead]
+    assert not [member for member in survivors if member in story.errors()], story.log()
+    assert all(story.saved()[member].is_closed for member in survivors), story.log()
+    for disk in (story.disk, story.disk.after_crash(1)):
+        assert newest_on(disk) == NEW, story.log()
+    assert story.time.now_s <= 3 * story.plan.fill_after_s + CLOSE_DELAYS_S + SPARE_S, story.log()
+
+
+@pytest.mark.parametrize("member", range(4))
+@pytest.mark.parametrize("death", DEATHS)
+def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoint(member: int, death: Fault) -> None:
+    for number in range(operations_of(TWO_BY_TWO, member)):
+        story = save(TWO_BY_TWO, faults={member: {number: death}})
+        assert isinstance(story.errors()[member], ProcessDied)
+        check_survivors(story, {member: None})
+
+
+@pytest.mark.parametrize("fault", ERRORS)
+def test_one_of_four_cannot_write_and_the_others_complete_the_checkpoint(fault: Fault) -> None:
+    for number in range(operations_of(TWO_BY_TWO, 2)):
+        story = save(TWO_BY_TWO, faults={2: {number: fault}})
+        errors = story.errors()
+        assert not errors or isinstance(errors[2], StorageError), story.log()
+        check_survivors(story, errors and {2: None})
+        check_freed(story)
+
+
+@pytest.mark.parametrize("dead", [(0, 3), (1, 2), (0, 1), (2, 3)])
+def test_two_of_four_die_and_each_rank_lives_on_in_one_group(dead: tuple[int, int]) -> None:
+    dice = random.Random(sum(dead))
+    for _ in range(40):
+        faults = {
+            member: {dice.randrange(operations_of(TWO_BY_TWO, member)): dice.choice(DEATHS)} for member in dead
+        }
+        story = save(TWO_BY_TWO, faults=faults)
+        check_survivors(story, faults)
+
+
+@pytest.mark.parametrize("dead", [(0, 2), (1, 3)])
+def test_both_replicas_of_a_rank_die_and_the_others_give_up_in_time(dead: tuple[int, int]) -> None:
+    """Before their manifests are there: nobody knows what they held."""
+    for number in (0, 3, 7):
+        plan = Plan(num_replicas=2, num_ranks=2, timeout_s=60.0)
+        faults = {member: {number: Fault.DEATH_WITHIN} for member in dead}
+        story = save(plan, disk_with(OLD), faults=faults)
+        for member in set(plan.members) - set(dead):
+            assert isinstance(story.errors()[member], CheckpointDamagedError), story.log()
+            assert "did not become whole within 60 s" in str(story.errors()[member])
+        assert 60.0 <= story.time.now_s <= 62.0
+        assert newest_on(story.disk) == OLD
+        assert METADATA not in plain_storage(story.disk).names(str(plan.name))
+
+
+@pytest.mark.parametrize("absent", [(0,), (3,), (0, 1)])
+def test_members_that_never_begin_are_replaced(absent: tuple[int, ...]) -> None:
+    story = save(Plan(num_replicas=2, num_ranks=2, absent=frozenset(absent)))
+    check_survivors(story, {})
+
+
+@pytest.mark.parametrize("mode", [SaveMode.ONE_GROUP, SaveMode.EVERY_GROUP])
+def test_the_other_modes_survive_a_death_as_well(mode: SaveMode) -> None:
+    plan = Plan(num_replicas=2, num_ranks=2, mode=mode)
+    for member in range(4):
+        for number in range(0, operations_of(plan, member), 2):
+            story = save(plan, faults={member: {number: DEATHS[number // 2 % 3]}})
+            check_survivors(story, {member: None})
+
+
+def test_holes_that_all_survivors_can_fill_are_filled_once() -> None:
+    """They do not look at the same moment, and still divide the work."""
+    for seed in range(12):
+        dice = random.Random(seed)
+        plan = Plan(num_replicas=3, num_ranks=2, absent=frozenset([dice.randrange(6)]))
+        story = save(plan, starts_s={member: dice.uniform(0.0, 1.5) for member in plan.members})
+        check_survivors(story, {})
+        checkpoint = newest_whole([plain_storage(story.disk)])
+        for tensor in checkpoint.tensors.values():
+            written = sum(piece.box.volume for piece in tensor.pieces)
+            assert written == _volume(tensor.shape), (seed, tensor.fqn, written)
+        assert story.time.now_s <= 1.5 + plan.fill_after_s + 6.0 + SPARE_S
+
+
+def test_any_number_of_faults_in_any_job() -> None:
+    """Deaths, errors and delays at random. As long as each rank lives on somewhere, the checkpoint comes about."""
+    for seed in range(250):
+        dice = random.Random(seed)
+        shape = dice.choice([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
+        plan = Plan(*shape, mode=dice.choice([*SaveMode]), timeout_s=200.0)
+        faults: dict[int, dict[int, Fault]] = {}
+        costs: dict[int, dict[int, float]] = {}
+        for member in plan.members:
+            length = operations_of(plan, member)
+            if dice.random() < 0.4:
+                faults[member] = {dice.randrange(length): dice.choice([*DEATHS, *ERRORS])}
+            if dice.random() < 0.3:
+                costs[member] = {dice.randrange(length): dice.uniform(0.0, 4 * FILL_AFTER_S)}
+        starts = {member: dice.uniform(0.0, 2.0) for member in plan.members}
+        story = save(plan, disk_with(OLD), faults=faults, costs=costs, starts_s=starts)
+        errors = story.errors()
+        assert all(isinstance(error, (ProcessDied, StorageError, CheckpointDamagedError)) for error in errors.values())
+        alive = {member % plan.num_ranks for member in plan.members if member not in errors}
+        newest = newest_on(story.disk)
+        assert newest in (OLD, NEW), (seed, story.log())
+        check_old(story.disk)
+        if len(alive) == plan.num_ranks:
+            assert newest == NEW, (seed, story.log())
+            assert all(saved.is_closed for saved in story.saved().values()), seed
+        crashed = newest_on(story.disk.after_crash(seed))
+        assert crashed in (OLD, NEW), seed
+        assert crashed == NEW or not story.saved(), (seed, story.log())
+
+
+def test_a_slow_writer_that_was_replaced_comes_back_and_does_no_harm() -> None:
+    for number in range(4, operations_of(TWO_BY_TWO, 1), 3):
+        story = save(TWO_BY_TWO, costs={1: {number: 4 * FILL_AFTER_S}})
+        assert not story.errors(), story.log()
+        assert all(saved.is_closed for saved in story.saved().values())
+        assert newest_on(story.disk) == NEW
+
+
+# Who else saves
+
+
+def test_two_saves_of_one_step_do_not_meet() -> None:
+    disk = Disk()
+    first, second = Plan(save_id="q3-aa"), Plan(save_id="q4-bb")
+    assert not save(first, disk).errors()
+    before = disk.files()
+    assert not save(second, disk).errors()
+    assert before.items() <= disk.files().items()
+    assert newest_whole([plain_storage(disk)]).name == second.name
+    assert newest_on(disk) == NEW
+
+
+@pytest.mark.parametrize("plan", [ALONE, TWO_BY_TWO])
+def test_a_save_whose_part_is_there_already_is_refused_and_changes_nothing(plan: Plan) -> None:
+    disk = save(plan).disk
+    before = disk.files()
+    story = save(plan, disk)
+    for error in story.errors().values():
+        assert isinstance(error, CheckpointError)
+        assert "is there already" in str(error)
+    assert len(story.errors()) == len(plan.members)
+    assert disk.files() == before
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    volume = 1
+    for size in shape:
+        volume *= size
+    return volume

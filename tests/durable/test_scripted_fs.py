@@ -1,0 +1,224 @@
+"""The scripted file system: without faults it does what the real one does; with them, what a bad day does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.scripted_fs import DEATHS, Disk, Fault, ProcessDied, ScriptedSystem
+
+from torchft_ckpt.checkpointing.durable.local_storage import OsSystem, System
+
+NUM_OPERATIONS = 60
+KINDS = ["new", "write", "read", "close", "rename", "mkdir", "list", "kind", "size", "unlink", "rmdir", "sync"]
+
+
+def outcome(action: Callable[..., object], *arguments: object) -> object:
+    try:
+        return action(*arguments)
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+
+
+def content(system: System, path: str) -> bytes:
+    handle = system.open_existing(path)
+    memory = memoryview(bytearray(system.length(handle)))
+    done = 0
+    while count := system.read_into(handle, memory[done:], done) if done < len(memory) else 0:
+        done += count
+    system.close(handle)
+    return bytes(memory)
+
+
+def write(system: System, path: str, data: bytes, *, fsync: bool = False) -> None:
+    handle = system.open_new(path)
+    system.write(handle, memoryview(data))
+    if fsync:
+        system.fsync(handle)
+    system.close(handle)
+
+
+def random_sequence(dice: random.Random, system: System, root: str) -> list[object]:
+    """Carry out one random sequence, the same one for the same dice, and return what came of each operation."""
+    names = ["a", "b", "d", "d/a", "d/e", "d/e/a", "a/x", "d/"]
+    seen: list[object] = []
+    handles: list[int] = []
+    for _ in range(NUM_OPERATIONS):
+        path = f"{root}/{dice.choice(names)}"
+        beside = os.path.join(os.path.dirname(path.rstrip("/")), dice.choice("abe"))
+        data = dice.randbytes(dice.choice([0, 1, 600, 2000]))
+        kind = dice.choice(
+            ["new", "write", "read", "close", "rename", "mkdir", "list", "kind", "size", "unlink", "rmdir", "sync"]
+        )
+        which = dice.randrange(8)
+        if kind == "new" and not path.endswith("/"):
+            made = outcome(system.open_new, path)
+            if isinstance(made, int):
+                handles.append(made)
+            seen.append(made if isinstance(made, str) else "open")
+        elif kind == "write" and handles:
+            handle = handles[which % len(handles)]
+            seen += [outcome(system.write, handle, memoryview(data)), outcome(system.length, handle)]
+            seen.append(outcome(system.fsync, handle))
+        elif kind == "read" and outcome(system.is_directory, path) is not True:
+            seen.append(outcome(content, system, path))
+        elif kind == "close" and handles:
+            handle = handles.pop(which % len(handles))
+            seen.append(outcome(system.close, handle))
+        elif kind == "rename" and outcome(system.is_directory, path) is False:
+            seen.append(outcome(system.rename, path, beside))
+        elif kind == "mkdir":
+            seen.append(outcome(system.mkdir, path))
+        elif kind == "list":
+            found = outcome(system.listdir, path)
+            seen.append(sorted(found) if isinstance(found, list) else found)
+        elif kind == "kind":
+            seen.append(outcome(system.is_directory, path))
+        elif kind == "size":
+            seen.append(outcome(system.file_size, path))
+        elif kind == "unlink":
+            seen.append(outcome(system.unlink, path))
+        elif kind == "rmdir":
+            seen.append(outcome(system.rmdir, path))
+        elif kind == "sync":
+            seen.append(outcome(system.fsync_directory, path))
+    for handle in handles:
+        system.close(handle)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_without_faults_it_does_what_the_real_one_does(seed: int, tmp_path: Path) -> None:
+    scripted = ScriptedSystem()
+    scripted.mkdir("/root")
+    assert random_sequence(random.Random(seed), scripted, "/root") == random_sequence(
+        random.Random(seed), OsSystem(), str(tmp_path)
+    )
+    files = {f"/root/{path.relative_to(tmp_path)}": path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert scripted.files() == files
+    assert scripted.num_open == 0
+
+
+def test_a_sequence_that_was_fsynced_survives_every_crash() -> None:
+    system = ScriptedSystem()
+    system.mkdir("/d")
+    system.fsync_directory("/")
+    write(system, "/d/a", b"x" * 5000, fsync=True)
+    system.rename("/d/a", "/d/b")
+    system.fsync_directory("/d")
+    assert {tuple(system.after_crash(seed).files().items()) for seed in range(50)} == {(("/d/b", b"x" * 5000),)}
+
+
+def test_a_crash_may_lose_or_keep_each_thing_that_was_not_fsynced() -> None:
+    system = ScriptedSystem(disk=Disk())
+    system.disk.put("/a", b"old")
+    write(system, "/a.tmp", b"new" * 1000)
+    system.rename("/a.tmp", "/a")
+    left = [system.after_crash(seed).files() for seed in range(300)]
+    assert {"/a": b"old"} in left
+    assert {"/a": b"new" * 1000} in left
+    assert {"/a": b""} in left
+    assert any(0 < len(files["/a"]) < 3000 for files in left)
+    assert any(b"\0" in files["/a"] for files in left)
+    assert any("/a.tmp" in files for files in left)
+    assert left == [system.after_crash(seed).files() for seed in range(300)]
+    assert system.files() == {"/a": b"new" * 1000}
+
+
+def test_a_removal_that_was_not_fsynced_may_come_back() -> None:
+    system = ScriptedSystem()
+    for name in ("/a", "/b"):
+        system.disk.put(name, b"")
+        system.unlink(name)
+    left = {tuple(system.after_crash(seed).files()) for seed in range(100)}
+    assert left == {(), ("/a",), ("/b",), ("/a", "/b")}
+
+
+def test_a_killed_process_leaves_all_that_it_wrote_and_does_nothing_more() -> None:
+    system = ScriptedSystem({1: Fault.DEATH_AFTER})
+    handle = system.open_new("/a")
+    with pytest.raises(ProcessDied):
+        system.write(handle, memoryview(b"abc"))
+    for action in (lambda: system.close(handle), lambda: system.listdir("/"), lambda: system.fsync(handle)):
+        with pytest.raises(ProcessDied):
+            action()
+    assert system.after_kill().files() == {"/a": b"abc"}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_death_comes_before_within_or_after(death: Fault) -> None:
+    system = ScriptedSystem({1: death})
+    handle = system.open_new("/a")
+    with pytest.raises(ProcessDied):
+        system.write(handle, memoryview(b"x" * 100))
+    length = len(system.files()["/a"])
+    assert {Fault.DEATH_BEFORE: length == 0, Fault.DEATH_WITHIN: 0 < length < 100, Fault.DEATH_AFTER: length == 100}[
+        death
+    ]
+
+
+def test_one_process_dies_and_another_goes_on_with_the_same_disk() -> None:
+    system = ScriptedSystem({0: Fault.DEATH_BEFORE})
+    other = ScriptedSystem(disk=system.disk)
+    with pytest.raises(ProcessDied):
+        system.open_new("/a")
+    write(other, "/b", b"b")
+    assert other.files() == {"/b": b"b"}
+
+
+def test_an_error_is_before_its_operation_or_behind_it() -> None:
+    system = ScriptedSystem({0: Fault.EIO, 1: Fault.EIO_DONE, 2: Fault.ENOSPC})
+    for name, number in (("/a", errno.EIO), ("/b", errno.EIO), ("/c", errno.ENOSPC)):
+        with pytest.raises(OSError) as caught:
+            system.open_new(name)
+        assert caught.value.errno == number
+    assert system.files() == {"/b": b""}
+
+
+def test_a_short_write_and_a_short_read_say_what_they_did() -> None:
+    system = ScriptedSystem({1: Fault.SHORT, 4: Fault.SHORT})
+    handle = system.open_new("/a")
+    count = system.write(handle, memoryview(b"x" * 100))
+    assert 0 < count < 100 and system.files() == {"/a": b"x" * count}
+    system.close(handle)
+    handle = system.open_existing("/a")
+    assert 0 < system.read_into(handle, memoryview(bytearray(count)), 0) < count
+
+
+def test_an_fsync_that_failed_cannot_be_made_good() -> None:
+    system = ScriptedSystem({2: Fault.EIO})
+    handle = system.open_new("/a")
+    system.write(handle, memoryview(b"x" * 100))
+    with pytest.raises(OSError):
+        system.fsync(handle)
+    system.fsync(handle)
+    system.fsync_directory("/")
+    assert any(system.after_crash(seed).files() == {"/a": b""} for seed in range(50))
+
+
+def test_a_full_disk_takes_what_fits_and_has_room_again_when_something_goes() -> None:
+    system = ScriptedSystem(disk=Disk(capacity_bytes=150))
+    write(system, "/a", b"x" * 100)
+    handle = system.open_new("/b")
+    assert system.write(handle, memoryview(b"y" * 100)) == 50
+    with pytest.raises(OSError) as caught:
+        system.write(handle, memoryview(b"y"))
+    assert caught.value.errno == errno.ENOSPC
+    system.unlink("/a")
+    assert system.write(handle, memoryview(b"y" * 60)) == 60
+
+
+def test_operations_are_counted_and_logged() -> None:
+    system = ScriptedSystem()
+    write(system, "/a", b"abc", fsync=True)
+    assert system.num_operations == 4
+    assert [str(line).split() for line in system.log] == [
+        ["0", "open_new", "/a"],
+        ["1", "write", "/a", "3", "at", "0"],
+        ["2", "fsync", "/a"],
+        ["3", "close", "/a"],
+    ]

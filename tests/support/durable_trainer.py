@@ -1,0 +1,193 @@
+"""One rank of a replica group that saves durable checkpoints and restores from them; a process of its own, reporting JSON lines.
+
+All groups learn from the same batches, which the step names: so the digest of all full tensors after a step is the same in every
+life of a job and for every group, and a state that was restored can be told from any other. (Not for every size of a group.)
+
+Options, beside those of `Job.start`: `storage` and `local` (places), `tier`, `save_at` or `save_every` (steps), `layout` (`plain`,
+or `sharded` over the group's ranks), and `hang`: {step, operation, file}: this rank's save of that step never returns from that
+operation on a file of whose name that is a part. It says `hanging` then, and is to be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from sharded.digest import digest_of
+from sharded.task import batch_of, make_model
+from train_hsdp import shard
+
+from torchft_ckpt import Checkpointer, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, SavedCheckpoint, Tier
+from torchft_ckpt import checkpointer as checkpointer_module
+from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage, OsSystem
+from torchft_ckpt.fsdp import set_all_reduce_hook
+
+BATCH_SIZE = 4
+
+
+def report(event: str, **fields: Any) -> None:
+    """Any thread: one write, so that lines never mix."""
+    os.write(1, (json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n").encode())
+
+
+class HangingSystem(OsSystem):
+    """The operating system, one operation of which never returns."""
+
+    def __init__(self, *, step: int, operation: str, file: str) -> None:
+        self._directory = f"step-{step:012d}."
+        self._operation = operation
+        self._file = file
+        self._paths: dict[int, str] = {}
+
+    def _consider(self, operation: str, path: str) -> None:
+        if operation == self._operation and self._directory in path and self._file in Path(path).name:
+            report("hanging", operation=operation, file=Path(path).name)
+            threading.Event().wait()
+
+    def open_new(self, path: str) -> int:
+        handle = super().open_new(path)
+        self._paths[handle] = path
+        return handle
+
+    def write(self, handle: int, data: memoryview) -> int:
+        written = super().write(handle, data[: max(1, len(data) // 2)])
+        self._consider("write", self._paths[handle])
+        return written
+
+    def fsync(self, handle: int) -> None:
+        self._consider("fsync", self._paths[handle])
+        super().fsync(handle)
+
+    def rename(self, old: str, new: str) -> None:
+        self._consider("rename", new)
+        super().rename(old, new)
+
+
+def report_saved(step: int, future: Future[SavedCheckpoint]) -> None:
+    error = future.exception()
+    if error is not None:
+        report("saved", step=step, error=type(error).__name__, message=str(error))
+        return
+    saved = future.result()
+    report(
+        "saved",
+        step=saved.step,
+        error=None,
+        name=saved.name,
+        is_closed=saved.is_closed,
+        num_fills=saved.num_fills,
+        written_bytes=saved.written_bytes,
+    )
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    if num_ranks > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    model = make_model(options["seed"])
+    if options.get("layout", "plain") == "sharded":
+        shard(model)
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": adamw.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        adamw.load_state_dict(state["optimizer"])
+
+    transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    manager = Manager(
+        ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict,
+        state_dict,
+        min_replica_size=options.get("min_replica_size", 1),
+        replica_id=options["replica_id"],
+        lighthouse_addr=options["lighthouse"],
+        checkpoint_transport=transport,
+        timeout=timedelta(seconds=30),
+        join_budget=timedelta(seconds=10),
+    )
+    if "hang" in options:
+        system = HangingSystem(**options["hang"])
+        checkpointer_module.open_storage = lambda location, **_: LocalStorage(location, system=system)
+    checkpointer = Checkpointer(
+        options["storage"],
+        manager=manager,
+        local_location=options.get("local"),
+        fill_after=timedelta(seconds=options.get("fill_after_s", 30.0)),
+    )
+    restored = checkpointer.restore()
+    report(
+        "restored",
+        pid=os.getpid(),
+        rung=restored.rung.value,
+        step=restored.step,
+        reason=restored.reason,
+        own=restored.own,
+        bytes_from_storage=restored.bytes_from_storage,
+        bytes_from_peers=restored.bytes_from_peers,
+        manager_step=manager.current_step(),
+        batches_committed=manager.batches_committed(),
+        digest=digest_of(**state_dict()),
+        dtensors=sum(type(tensor).__name__ == "DTensor" for tensor in model.state_dict().values()),
+        random=torch.rand(1).item(),
+    )
+    set_all_reduce_hook(manager, model) if options.get("layout") == "sharded" else None
+    optimizer = Optimizer(manager, adamw)
+    save_at, save_every = options.get("save_at", []), options.get("save_every", 0)
+    stop = Path(options["control"]) / "stop"
+    try:
+        while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+            before = manager.statistics()
+            optimizer.zero_grad()
+            time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
+            inputs, targets = batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            if options.get("layout", "plain") == "plain":
+                for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
+                    work.wait()
+            optimizer.step()
+            after = manager.statistics()
+            step, is_committed = manager.current_step(), after.num_committed > before.num_committed
+            if is_committed and (step in save_at or (save_every and step % save_every == 0)):
+                own = {"position": step, "rank": rank, "of": options["replica_id"]}
+                future = checkpointer.save(own=own, tier=Tier(options.get("tier", "storage")))
+                future.add_done_callback(lambda done, step=step: report_saved(step, done))
+            report(
+                "step",
+                step=step,
+                committed=is_committed,
+                discarded=after.num_discarded > before.num_discarded,
+                participants=manager.num_participants(),
+                healed=after.num_healed,
+                digest=digest_of(**state_dict()),
+            )
+        checkpointer.shutdown()
+        report("done", step=manager.current_step(), digest=digest_of(**state_dict()))
+        if num_ranks > 1:
+            dist.barrier()
+    finally:
+        manager.shutdown()
+        transport.shutdown()
+    os._exit(0)  # all is shut down; to free what was forked takes the interpreter some seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,525 @@
+"""Durable checkpoints for a training loop: save without stopping it, restore from whatever holds the newest state.
+
+It puts the parts together: what a Manager says of itself, the save's worker, the readers, the ladder. Rules are elsewhere:
+who writes what in `core/shares.py`, what to wait for in `core/saving.py`, what to remove in `core/retention.py`, where to take
+a state from in `core/ladder.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
+from torchft_ckpt.checkpointing.durable.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, list_checkpoints
+from torchft_ckpt.checkpointing.durable.finding import MeetingPlace, ReadTogether, read_newest
+from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.loading import ReadWants, load_into, load_state
+from torchft_ckpt.checkpointing.durable.names import METADATA, checkpoint_name
+from torchft_ckpt.checkpointing.durable.part_writer import Writers
+from torchft_ckpt.checkpointing.durable.random_state import get_random_state, set_random_state
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker
+from torchft_ckpt.checkpointing.durable.storage import Storage, open_storage
+from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
+from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.core.ladder import Choice, Rung, choose_rung
+from torchft_ckpt.core.retention import plan_removals
+from torchft_ckpt.core.saving import Member
+from torchft_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    SaveInFlightError,
+    StorageError,
+)
+from torchft_ckpt.manager.saving import (
+    NotSaving,
+    SaveIdentity,
+    group_name,
+    load_saved,
+    save_identity,
+    state_to_save,
+    template_to_load,
+)
+from torchft_ckpt.manager.still import hold_still
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager import Manager
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_STAGING_SHARE = 4
+
+
+class Tier(Enum):
+    """Where a save goes."""
+
+    STORAGE = "storage"
+    """What all ranks can read."""
+    LOCAL = "local"
+    """The disk of this host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Where a state came from, or is to come from."""
+
+    rung: Rung
+    step: int | None
+    """None where there is no state yet."""
+    reason: str
+    own: object = None
+    """What this rank gave as `own` to `save`; None where it is not the rank that saved it."""
+    bytes_from_storage: int = 0
+    bytes_from_peers: int = 0
+
+
+class Checkpointer:
+    """Saves and restores the state of one rank's job. Methods belong to the training thread, unless they say otherwise.
+
+    With a Manager it saves what replicas heal from, and who saves is who committed the last step. Without one, every rank of
+    torch.distributed's default group saves the state dict that it is given; the optimizers that change it are named by
+    `guard_optimizer`, else each save copies the state at once.
+
+    Args:
+        location: a directory, or a URL of fsspec; all ranks see the same.
+        manager: of this rank.
+        local_location: a directory on this host's own disk, for saves of `Tier.LOCAL`.
+        mode: who writes what in `location`. On local disks each group writes a whole copy, so that the loss of one costs none.
+        keep_last: how many whole checkpoints stay; None: all.
+        keep_every: checkpoints of a multiple of this step stay for ever.
+        fill_after: how long nothing may be seen of a writer until others write its share. Too short costs bytes that are
+            written twice, nothing else.
+        timeout: of a save, in the background.
+        staging_budget_bytes: at most so much is copied aside for a save; beyond it the save fails, training goes on. Default:
+            a quarter of this machine's memory.
+        storage_options: for fsspec (credentials, endpoint).
+        save_random_state: save and restore this rank's random number generators.
+        is_replicated: whether tensors that are not sharded are the same on all ranks of a group; False for the stages of a
+            pipeline.
+        reuse_buffers: keep the copies' memory for the next save; False frees it after each.
+        on_progress: told how far this rank's share of a save is, on the save's thread.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        *,
+        manager: Manager | None = None,
+        local_location: str | os.PathLike[str] | None = None,
+        mode: SaveMode = SaveMode.SHARED,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        fill_after: timedelta = timedelta(seconds=30),
+        timeout: timedelta = timedelta(minutes=30),
+        staging_budget_bytes: int | None = None,
+        storage_options: dict[str, Any] | None = None,
+        save_random_state: bool = True,
+        is_replicated: bool = True,
+        reuse_buffers: bool = True,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        for name, limit in (("fill_after", fill_after), ("timeout", timeout)):
+            if limit <= timedelta(0):
+                raise ConfigError(f"{name}={limit}: a positive duration was expected", name)
+        plan_removals([0], keep_last=keep_last, keep_every=keep_every, whole=[])
+        self._storages = {Tier.STORAGE: open_storage(location, **(storage_options or {}))}
+        if local_location is not None:
+            self._storages[Tier.LOCAL] = open_storage(local_location)
+        self._manager = manager
+        self._mode = mode
+        self._keep = (keep_last, keep_every)
+        self._fill_after = fill_after
+        self._timeout = timeout
+        self._saves_random_state = save_random_state
+        self._on_progress = on_progress
+        self._alone = None if manager is not None else _identity_alone()
+        rank, num_ranks = self._place()
+        self._index = HoldingsIndex(rank, num_ranks, is_replicated=is_replicated)
+        self._lock = StateDictLock() if manager is None else manager.state_dict_lock
+        budget = staging_budget_bytes
+        if budget is None and (memory := _physical_memory_bytes()) is not None:
+            budget = memory // _STAGING_SHARE
+        self._pool = BufferPool(DEFAULT_BLOCK_BYTES, budget)
+        if reuse_buffers:
+            self._pool.open("checkpointer")
+        self._guarded: list[torch.optim.Optimizer] = []
+        self._in_flight: CapturedState | None = None
+        self._worker: SaveWorker | None = None
+        self._threads: list[threading.Thread] = []
+        self._num_loads = 0
+        self._lock.add_before_write(self._detach)
+
+    def __repr__(self) -> str:
+        what = "saving" if self._is_busy() else "idle"
+        return f"Checkpointer({self._storages[Tier.STORAGE].location!r}, {what})"
+
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say that this optimizer changes the state, where no Manager guards it: its steps wait for the copy of a save.
+
+        State that other code changes (BatchNorm's statistics) is copied at once if it is small.
+        """
+        self._guarded.append(optimizer)
+        if self._manager is not None:
+            return
+        optimizer.register_step_pre_hook(lambda *_: self._lock.acquire_write())
+        optimizer.register_step_post_hook(lambda *_: self._lock.release_write())
+
+    # ---------------------------------------------------------------------------------------------------------- save
+
+    def save(
+        self,
+        state_dict: dict[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        own: object = None,
+        tier: Tier = Tier.STORAGE,
+    ) -> Future[SavedCheckpoint]:
+        """Save the state of now, in the background. Every rank calls it between the same two steps.
+
+        Nothing is copied before the state is about to change: what has not been written by then is copied aside, and the
+        trainer waits for that copy alone. Whatever goes wrong with the writing is in the future and the log, not raised.
+
+        Args:
+            state_dict: nested dicts and lists of tensors and plain values, or objects with `state_dict()`; default: what the
+                Manager's registered functions return.
+            step: its step; default: the Manager's. Without a Manager it is needed.
+            own: plain values that belong to this rank alone, such as its position in the data.
+            tier: where to.
+
+        Returns:
+            what became of it. With `SaveInFlightError` where the save before has not ended, and with `CheckpointError` where
+            this rank has no part in it, because it did not commit the last step.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried.
+            ConfigError: an argument is missing or cannot be used.
+        """
+        if tier not in self._storages:
+            raise ConfigError(f"tier={tier}: no local_location was given", "tier")
+        future: Future[SavedCheckpoint] = Future()
+        if self._is_busy():
+            logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
+            future.set_exception(SaveInFlightError("the save before this one has not ended", "save"))
+            return future
+        identity = self._identity(step)
+        if isinstance(identity, NotSaving):
+            logger.info("this rank has no part in a save: %s", identity.reason)
+            future.set_exception(CheckpointError(f"this rank has no part in the save: {identity.reason}", "save"))
+            return future
+        name = checkpoint_name(identity.step, identity.save_id)
+        state = self._state_of(state_dict)
+        kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
+        with self._lock.read():
+            if state_dict is not None and self._guarded:
+                state = hold_still(state, self._guarded)
+            captured = CapturedState(
+                state, step=identity.step, own=kept, lock=self._lock, pool=self._pool, index=self._index
+            )
+            if self._manager is None and not self._guarded:
+                captured.snapshot.detach()  # nobody would tell us that it is about to change
+        task = SaveTask(
+            storage=self._storages[tier],
+            name=name,
+            member=Member(identity.replica, identity.rank),
+            writers=Writers(identity.num_replicas, identity.num_ranks, identity.replica_id),
+            mode=self._mode if tier is Tier.STORAGE else SaveMode.EVERY_GROUP,
+            is_storage_shared=tier is Tier.STORAGE,
+            fill_after_s=self._fill_after.total_seconds(),
+            timeout_s=self._timeout.total_seconds(),
+        )
+        worker = SaveWorker(task, captured, on_progress=self._on_progress)
+        self._in_flight, self._worker = captured, worker
+        thread = threading.Thread(
+            target=self._run, args=(worker, task, captured), name="torchft_ckpt-save", daemon=True
+        )
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
+        return worker.future
+
+    def _run(self, worker: SaveWorker, task: SaveTask, captured: CapturedState) -> None:
+        """On the save's thread. The next save may begin while old checkpoints are being removed."""
+        worker.run()
+        if self._in_flight is captured:
+            self._in_flight = None
+        if worker.future.exception() is None and (not task.is_storage_shared or task.member == Member(0, 0)):
+            try:
+                self._remove_old(task)
+            except StorageError as error:
+                logger.warning("old checkpoints stay for now: %s", error)
+
+    def _remove_old(self, task: SaveTask) -> None:
+        keep_last, keep_every = self._keep
+        if keep_last is None:
+            return
+        storage = task.storage
+        names = list_checkpoints(storage)
+        # Of a disk that only this host sees it is not to be seen who else has a part.
+        whole = [name for name in names if not task.is_storage_shared or METADATA in storage.names(str(name))]
+        for name in plan_removals(
+            names, keep_last=keep_last, keep_every=keep_every, whole=whole, in_flight=[task.name]
+        ):
+            logger.info("checkpoint %s is removed", name)
+            storage.remove_tree(str(name))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until no save is in flight; return whether that is so. Any thread."""
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for thread in self._threads:
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def shutdown(self, *, wait: bool = True) -> None:
+        """End: let the save in flight finish, or give it up. May be called twice."""
+        if not wait and self._worker is not None:
+            self._worker.cancel()
+        self.wait()
+        self._lock.remove_before_write(self._detach)
+        self._pool.close("checkpointer")
+
+    def _is_busy(self) -> bool:
+        return self._worker is not None and not self._worker.future.done()
+
+    def _detach(self) -> None:
+        captured = self._in_flight
+        if captured is not None:
+            captured.snapshot.detach()
+
+    def _state_of(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
+        if state_dict is not None:
+            state = {key: _state_of_value(value) for key, value in state_dict.items()}
+            return state if self._manager is None else {**state, "torchft": self._manager.state_dict()}
+        if self._manager is None:
+            raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
+        return state_to_save(self._manager)
+
+    def _identity(self, step: int | None) -> SaveIdentity | NotSaving:
+        if self._manager is not None:
+            identity = save_identity(self._manager)
+            if isinstance(identity, SaveIdentity) and step is not None and step != identity.step:
+                raise ConfigError(f"step={step}: the Manager's state is that of step {identity.step}", "step")
+            return identity
+        if step is None:
+            raise ConfigError("without a Manager, save needs a step", "step")
+        if self._alone is None:
+            raise ConfigError("this rank has no place in a job", "manager")
+        return self._alone._replace(step=step)
+
+    def _place(self) -> tuple[int, int]:
+        if self._manager is not None:
+            return self._manager.group_rank, self._manager.group_world_size
+        return (self._alone.rank, self._alone.num_ranks) if self._alone is not None else (0, 1)
+
+    # ---------------------------------------------------------------------------------------------------------- load
+
+    def load(self, state_dict: MutableMapping[str, Any], *, step: int | None = None) -> Restored:
+        """Load the newest whole checkpoint into a state dict, in place, as `torch.distributed.checkpoint.load` does.
+
+        Names that the checkpoint has and the state dict has not are left out. Objects with `load_state_dict` are loaded by it.
+        Where torch.distributed is initialized all of its ranks call it: together they read each byte once.
+
+        Args:
+            state_dict: says what is wanted, on which layout.
+            step: of that step only.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            StateMismatchError: what is wanted is not in it, or of another shape or dtype.
+            StorageError: the storage failed.
+        """
+        template = {key: _state_of_value(value) for key, value in state_dict.items()}
+
+        def make(reader: CheckpointReader, read: ReadWants) -> None:
+            load_into(reader, template, read)
+
+        with self._place_to_meet() as place:
+            outcome = read_newest(self._all_storages(), make, step=step, place=place)
+        for key, value in state_dict.items():
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(template[key])
+            else:
+                state_dict[key] = template[key]
+        rank = self._place()[0]
+        own = outcome.checkpoint_reader.own("", rank) if self._alone is None or self._alone.replica == 0 else None
+        rung = self._rung_of(outcome.checkpoint)
+        return _said(self._restored(rung, outcome, own, f"step {outcome.step} from {rung.value}"))
+
+    def restore(self, *, step: int | None = None, timeout: timedelta | None = None) -> Restored:
+        """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
+
+        Where peers hold it nothing is loaded here: the first step heals from them. All ranks of all groups that start call it.
+        Groups that start together read each byte of a checkpoint once, and send it to each other.
+
+        Args:
+            step: load the checkpoint of this step, whatever else there is.
+            timeout: for meeting the other groups; default: the Manager's `quorum_timeout`.
+
+        Returns:
+            where the state comes from; `Rung.NOTHING` where there is none yet.
+
+        Raises:
+            ConfigError: there is no Manager: use `load`.
+            StateMismatchError: the state does not fit what is registered here.
+            StorageError: the storage failed.
+            CheckpointNotFoundError: there is none of that step.
+            StateDictLoadError: a registered function raised.
+        """
+        manager = self._manager
+        if manager is None:
+            raise ConfigError("restore needs a Manager; use load", "manager")
+        gathering = manager.gather(timeout)
+        in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
+        peers = gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)
+        found = {tier: _newest(storage, is_closed=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
+        choice = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
+        if step is None and choice.rung in (Rung.MEMORY, Rung.PEERS):
+            return _said(Restored(rung=choice.rung, step=choice.step, reason=choice.reason))
+        rank = manager.group_rank
+        name = group_name(manager)
+
+        def make(reader: CheckpointReader, read: ReadWants) -> dict[str, Any]:
+            local = LocalState(template_to_load(manager))
+            return load_state(reader.checkpoint, read, local, replica_id=name, rank=rank, in_place=True)
+
+        place = None
+        if gathering is not None and gathering.store is not None and isinstance(manager.transport, HTTPTransport):
+            place = MeetingPlace(
+                store=gathering.store,
+                member=gathering.member,
+                num_members=gathering.num_members,
+                transport=manager.transport,
+            )
+        try:
+            outcome = read_newest(self._all_storages(), make, step=step, place=place)
+        except CheckpointNotFoundError as error:
+            if step is not None:
+                raise
+            nothing = Choice(Rung.NOTHING, None, f"there is no state to go on from: {error}")
+            return _said(Restored(rung=nothing.rung, step=None, reason=nothing.reason))
+        if step is None and peers is not None and peers >= outcome.step:  # what was newer is not whole
+            manager.report_torn_state()
+            reason = f"step {peers} from peers: the newest that can be read from disks is {outcome.step}"
+            return _said(Restored(rung=Rung.PEERS, step=peers, reason=reason))
+        load_saved(manager, outcome.made)
+        own = outcome.checkpoint_reader.own(name, rank)
+        chosen = self._rung_of(outcome.checkpoint)
+        found[Tier.LOCAL if chosen is Rung.LOCAL_DISK else Tier.STORAGE] = outcome.step
+        reason = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
+        return _said(self._restored(chosen, outcome, own, reason))
+
+    def _restored(self, rung: Rung, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
+        kept = own if isinstance(own, dict) else {}
+        if self._saves_random_state and kept.get("random") is not None:
+            set_random_state(kept["random"])
+        return Restored(
+            rung=rung,
+            step=outcome.step,
+            reason=reason,
+            own=kept.get("user"),
+            bytes_from_storage=outcome.bytes_from_storage,
+            bytes_from_peers=outcome.bytes_from_peers,
+        )
+
+    def _all_storages(self) -> list[Storage]:
+        return [self._storages[tier] for tier in (Tier.LOCAL, Tier.STORAGE) if tier in self._storages]
+
+    def _rung_of(self, checkpoint: Checkpoint) -> Rung:
+        local = self._storages.get(Tier.LOCAL)
+        shared = self._storages[Tier.STORAGE]
+        is_local = local is not None and not any(part.storage is shared for part in checkpoint.parts)
+        return Rung.LOCAL_DISK if is_local else Rung.STORAGE
+
+    @contextlib.contextmanager
+    def _place_to_meet(self) -> Iterator[MeetingPlace | None]:
+        """Where the ranks of torch.distributed meet for a load, with a transport of its own."""
+        store = _default_store()
+        alone = self._alone
+        if store is None or alone is None or alone.num_ranks < 2:
+            yield None
+            return
+        self._num_loads += 1
+        transport: HTTPTransport[Any] = HTTPTransport()
+        try:
+            yield MeetingPlace(
+                store=torch.distributed.PrefixStore(f"torchft_ckpt/load/{alone.save_id}/{self._num_loads}", store),
+                member=alone.rank,
+                num_members=alone.num_ranks,
+                transport=transport,
+            )
+        finally:
+            transport.shutdown()
+
+
+def _said(restored: Restored) -> Restored:
+    logger.info("restored: %s", restored.reason)
+    return restored
+
+
+def _state_of_value(value: Any) -> Any:
+    """Return the state of an object that has one, as `torch.distributed.checkpoint.save` does at the root."""
+    get: Callable[[], Any] | None = getattr(value, "state_dict", None)
+    return get() if callable(get) and hasattr(value, "load_state_dict") else value
+
+
+def _newest(storage: Storage, *, is_closed: bool) -> int | None:
+    """Return the newest step that there is, without reading it; `is_closed`: that somebody has seen to be whole."""
+    for name in list_checkpoints(storage):
+        if not is_closed or METADATA in storage.names(str(name)):
+            return name.step
+    return None
+
+
+def _physical_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _default_store() -> torch.distributed.Store | None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+_num_alone = 0
+
+
+def _identity_alone() -> SaveIdentity:
+    """Return the place of this rank in torch.distributed's default group, and a name for this run that all its ranks share."""
+    global _num_alone
+    store = _default_store()
+    if store is None:
+        return SaveIdentity(0, f"run-{secrets.token_hex(6)}", 0, 1, 0, 1, "")
+    _num_alone += 1
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
+    agreed = store.compare_set(f"torchft_ckpt/run/{_num_alone}", "", proposal)
+    return SaveIdentity(0, bytes(agreed).decode(), 0, 1, rank, num_ranks, "")
+
+
+def checkpoints_in(location: str | os.PathLike[str], **storage_options: Any) -> Sequence[int]:
+    """Return the steps of the whole checkpoints of a place, the newest first."""
+    storage = open_storage(location, **storage_options)
+    return [name.step for name in list_checkpoints(storage) if METADATA in storage.names(str(name))]

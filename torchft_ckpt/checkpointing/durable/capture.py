@@ -1,0 +1,139 @@
+"""The state of one step on its way to storage: fixed while it is written, and captured without a copy.
+
+It is the transport's copy-on-write snapshot with one receiver, the save; beside it, what the trainer's thread alone can say: who
+holds what, DCP's names, and plain values, which are captured at once because they are small. It knows no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex, TensorHoldings
+from torchft_ckpt.checkpointing.durable.manifest import PlainValue, decode_value, encode_value
+from torchft_ckpt.checkpointing.durable.records import value_record
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, read_region
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.regions import c_strides, region_of, slices
+from torchft_ckpt.core.boxes import Box, contains
+from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
+
+RECEIVER = "save"
+_MAX_SPAN_BYTES = 4 * 1024 * 1024
+
+
+class CapturedValue(NamedTuple):
+    """A leaf of the state, as DCP sees it, that is no tensor."""
+
+    fqn: str
+    path: tuple[str | int, ...]
+    value: PlainValue
+
+    def record(self) -> bytes:
+        """Return the record that DCP reads."""
+        return value_record(decode_value(self.value))
+
+
+class CapturedState:
+    """A state that is being saved.
+
+    Args:
+        state: a dict; tensors are referred to until they are copied aside, everything else is captured now.
+        step: the step that it is the state of.
+        own: what belongs to this rank alone.
+        lock: the lock that the trainer mutates the state under; held for reading, or by the caller between two steps.
+        pool: where copies go.
+        index: works out who holds what.
+
+    Raises:
+        UnsupportedValueError: something in it cannot be carried; the message has its path.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        own: object,
+        lock: StateDictLock,
+        pool: BufferPool,
+        index: HoldingsIndex,
+    ) -> None:
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        self.step = step
+        self.holdings: list[TensorHoldings] = []
+
+        def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+            self.holdings = [index.holdings_of(path, tensor) for path, tensor in tensors]
+
+        try:
+            flat, self.paths = flatten_state_dict(state)
+        except ValueError as error:
+            raise UnsupportedValueError(f"state dict: {error}", "state_dict") from error
+        self.own = encode_value(own, "own")
+        self.values = [
+            CapturedValue(fqn, self.paths[fqn], encode_value(value, fqn))
+            for fqn, value in flat.items()
+            if not isinstance(value, torch.Tensor)
+        ]
+        self.snapshot = Snapshot(state, step=step, lock=lock, pool=pool, num_expected=0, see_tensors=see)
+        names = [held.fqn for held in self.holdings]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            self.snapshot.close()
+            raise UnsupportedValueError(f"state dict: two tensors are named {twice!r}", twice)
+        self.snapshot.register(RECEIVER)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What this rank holds, and the tree of the state."""
+        return self.snapshot.manifest
+
+    def copy_ahead(self) -> None:
+        """Copy aside what the trainer would have to wait for; on the save's thread, beside the forward pass.
+
+        Raises:
+            LockTimeoutError: a writer held the lock for its whole timeout.
+        """
+        while self.snapshot.copy_ahead():
+            pass
+
+    def read(self, tensor: int, box: Box, memory: memoryview) -> None:
+        """Copy the elements of a box to memory of its length, in C order.
+
+        Raises:
+            CheckpointError: it is not held here, or not any more.
+        """
+        entry = self.manifest.tensors[tensor]
+        itemsize = parse_dtype(entry.dtype).itemsize
+        chunk = next((chunk for chunk in entry.chunks if contains(box_of(chunk), box)), None)
+        if chunk is None or len(memory) != box.volume * itemsize:
+            raise CheckpointError(f"{box} of {entry.fqn[:120]!r} is not held by this rank", party="save")
+        inner = Box(tuple(low - base for low, base in zip(box.offsets, chunk.offsets, strict=True)), box.sizes)
+        strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
+        base = self.manifest.segments[chunk.segment][0] + chunk.byte_offset
+        at = 0
+        for piece in slices(region_of(base, strides, inner, itemsize), SLICE_BYTES, _MAX_SPAN_BYTES):
+            at += len(read_region(self.snapshot, piece, memory[at:]))
+
+    def close(self) -> None:
+        """Free everything; the trainer never waits for it again."""
+        self.snapshot.finish(RECEIVER)
+        self.snapshot.close()
+
+    def num_bytes(self) -> int:
+        """How many bytes of tensors are held here."""
+        return sum(
+            math.prod(chunk.sizes) * parse_dtype(entry.dtype).itemsize
+            for entry in self.manifest.tensors
+            for chunk in entry.chunks
+        )

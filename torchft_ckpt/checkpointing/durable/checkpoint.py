@@ -1,0 +1,409 @@
+"""What a durable checkpoint contains, by all of its manifests together, and whether it is whole. It reads manifests, no tensors.
+
+The parts of one checkpoint may lie in several storages, such as the local disks of the hosts. A part whose storage cannot be
+reached from here still counts for whether the checkpoint is whole, but nothing is read from it.
+
+A manifest that cannot be read, is of another checkpoint, names a file of another length, or is there twice with other contents
+is left aside with a reason: the rest of the checkpoint is as it would be without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import torch
+
+from torchft_ckpt.checkpointing.durable.manifest import (
+    MAX_MANIFEST_BYTES,
+    PartManifest,
+    PieceEntry,
+    ValueEntry,
+    decode_part,
+)
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.local_state import some_of
+from torchft_ckpt.core.boxes import Box, intersect, whole
+from torchft_ckpt.core.coverage import missing_boxes, subtract
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing.durable.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 8
+Path = tuple[str | int, ...]
+"""The keys that lead to a tensor or a value: DCP's `planner_data`."""
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Part(NamedTuple):
+    """A part of a checkpoint, and where it lies."""
+
+    manifest: PartManifest
+    storage: Storage | None
+    """None where it cannot be reached from here."""
+
+    @property
+    def name(self) -> PartName:
+        """Its name."""
+        return self.manifest.name
+
+    def path_of(self, file: int) -> str:
+        """Return the path in its storage of one of its files."""
+        return f"{self.manifest.checkpoint}/{self.manifest.files[file].name}"
+
+
+class Piece(NamedTuple):
+    """A box of a tensor that lies in a file."""
+
+    box: Box
+    part: Part
+    entry: PieceEntry
+
+    @property
+    def path(self) -> str:
+        """The path in its storage of the file that it is in."""
+        return self.part.path_of(self.entry.file)
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    fqn: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+    """In the order of parts; they may overlap."""
+
+
+class SavedValue(NamedTuple):
+    """A leaf of the state that is no tensor to DCP, in the first part that has a record of it. The value itself is in `tree`."""
+
+    path: Path
+    part: Part
+    entry: ValueEntry
+
+
+class Holes(NamedTuple):
+    """What a checkpoint lacks to be whole."""
+
+    ranks: list[int]
+    """Of no replica is there a manifest of these ranks: what they hold is not known."""
+    boxes: dict[str, list[Box]]
+    """By fqn, what no piece covers."""
+    values: list[str]
+    conflicts: list[str]
+    """What its parts contradict each other in, as sentences: no part that is written can mend that."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ranks or self.boxes or self.values or self.conflicts)
+
+
+class Checkpoint:
+    """The parts of one checkpoint.
+
+    Args:
+        name: its name.
+        parts: those that are there, from any number of storages.
+        left_aside: what was found and does not count, as sentences that say why.
+    """
+
+    def __init__(self, name: CheckpointName, parts: Sequence[Part], left_aside: Sequence[str] = ()) -> None:
+        self.name = name
+        self.parts = sorted(parts, key=lambda part: part.name)
+        self.left_aside = [*left_aside]
+        self.tensors: dict[str, SavedTensor] = {}
+        """By fqn. Those that parts contradict each other on are of the first part's shape, and never read."""
+        self.values: dict[str, SavedValue] = {}
+        self.divergent: list[str] = []
+        """Tensors whose bytes differ between replicas, where one box is there twice: the first part's are used."""
+        self._expected_values: dict[str, None] = {}
+        self._conflicts: dict[str, None] = {}
+        with collector_paused():
+            for part in self.parts:
+                self._add(part)
+            self._compare()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.name)!r}, {len(self.parts)} parts, {len(self.tensors)} tensors)"
+
+    def holes(self) -> Holes:
+        """Return what it lacks to be whole. That its files are there and as long as they should be was seen when it was read."""
+        num_ranks = self.parts[0].manifest.num_ranks if self.parts else 1
+        ranks = {part.manifest.rank for part in self.parts}
+        boxes: dict[str, list[Box]] = {}
+        conflicts = [*self._conflicts]
+        for tensor in self.tensors.values():
+            try:
+                missing = missing_boxes(tensor.shape, [piece.box for piece in tensor.pieces])
+            except ValueError as error:
+                conflicts.append(f"{tensor.fqn[:120]} is in too many pieces: {error}")
+                continue
+            if missing:
+                boxes[tensor.fqn] = missing
+        values = [fqn for fqn in self._expected_values if fqn not in self.values]
+        return Holes([rank for rank in range(num_ranks) if rank not in ranks], boxes, values, conflicts)
+
+    def own_part(self, replica_id: str, rank: int) -> Part | None:
+        """Return the share that a rank of a named replica group wrote; None where there is none."""
+        for part in self.parts:
+            if (part.manifest.replica_id, *part.name[1:]) == (replica_id, rank, 0):
+                return part
+        return None
+
+    def _add(self, part: Part) -> None:
+        manifest = part.manifest
+        first = self.parts[0].manifest
+        if manifest.num_ranks != first.num_ranks:
+            self._conflict(
+                f"{first.name.manifest} is of groups of {first.num_ranks} ranks, {manifest.name.manifest} of {manifest.num_ranks}"
+            )
+        mine: list[SavedTensor] = []
+        for entry in manifest.tensors:
+            tensor = SavedTensor(entry.fqn, tuple(entry.path), parse_dtype(entry.dtype), tuple(entry.shape), [])
+            known = self.tensors.setdefault(entry.fqn, tensor)
+            if known[:4] != tensor[:4]:
+                self._conflict(
+                    f"{entry.fqn[:120]} is {known.dtype}{[*known.shape]} at {known.path} in one part, "
+                    f"{tensor.dtype}{[*tensor.shape]} at {tensor.path} in {manifest.name.manifest}"
+                )
+                known = tensor  # what it has of it is dropped
+            mine.append(known)
+        for piece in manifest.pieces:
+            mine[piece.tensor].pieces.append(Piece(piece.box, part, piece))
+        for value in manifest.values:
+            known_value = self.values.setdefault(value.fqn, SavedValue(tuple(value.path), part, value))
+            if known_value.path != tuple(value.path):
+                self._conflict(
+                    f"the value {value.fqn[:120]} lies at {known_value.path} in one part, {value.path} in another"
+                )
+        self._expected_values.update(dict.fromkeys(manifest.holds_values))
+
+    def _compare(self) -> None:
+        for tensor in self.tensors.values():
+            digests: dict[Box, str] = {}
+            if any(digests.setdefault(piece.box, piece.entry.digest) != piece.entry.digest for piece in tensor.pieces):
+                self.divergent.append(tensor.fqn)
+
+    def _conflict(self, what: str) -> None:
+        self._conflicts[what] = None
+
+
+class PieceIndex(Generic[_T]):
+    """Boxes of one tensor, found by what they overlap.
+
+    Args:
+        pieces: (box, what it stands for); where they overlap, a larger one is taken before a smaller, and one before those
+            after it.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[Box, _T]]) -> None:
+        numbered = [(box, number, item) for number, (box, item) in enumerate(pieces) if box.volume]
+        self._pieces = sorted(numbered, key=lambda piece: piece[:2])
+        self._lows = [box.offsets[0] if box.offsets else 0 for box, _, _ in self._pieces]
+        ends = (box.offsets[0] + box.sizes[0] if box.offsets else 1 for box, _, _ in self._pieces)
+        self._reach = list(accumulate(ends, max))
+
+    def cover(self, wanted: Box, usable: Callable[[_T], bool] | None = None) -> tuple[list[tuple[_T, Box]], list[Box]]:
+        """Return what to take from which piece, each element once, and what no piece has.
+
+        Args:
+            wanted: the box to make up.
+            usable: whether a piece may be taken; all may by default.
+        """
+        if not wanted.volume:
+            return [], []
+        low, high = (wanted.offsets[0], wanted.offsets[0] + wanted.sizes[0]) if wanted.offsets else (0, 1)
+        near = self._pieces[bisect_right(self._reach, low) : bisect_left(self._lows, high)]
+        found: list[tuple[int, int, Box, _T]] = []
+        for box, number, item in near:
+            shared = intersect(wanted, box)
+            if shared is not None and (usable is None or usable(item)):
+                found.append((-shared.volume, number, shared, item))
+        found.sort(key=lambda piece: piece[:2])
+        taken: list[tuple[_T, Box]] = []
+        left = [wanted]
+        for _, _, shared, item in found:
+            if not left:
+                break
+            taken += [(item, part) for one in left if (part := intersect(one, shared)) is not None]
+            left = subtract(left, [shared])
+        return taken, left
+
+
+def list_checkpoints(storage: Storage) -> list[CheckpointName]:
+    """Return the names of the checkpoints of a storage, whole or not, the newest first.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    return sorted((name for entry in storage.names() if (name := parse_checkpoint(entry)) is not None), reverse=True)
+
+
+def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_threads: int = NUM_THREADS) -> Checkpoint:
+    """Read all manifests of a checkpoint, and see that the files that they name are as long as they should be.
+
+    Where one part lies in several storages alike, each of them can be read from.
+
+    Args:
+        storages: where to look; one that fails is left aside, as if it had no parts.
+        name: of the checkpoint.
+        num_threads: how many manifests are read at once.
+    """
+    found: list[tuple[Storage, PartName]] = []
+    left_aside: list[str] = []
+    for storage in storages:
+        try:
+            entries = storage.names(str(name))
+        except StorageError as error:
+            left_aside.append(f"{storage.location}: {error}")
+            continue
+        for entry in entries:
+            part = parse_part(entry)
+            if part is not None and part.manifest == entry:
+                found.append((storage, part))
+            elif part is not None:
+                left_aside.append(f"{name}/{entry}: no name of a manifest, which would be {part.manifest}")
+    parts: list[Part] = []
+    for part_or_reason in _in_threads(lambda at: _read_part(at[0], name, at[1]), found, num_threads):
+        if isinstance(part_or_reason, str):
+            left_aside.append(part_or_reason)
+        else:
+            parts.append(part_or_reason)
+    return Checkpoint(name, _without_doubles(parts, left_aside), left_aside)
+
+
+def why_not_whole(checkpoint: Checkpoint) -> str | None:
+    """Return in a sentence what a checkpoint lacks; None where it is whole."""
+    reasons: list[str] = []
+    holes = checkpoint.holes()
+    if not checkpoint.parts:
+        reasons.append("no manifest is there")
+    elif holes.ranks:
+        reasons.append(f"no manifest of rank {some_of(map(str, holes.ranks), ', ')} of any replica")
+    reasons += holes.conflicts[:3]
+    if holes.boxes:
+        reasons.append(f"missing are {some_of(f'{fqn[:120]} {boxes[0]}' for fqn, boxes in holes.boxes.items())}")
+    if holes.values:
+        reasons.append(f"no value of {some_of((fqn[:120] for fqn in holes.values), ', ')}")
+    if not reasons:
+        return None
+    if checkpoint.left_aside:
+        reasons.append(f"left aside: {some_of(checkpoint.left_aside)}")
+    return "; ".join(reasons)
+
+
+def newest_whole(storages: Sequence[Storage], *, step: int | None = None, but: Collection[str] = ()) -> Checkpoint:
+    """Return the newest checkpoint that is whole over all storages together. Each that is skipped is logged in one line.
+
+    Args:
+        storages: where to look.
+        step: only checkpoints of this step.
+        but: names of checkpoints that are known to be damaged.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the message says what was skipped, and why.
+        StorageError: no storage could be listed.
+    """
+    names: set[CheckpointName] = set()
+    skipped: list[str] = []
+    failures: list[StorageError] = []
+    for storage in storages:
+        try:
+            names.update(list_checkpoints(storage))
+        except StorageError as error:
+            failures.append(error)
+            logger.warning("storage %s is left aside: %s", storage.location, error)
+            skipped.append(f"{storage.location}: {error}")
+    if failures and len(failures) == len(storages):
+        raise failures[0]
+    for name in sorted(names, reverse=True):
+        if (step is not None and name.step != step) or str(name) in but:
+            continue
+        checkpoint = read_checkpoint(storages, name)
+        reason = why_not_whole(checkpoint)
+        if reason is None:
+            _tell(checkpoint)
+            return checkpoint
+        logger.warning("checkpoint %s is skipped: %s", name, reason)
+        skipped.append(f"{name}: {reason}")
+    where = ", ".join(storage.location for storage in storages) or "no storage"
+    what = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
+    why = f" (skipped: {some_of(skipped)})" if skipped else ""
+    raise CheckpointNotFoundError(f"there is {what} in {where}{why}", where)
+
+
+def _tell(checkpoint: Checkpoint) -> None:
+    for reason in checkpoint.left_aside:
+        logger.warning("checkpoint %s is whole without a part that is left aside: %s", checkpoint.name, reason)
+    if checkpoint.divergent:
+        logger.warning(
+            "checkpoint %s: the replicas that saved it did not hold the same bytes of %s; those of the first are used",
+            checkpoint.name,
+            some_of(fqn[:120] for fqn in checkpoint.divergent),
+        )
+
+
+def _read_part(storage: Storage, name: CheckpointName, part: PartName) -> Part | str:
+    """Return a part, or why it does not count."""
+    path = f"{name}/{part.manifest}"
+    try:
+        num_bytes = storage.size(path)
+        if num_bytes is None or num_bytes > MAX_MANIFEST_BYTES:
+            return f"{path}: {'is gone' if num_bytes is None else f'has {num_bytes} bytes, which no manifest has'}"
+        manifest = decode_part(storage.read(path, 0, num_bytes), name, part)
+        for file in manifest.files:
+            length = storage.size(f"{name}/{file.name}")
+            if length != file.num_bytes:
+                there = "is not there" if length is None else f"has {length} bytes"
+                return f"{path}: {file.name} {there} in {storage.location}, where {file.num_bytes} were written"
+    except (CheckpointDamagedError, StorageError) as error:
+        return str(error)
+    return Part(manifest, storage)
+
+
+def _without_doubles(parts: Sequence[Part], left_aside: list[str]) -> list[Part]:
+    """Leave aside parts of one name that say different things: which of them is right is not known."""
+    first: dict[PartName, Part] = {}
+    differing: set[PartName] = set()
+    for part in parts:
+        if first.setdefault(part.name, part).manifest != part.manifest:
+            differing.add(part.name)
+    left_aside += [f"{name.manifest} is there twice, with other contents" for name in sorted(differing)]
+    return [part for part in parts if part.name not in differing]
+
+
+def _in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_threads: int) -> list[_R]:
+    if len(items) < 2 or num_threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(num_threads, len(items)), "durable-read") as pool:
+        return list(pool.map(work, items))
+
+
+def minimal_cover(tensor: SavedTensor) -> list[Piece]:
+    """Return pieces that together cover what all of them do, without those that the others make superfluous."""
+    distinct = [*{piece.box: piece for piece in reversed(tensor.pieces)}.values()][::-1]
+    if sum(piece.box.volume for piece in distinct) == math.prod(tensor.shape):
+        return distinct  # of a whole checkpoint: none overlap
+    kept: list[Piece] = []
+    left = [whole(tensor.shape)]
+    for piece in sorted(distinct, key=lambda piece: -piece.box.volume):
+        if any(intersect(piece.box, one) is not None for one in left):
+            kept.append(piece)
+            left = subtract(left, [piece.box])
+    for piece in kept[::-1]:
+        others = [other for other in kept if other is not piece]
+        if not subtract([piece.box], [other.box for other in others]):
+            kept = others
+    return kept

@@ -1,0 +1,85 @@
+"""What this rank writes of a state when nobody is lost: `core/shares.py` asked about a state that is being saved.
+
+A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by layout, and
+nothing but what this rank holds is looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torchft_ckpt.checkpointing.durable.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.holdings import Held, TensorHoldings
+from torchft_ckpt.checkpointing.durable.part_writer import PartShare, Writers
+from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.saving import Member
+from torchft_ckpt.core.shares import Item, cut_by_quotas, level_quotas
+
+Holders = tuple[int, ...]
+_VALUE_BYTES = 1024
+"""What the record of a plain value is counted as."""
+
+
+def own_share(state: CapturedState, writers: Writers, member: Member, replicas: Sequence[int]) -> PartShare:
+    """Return this rank's share of a state.
+
+    Args:
+        state: as this rank holds it.
+        writers: who saves.
+        member: this rank.
+        replicas: the replica groups that divide the work; this rank's is one of them.
+    """
+    num_ranks = writers.num_ranks
+
+    def members(ranks: Sequence[int]) -> Holders:
+        return tuple(replica * num_ranks + rank for replica in replicas for rank in ranks)
+
+    me = member.replica * num_ranks + member.rank
+    everybody = members(range(num_ranks))
+    totals = _totals(state.holdings, members)
+    if state.values:
+        totals[everybody] += _VALUE_BYTES * len(state.values)
+    quotas = level_quotas(totals, writers.num_replicas * num_ranks)
+    classes: dict[Holders, list[tuple[int, Item]]] = {}
+    alone: list[tuple[int, Item]] = []
+    for number, tensor in enumerate(state.holdings):
+        for held in tensor.mine:
+            item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, members(held.ranks))
+            if tensor.is_known_to_all:
+                classes.setdefault(item.holders, []).append((number, item))
+            else:  # nobody of this group knows of it but this rank: its replicas share it with it
+                alone.append((number, item))
+    num_tensors = len(state.holdings)
+    for number, value in enumerate(state.values):
+        item = Item(value.fqn, Box((0,), (_VALUE_BYTES,)), 1, (_VALUE_BYTES,), everybody, is_whole=True)
+        classes.setdefault(everybody, []).append((num_tensors + number, item))
+    boxes: list[tuple[int, Box]] = []
+    values: list[int] = []
+    for holders, items in classes.items():
+        place = holders.index(me)
+        for share in cut_by_quotas([item for _, item in items], quotas[holders])[place]:
+            number = items[share.item][0]
+            if number < num_tensors:
+                boxes.append((number, share.box))
+            else:
+                values.append(number - num_tensors)
+    for number, item in alone:
+        even = level_quotas({item.holders: item.num_bytes}, writers.num_replicas * num_ranks)[item.holders]
+        boxes += [(number, share.box) for share in cut_by_quotas([item], even)[item.holders.index(me)]]
+    return PartShare(sorted(boxes), values)
+
+
+def _totals(holdings: Sequence[TensorHoldings], members: Callable[[Sequence[int]], Holders]) -> Counter[Holders]:
+    """Return how many bytes are held by whom, as far as all ranks know of them."""
+    layouts: dict[int, Sequence[Held]] = {}
+    bytes_of: Counter[int] = Counter()
+    for tensor in holdings:
+        if tensor.is_known_to_all:
+            layouts[id(tensor.held)] = tensor.held
+            bytes_of[id(tensor.held)] += tensor.itemsize
+    totals: Counter[Holders] = Counter()
+    for layout, itemsizes in bytes_of.items():
+        for held in layouts[layout]:
+            totals[members(held.ranks)] += held.box.volume * itemsizes
+    return totals

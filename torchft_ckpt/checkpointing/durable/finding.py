@@ -1,0 +1,175 @@
+"""Reads the newest checkpoint that can be read, alone or together with others, going back to older ones where one is damaged.
+
+A checkpoint whose manifests are whole may still hold other bytes than were written. Who notices that says so to all, and all
+go on with the next older one, so that no two ranks hold states of different steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from torch.distributed import PrefixStore, Store
+
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.exchange import Meeting, StoreExchange
+from torchft_ckpt.checkpointing.durable.loading import ReadWants
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.together import SharedRead
+from torchft_ckpt.checkpointing.http_transport import HTTPTransport
+from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.errors import CheckpointDamagedError, SourceLostError, SourceRefusedError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_VERDICT_PATIENCE_S = 60.0
+_MAX_REASON = 2000
+_FINE, _DAMAGED = b"fine", b"damaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingPlace:
+    """Where members meet, and this one's place among them."""
+
+    store: Store
+    member: int
+    num_members: int
+    transport: HTTPTransport[Any]
+    """Serves what this member read to the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTogether(Generic[T]):
+    """What was made of a checkpoint."""
+
+    made: T
+    checkpoint_reader: CheckpointReader
+    bytes_from_storage: int
+    bytes_from_peers: int
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The one that was read."""
+        return self.checkpoint_reader.checkpoint
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.checkpoint.name.step
+
+
+class _Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a member found; empty: all was as it was written."""
+
+    damage: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+
+
+_decode_verdict = msgspec.json.Decoder(_Verdict).decode
+
+
+def read_newest(
+    storages: Sequence[Storage],
+    make: Callable[[CheckpointReader, ReadWants], T],
+    *,
+    step: int | None,
+    place: MeetingPlace | None,
+) -> ReadTogether[T]:
+    """Read the newest checkpoint that is whole and undamaged; all members of a place call it.
+
+    Args:
+        storages: where to look.
+        make: makes something of it, by reading what it wants once.
+        step: only of this step.
+        place: where the others are; None: this process reads alone.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointError, and what `make` raises.
+    """
+    damaged: dict[str, str] = {}
+    bytes_from_storage = bytes_from_peers = 0
+    while True:
+        shared, meeting = _meet(storages, place, len(damaged))
+        if shared is None:
+            reader = CheckpointReader(newest_whole(storages, step=step, but=damaged.keys()))
+        else:
+            reader = shared.agree(step, but=damaged.keys())
+        reading = _Reading(reader, shared)
+        damage: CheckpointDamagedError | None = None
+        made: T | None = None
+        try:
+            made = make(reader, reading.read)
+        except CheckpointDamagedError as error:
+            damage = error
+        bytes_from_storage += reader.bytes_read
+        bytes_from_peers += reading.bytes_from_peers
+        reason = _settle(meeting, damage)
+        if reason is None:
+            return ReadTogether(
+                made=made,  # type: ignore[arg-type]
+                checkpoint_reader=reader,
+                bytes_from_storage=bytes_from_storage,
+                bytes_from_peers=bytes_from_peers,
+            )
+        logger.warning("%s is skipped: %s", reader.location, reason)
+        damaged[str(reader.checkpoint.name)] = reason
+
+
+class _Reading:
+    """One attempt's way to the bytes."""
+
+    def __init__(self, reader: CheckpointReader, shared: SharedRead | None) -> None:
+        self._reader = reader
+        self._shared = shared
+        self.bytes_from_peers = 0
+
+    def read(self, wants: Sequence[Want]) -> None:
+        if self._shared is None:
+            self._reader.read(wants)
+        else:
+            self._shared.read(wants)
+            self.bytes_from_peers = self._shared.statistics().bytes_from_peers
+
+
+def _meet(
+    storages: Sequence[Storage], place: MeetingPlace | None, attempt: int
+) -> tuple[SharedRead | None, tuple[StoreExchange, Meeting] | None]:
+    if place is None or place.num_members < 2:
+        return None, None
+    shared = SharedRead(
+        storages,
+        exchange=StoreExchange(PrefixStore(f"read/{attempt}", place.store)),
+        member=place.member,
+        num_members=place.num_members,
+        transport=place.transport,
+    )
+    exchange = StoreExchange(PrefixStore(f"verdict/{attempt}", place.store))
+    return shared, (exchange, Meeting(exchange, place.member, place.num_members, _VERDICT_PATIENCE_S))
+
+
+def _settle(place: tuple[StoreExchange, Meeting] | None, damage: CheckpointDamagedError | None) -> str | None:
+    """Return why all members go on with an older one; None where all go on with this one.
+
+    Raises:
+        CheckpointDamagedError: the others did not wait for this member, and go on with what is damaged for it.
+    """
+    if place is None:
+        return None if damage is None else str(damage)
+    exchange, meeting = place
+    try:
+        meeting.say("found", _Verdict(damage="" if damage is None else str(damage)[:_MAX_REASON] or "damaged"))
+        others = meeting.hear("found", _decode_verdict, range(meeting.num_members)) if damage is None else {}
+        reason = str(damage) if damage is not None else next((one.damage for one in others.values() if one.damage), "")
+        is_damaged = exchange.settle("outcome", _DAMAGED if reason else _FINE) == _DAMAGED
+    except (SourceLostError, SourceRefusedError) as error:
+        logger.warning("whether the others could read it as well is not known: %s", error)
+        is_damaged, reason = False, ""
+    if is_damaged:
+        return reason or "another member could not read it"
+    if damage is not None:
+        raise damage
+    return None

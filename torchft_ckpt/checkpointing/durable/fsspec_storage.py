@@ -1,0 +1,258 @@
+"""Files of durable checkpoints wherever fsspec reaches: object stores, remote file systems, memory.
+
+Where the file system can rename (`mv` of its own), a file is written beside its name and renamed. An object store cannot, but
+shows an object only when its upload is closed: there it is written under its own name. fsspec has no fsync: what a closed file
+is worth is what the store promises (object stores: that it is durable). Of `file://`, files and directories are fsynced here, as
+`LocalStorage` does it.
+
+Listings are never taken from fsspec's cache.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchft_ckpt.checkpointing.durable.local_storage import OsSystem
+from torchft_ckpt.checkpointing.durable.storage import (
+    OutputFile,
+    Storage,
+    as_byte_view,
+    failed,
+    path_below,
+    removal_order,
+    temporary_path,
+    without_credentials,
+)
+from torchft_ckpt.errors import ConfigError, StorageError
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 64 * 1024 * 1024
+_WRITE_BYTES = 64 * 1024 * 1024
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+
+@contextmanager
+def _errors(location: str, path: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:  # of a client library: botocore's, aiohttp's and others are no OSErrors
+        raise failed(location, path, doing, error) from error
+
+
+class FsspecStorage(Storage):
+    """A directory of an fsspec file system.
+
+    Args:
+        location: its URL.
+        storage_options: of the file system.
+
+    Raises:
+        ConfigError: fsspec does not know the scheme, what it needs is not installed, or it refuses the options.
+    """
+
+    def __init__(self, location: str, **storage_options: Any) -> None:
+        import fsspec  # type: ignore[import-untyped]  # late: most jobs save to a directory
+
+        self.location = without_credentials(location).rstrip("/")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(location, **storage_options)
+        except (ImportError, ValueError, TypeError) as error:
+            raise ConfigError(f"location={self.location!r} cannot be used: {error}", "location") from error
+        except OSError as error:  # some connect at once
+            raise failed(self.location, "", "opening", error) from error
+        self._root: str = self._fs._strip_protocol(root).rstrip("/")
+        if any(sign in self._root for sign in "*?["):
+            raise ConfigError(f"location={self.location!r}: fsspec would take *, ? or [ for a pattern", "location")
+
+    def names(self, directory: str = "") -> list[str]:
+        full = self._full(directory)
+        with _errors(self.location, directory, "listing"):
+            self._fs.invalidate_cache(full)
+            try:
+                entries = [str(entry).rstrip("/") for entry in self._fs.ls(full, detail=False)]
+            except _GONE:
+                return []
+        # Of a file, and of an object that marks a directory, the listing is the path itself.
+        return sorted({posixpath.basename(entry) for entry in entries if entry.strip("/") != full.strip("/")})
+
+    def size(self, path: str) -> int | None:
+        full = self._full(path)
+        with _errors(self.location, path, "looking for its length"):
+            self._fs.invalidate_cache(self._fs._parent(full))
+            try:
+                info = self._fs.info(full)
+            except _GONE:
+                return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None:
+            data = bytearray(stop - start)
+            self.read_into(path, start, memoryview(data))
+            return bytes(data)
+        with _errors(self.location, path, "reading"):
+            found: bytes = self._fs.cat_file(self._full(path), start=start or None)
+        if start and not found and start > (self.size(path) or 0):
+            raise StorageError(f"{self.location}/{path}: it ends before byte {start}", f"{self.location}/{path}")
+        return found
+
+    def read_into(self, path: str, start: int, memory: memoryview) -> None:
+        view = as_byte_view(memory)
+        with _errors(self.location, path, "reading"):
+            for at in range(0, len(view), _READ_BYTES):
+                part = view[at : at + _READ_BYTES]
+                data = self._fs.cat_file(self._full(path), start=start + at, end=start + at + len(part))
+                if len(data) != len(part):
+                    raise self._short(path, start, start + len(view), at + len(data))
+                part[:] = data
+
+    def make_directory(self, path: str) -> None:
+        at = self._full(path)
+        if _is_memory(self._fs):
+            return  # it needs none, and making them is not safe there where several threads do so
+        with _errors(self.location, path, "making the directory"):
+            self._fs.makedirs(at, exist_ok=True)
+            while _is_local(self._fs) and len(at) >= len(self._root):
+                at = posixpath.dirname(at)
+                OsSystem().fsync_directory(at)
+
+    def create(self, path: str) -> OutputFile:
+        with _errors(self.location, path, "creating"):
+            return _FsspecOutputFile(self.location, path, self._full(path), self._fs)
+
+    def remove_tree(self, directory: str) -> None:
+        if not directory:
+            raise StorageError(f"{self.location}: only what is in it can be removed", self.location)
+        full = self._full(directory)
+        with _errors(self.location, directory, "removing"):
+            for name in sorted(self.names(directory), key=removal_order):
+                if removal_order(name)[0] < 2:
+                    self._remove_file(f"{full}/{name}")
+            self._fs.invalidate_cache(full)
+            try:
+                self._fs.rm(full, recursive=True)
+            except FileNotFoundError:
+                return
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path_below(self.location, path)}" if path else self._root
+
+    def _short(self, path: str, start: int, stop: int, count: int) -> StorageError:
+        where = f"{self.location}/{path}"
+        return StorageError(f"{where}: bytes {start} to {stop} were wanted, it gave {count} of them", where)
+
+    def _remove_file(self, full: str) -> None:
+        try:
+            self._fs.rm_file(full)
+        except FileNotFoundError:
+            return  # another one removes it too
+
+
+class _FsspecOutputFile(OutputFile):
+    def __init__(self, location: str, path: str, full: str, fs: Any) -> None:
+        self._location = location
+        self._path = path
+        self._final = full
+        self._fs = fs
+        self._is_upload = not _renames(fs)
+        self._written = full if self._is_upload else temporary_path(full)
+        # `memory://` shows a file from its first byte on, so there it is gathered here; uploads appear when they are closed.
+        self._gathered = io.BytesIO() if _is_memory(fs) else None
+        self._file: Any = self._gathered or fs.open(self._written, "wb")
+        self._sound = True
+        self._is_over = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        self._check_writable()
+        view = as_byte_view(data)
+        self._sound = False
+        with _errors(self._location, self._path, "writing"):
+            for at in range(0, len(view), _WRITE_BYTES):
+                part = view[at : at + _WRITE_BYTES]
+                self._file.write(part)
+                self.position += len(part)
+        self._sound = True
+        return len(view)
+
+    def commit(self) -> None:
+        self._check_writable()
+        try:
+            with _errors(self._location, self._path, "committing"):
+                if _is_local(self._fs):
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+                if self._gathered is not None:
+                    self._fs.pipe_file(self._final, self._gathered.getvalue())
+                self._file.close()
+                if not self._is_upload:
+                    self._fs.mv(self._written, self._final)
+        except StorageError:
+            self.abandon()
+            raise
+        self._is_over = True
+        with _errors(self._location, self._path, "committing"):
+            if _is_local(self._fs):
+                OsSystem().fsync_directory(posixpath.dirname(self._final))
+            self._fs.invalidate_cache(self._fs._parent(self._final))
+            length = self._fs.info(self._final)["size"]
+            if length != self.position:  # not every client says so when an upload is cut, or a rename refused
+                where = f"{self._location}/{self._path}"
+                raise StorageError(f"{where}: {self.position} bytes were written, it has {length}", where)
+
+    def abandon(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            if self._gathered is not None:
+                self._gathered.close()
+            elif self._is_upload:
+                # Not closed: that would make it visible, as it would when it is collected as garbage.
+                self._file.closed = True
+                self._file.discard()
+            else:
+                try:
+                    self._file.close()  # which writes what is in its buffer: on a full disk that fails
+                finally:
+                    self._fs.rm_file(self._written)
+        except FileNotFoundError:
+            return  # its directory was removed
+        except Exception:
+            logger.warning(
+                "%s/%s: it was abandoned, and something may be left", self._location, self._path, exc_info=True
+            )
+
+    def _check_writable(self) -> None:
+        where = f"{self._location}/{self._path}"
+        if self._is_over:
+            raise StorageError(f"{where}: it was committed or abandoned before", where)
+        if not self._sound:
+            raise StorageError(f"{where}: a write failed, it can only be abandoned", where)
+
+
+def _is_local(fs: Any) -> bool:
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+    return isinstance(fs, LocalFileSystem)
+
+
+def _renames(fs: Any) -> bool:
+    """Whether it has a `mv` of its own, and not the one that copies."""
+    from fsspec import AbstractFileSystem
+
+    return type(fs).mv is not AbstractFileSystem.mv
+
+
+def _is_memory(fs: Any) -> bool:
+    from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+    return isinstance(fs, MemoryFileSystem)

@@ -1,0 +1,83 @@
+"""What this rank writes of what others left out: `core/filling.py` asked with what the manifests say. It writes nothing."""
+
+from __future__ import annotations
+
+from torchft_ckpt.checkpointing.durable.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.part_writer import PartShare, Writers
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.core.boxes import Box, contains, intersect
+from torchft_ckpt.core.filling import deal_holes, deal_names
+from torchft_ckpt.core.saving import Member
+
+
+def share_of_holes(
+    checkpoint: Checkpoint, state: CapturedState, writers: Writers, member: Member, *, alone: bool
+) -> PartShare | None:
+    """Return what this rank writes of the holes of a checkpoint; None where there is nothing for it to do.
+
+    A share without boxes or values is still to be written: its manifest says what a rank holds of which there is none.
+
+    Args:
+        checkpoint: as its manifests are now.
+        state: what this rank holds.
+        writers: who saves.
+        member: this rank.
+        alone: write all that this rank can, whoever else may do so; else only its part of it.
+
+    Raises:
+        ValueError: boxes of the manifests are those of no mesh.
+    """
+    me = member.replica * writers.num_ranks + member.rank
+    numbers = {tensor.fqn: number for number, tensor in enumerate(state.holdings)}
+    values = {value.fqn: number for number, value in enumerate(state.values)}
+    mine = {entry.fqn: [box_of(chunk) for chunk in entry.chunks] for entry in state.manifest.tensors}
+    holes = checkpoint.holes()
+    missing = {fqn: boxes for fqn, boxes in holes.boxes.items() if fqn in numbers}
+    for tensor in state.holdings:
+        if tensor.fqn not in checkpoint.tensors:  # no manifest names it yet
+            missing[tensor.fqn] = [held.box for held in tensor.held]
+    lost_values = sorted({*holes.values, *(fqn for fqn in values if fqn not in checkpoint.values)} & values.keys())
+    if alone:
+        boxes = [
+            (numbers[fqn], shared)
+            for fqn, of_tensor in missing.items()
+            for box in of_tensor
+            for own in mine[fqn]
+            if (shared := intersect(box, own)) is not None
+        ]
+        share = PartShare(boxes, [values[fqn] for fqn in lost_values])
+    else:
+        held, holds_value = _known_holders(checkpoint, writers)
+        for fqn, own_boxes in mine.items():
+            held.setdefault(fqn, {})[me] = own_boxes
+        for fqn in values:
+            holds_value.setdefault(fqn, set()).add(me)
+        sizes = {fqn: (state.holdings[numbers[fqn]].shape, state.holdings[numbers[fqn]].itemsize) for fqn in missing}
+        dealt = deal_holes(missing, held, sizes, writers.num_replicas * writers.num_ranks)[me]
+        writer_of = deal_names(lost_values, {fqn: sorted(members) for fqn, members in holds_value.items()})
+        share = PartShare(
+            [(numbers[fqn], box) for fqn, box in dealt if any(contains(own, box) for own in mine[fqn])],
+            [values[fqn] for fqn, writer in writer_of.items() if writer == me],
+        )
+    if not share.boxes and not share.values and member.rank not in holes.ranks:
+        return None
+    return share
+
+
+def _known_holders(
+    checkpoint: Checkpoint, writers: Writers
+) -> tuple[dict[str, dict[int, list[Box]]], dict[str, set[int]]]:
+    """Return who is known to hold what: those whose manifests are there got as far as writing them."""
+    held: dict[str, dict[int, list[Box]]] = {}
+    holds_value: dict[str, set[int]] = {}
+    for part in checkpoint.parts:
+        manifest = part.manifest
+        if manifest.rank >= writers.num_ranks or manifest.replica >= writers.num_replicas:
+            continue
+        member = manifest.replica * writers.num_ranks + manifest.rank
+        for entry in manifest.tensors:
+            held.setdefault(entry.fqn, {})[member] = [box.box for box in entry.boxes]
+        for fqn in manifest.holds_values:
+            holds_value.setdefault(fqn, set()).add(member)
+    return held, holds_value

@@ -1,0 +1,195 @@
+"""Makes a state of a checkpoint: into the tensors of a state dict that is here, or a whole one as it was saved.
+
+Two ways. `load_into` is DCP's: the state dict that is here says what is wanted, and is changed in place. `load_state` is that of
+healing: the tree that was saved says what there is, and tensors that are here lend their layout and memory. Which bytes are
+read is the reader's business; this file says which boxes go where.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.manifest import PartManifest
+from torchft_ckpt.checkpointing.durable.reader import StateReader
+from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
+from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES
+from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError
+
+logger = logging.getLogger(__name__)
+
+ReadWants = Callable[[Sequence[Want]], None]
+"""Fills the targets, from wherever."""
+
+
+def load_state(
+    checkpoint: Checkpoint, read: ReadWants, local: LocalState | None, *, replica_id: str, rank: int, in_place: bool
+) -> dict[str, Any]:
+    """Return the state that was saved, on the layout of the tensors that are here.
+
+    Args:
+        checkpoint: whole.
+        read: fills targets from it.
+        local: the state that is here; None: all is wanted whole, and plain.
+        replica_id, rank: of this process: where the ranks' trees differ, the same rank's is taken.
+        in_place: read into the tensors that are here, as far as they are on the CPU.
+
+    Raises:
+        StateMismatchError: names, shapes or dtypes are not those that are here; nothing was read.
+        CheckpointError: as `read` raises it.
+    """
+    manifest = _principal(checkpoint, replica_id, rank)
+    group = SourceGroup([str(checkpoint.name)], [_as_source(manifest)])
+    destination = ShardedDestination(local, 0, in_place=in_place, may_share_memory=True)
+    read(destination.want(group))
+    state = destination.assemble(group)
+    if not isinstance(state, dict):
+        raise CheckpointDamagedError(f"{checkpoint.name} is of a state that is no dict", str(checkpoint.name))
+    return state
+
+
+def _principal(checkpoint: Checkpoint, replica_id: str, rank: int) -> PartManifest:
+    own = checkpoint.own_part(replica_id, rank)
+    if own is not None:
+        return own.manifest
+    return next(
+        (part.manifest for part in checkpoint.parts if part.manifest.rank == rank), checkpoint.parts[0].manifest
+    )
+
+
+def _as_source(manifest: PartManifest) -> Manifest:
+    """Return what a rank would serve that holds every tensor whole, each in a segment of its own."""
+    segments: list[tuple[int, int]] = []
+    tensors: list[TensorEntry] = []
+    end = 0
+    for entry in manifest.tensors:
+        box = whole(tuple(entry.shape))
+        chunk = Chunk(
+            offsets=list(box.offsets), sizes=list(box.sizes), segment=len(segments), byte_offset=0, strides=None
+        )
+        tensors.append(TensorEntry(fqn=entry.fqn, dtype=entry.dtype, shape=entry.shape, chunks=[chunk]))
+        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        end = start + box.volume * parse_dtype(entry.dtype).itemsize
+        segments.append((start, end - start))
+    return Manifest(
+        format=FORMAT_NAME,
+        version=FORMAT_VERSION,
+        step=manifest.step,
+        snapshot=manifest.checkpoint[:64],
+        block_bytes=4096,
+        total_bytes=end,
+        segments=segments,
+        tensors=tensors,
+        tree=manifest.tree,
+    )
+
+
+def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: ReadWants | None = None) -> None:
+    """Load what a state dict names, in place: tensors keep their memory and layout, other leaves are replaced.
+
+    As `torch.distributed.checkpoint.load` does, so more may be in the checkpoint than is wanted.
+
+    Args:
+        reader: of the checkpoint.
+        state_dict: nested dicts and lists; names are DCP's.
+        read: fills targets, if not `reader` does.
+
+    Raises:
+        StateMismatchError: something is not in the checkpoint, or of another shape or dtype; nothing was changed.
+        CheckpointError: as the reader raises it; `state_overwritten` says whether tensors were written to.
+    """
+    local = LocalState(state_dict)
+    values = reader.values()
+    leaves = _leaves(state_dict)
+    in_leaves = tuple(f"{fqn}." for fqn in leaves)
+    paths = [path for path in local.paths() if not path.startswith(in_leaves)]  # tensors in tuples come with these
+    absent = [path for path in paths if path not in reader.tensors] + [fqn for fqn in leaves if fqn not in values]
+    wrong = [f"{name[:120]} is not there" for name in absent]
+    for path in paths:
+        held, saved = local.get(path), reader.tensors.get(path)
+        if held is not None and saved is not None:
+            here = (tuple(held.given.shape), held.given.dtype)
+            if here != (saved.shape, saved.dtype):
+                wrong.append(f"{path[:120]} is {saved.dtype}{[*saved.shape]} there, {here[1]}{[*here[0]]} here")
+    if wrong:
+        raise StateMismatchError(
+            f"{reader.location} is not of this state: {some_of(wrong)}; nothing was changed", reader.location
+        )
+    wants: list[Want] = []
+    late: list[tuple[HeldTensor, list[torch.Tensor]]] = []
+    with torch.no_grad():
+        for path in paths:
+            held = cast("HeldTensor", local.get(path))
+            targets = [_target(held, number, box) for number, box in enumerate(held.boxes)]
+            wants += [Want(path, box, target) for box, target in zip(held.boxes, targets, strict=True) if box.volume]
+            is_in_place = bool(held.data) and all(
+                target.data_ptr() == data.data_ptr() for target, data in zip(targets, held.data, strict=True)
+            )
+            if not is_in_place:
+                late.append((held, targets))
+        (read or reader.read)(wants)
+        for held, targets in late:
+            if held.adapter is None:
+                held.given.copy_(targets[0])
+            else:
+                held.given.copy_(held.adapter.rebuild(held.given, targets))
+        given = [cast("HeldTensor", local.get(path)).given for path in paths]
+        torch.autograd.graph.increment_version([tensor for tensor in given if not tensor.is_inference()])
+    _replace(state_dict, "", {fqn: value for fqn, (_, value) in values.items()})
+    more = len(set(reader.tensors) - set(paths))
+    if more:
+        logger.info("%s has %d tensors that were not asked for", reader.location, more)
+
+
+def _target(held: HeldTensor, number: int, box: Box) -> torch.Tensor:
+    if held.data:
+        data = held.data[number].detach()
+        if data.is_cpu and not data.is_conj() and not data.is_neg() and data.layout is torch.strided:
+            return data
+    return torch.empty(box.sizes, dtype=held.given.dtype)
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether DCP sees it as one: a mapping is none, and a list that holds tensors or mappings is none."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(
+        isinstance(item, torch.Tensor) or (isinstance(item, (Mapping, list)) and not _is_leaf(item)) for item in value
+    )
+
+
+def _children(value: Mapping[Any, Any] | list[Any]) -> list[tuple[Any, Any]]:
+    return list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+
+
+def _leaves(value: object, fqn: str = "") -> list[str]:
+    """Return the names of the leaves that are no tensors."""
+    if isinstance(value, torch.Tensor):
+        return []
+    if _is_leaf(value):
+        return [fqn]
+    children = _children(cast("Mapping[Any, Any]", value))
+    return [name for key, item in children for name in _leaves(item, f"{fqn}.{key}" if fqn else str(key))]
+
+
+def _replace(container: Any, fqn: str, values: Mapping[str, object]) -> None:
+    """Put the values in the places of the leaves."""
+    for key, item in _children(container):
+        name = f"{fqn}.{key}" if fqn else str(key)
+        if isinstance(item, torch.Tensor):
+            continue
+        if _is_leaf(item):
+            container[key] = values[name]
+        else:
+            _replace(item, name, values)

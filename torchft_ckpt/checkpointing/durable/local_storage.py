@@ -1,0 +1,360 @@
+"""Files of durable checkpoints in a directory of this machine, or of a network file system that is mounted here.
+
+A file is written beside its name, fsynced, renamed, and its directory fsynced. An fsync that failed is never tried again: what
+was to be written may be gone from memory by then, and a second one would say that all is well. The raw operations are those
+of a `System`, so that tests can put one in their place that fails where they say.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from abc import ABC, abstractmethod
+
+from torchft_ckpt.checkpointing.durable.storage import (
+    OutputFile,
+    Storage,
+    as_byte_view,
+    failed,
+    path_below,
+    removal_order,
+    storage_errors,
+    temporary_path,
+)
+from torchft_ckpt.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRANSFER_BYTES = 1 << 30  # some systems refuse more in one call
+_NO_FSYNC_OF_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP}
+_GONE = (FileNotFoundError, NotADirectoryError)
+_REMOVE_ATTEMPTS = 3
+
+
+class System(ABC):
+    """The operations of an operating system that `LocalStorage` is made of. Each raises OSError as those of `os` do."""
+
+    @abstractmethod
+    def open_new(self, path: str) -> int:
+        """Make an empty file, open it to write and return its handle; FileExistsError where there is one."""
+
+    @abstractmethod
+    def open_existing(self, path: str) -> int:
+        """Open a file to read and return its handle."""
+
+    @abstractmethod
+    def write(self, handle: int, data: memoryview) -> int:
+        """Write behind what was written; may write less than all of it."""
+
+    @abstractmethod
+    def read_into(self, handle: int, memory: memoryview, start: int) -> int:
+        """Read from `start` on; may read less than there is, and 0 bytes at the end only."""
+
+    @abstractmethod
+    def length(self, handle: int) -> int:
+        """Return the length of an open file."""
+
+    @abstractmethod
+    def fsync(self, handle: int) -> None:
+        """Make the content of a file outlive a crash of the machine."""
+
+    @abstractmethod
+    def close(self, handle: int) -> None:
+        """Close a file. The handle is gone, also where this raises."""
+
+    @abstractmethod
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name in its directory, in place of what has that name."""
+
+    @abstractmethod
+    def fsync_directory(self, path: str) -> None:
+        """Make the entries of a directory outlive a crash of the machine."""
+
+    @abstractmethod
+    def mkdir(self, path: str) -> None:
+        """Make a directory; FileExistsError where there is something."""
+
+    @abstractmethod
+    def listdir(self, path: str) -> list[str]:
+        """Return the names in a directory, in any order."""
+
+    @abstractmethod
+    def is_directory(self, path: str) -> bool:
+        """Whether this is a directory (a link to one is none); FileNotFoundError where there is nothing."""
+
+    @abstractmethod
+    def file_size(self, path: str) -> int | None:
+        """Return the length of a file, None of anything else; FileNotFoundError where there is nothing."""
+
+    @abstractmethod
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+
+    @abstractmethod
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+
+
+class OsSystem(System):
+    """The operating system itself."""
+
+    def open_new(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def open_existing(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        return os.write(handle, data)
+
+    def read_into(self, handle: int, memory: memoryview, start: int) -> int:
+        return os.preadv(handle, [memory], start)
+
+    def length(self, handle: int) -> int:
+        return os.fstat(handle).st_size
+
+    def fsync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def fsync_directory(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            # Some network file systems have no fsync of directories: their server answers a rename when it is durable.
+            if error.errno not in _NO_FSYNC_OF_DIRECTORIES:
+                raise
+        finally:
+            os.close(handle)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def is_directory(self, path: str) -> bool:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+
+    def file_size(self, path: str) -> int | None:
+        found = os.stat(path)
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+
+class LocalStorage(Storage):
+    """A directory.
+
+    Args:
+        location: its path; made by the first `make_directory`.
+        system: what carries out the operations.
+    """
+
+    def __init__(self, location: str | os.PathLike[str], system: System | None = None) -> None:
+        self.location = os.path.abspath(os.fspath(location))
+        self._system = OsSystem() if system is None else system
+
+    def names(self, directory: str = "") -> list[str]:
+        with storage_errors(self.location, directory, "listing"):
+            try:
+                return sorted(self._system.listdir(self._full(directory)))
+            except _GONE:
+                return []
+
+    def size(self, path: str) -> int | None:
+        with storage_errors(self.location, path, "looking for its length"):
+            try:
+                return self._system.file_size(self._full(path))
+            except _GONE:
+                return None
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        with storage_errors(self.location, path, "reading"):
+            handle = self._system.open_existing(self._full(path))
+            try:
+                length = self._system.length(handle)
+                stop = length if stop is None else stop
+                if not 0 <= start <= stop <= length:  # before memory is taken for it
+                    raise self._short(path, start, stop, length)
+                data = bytearray(stop - start)
+                self._fill(handle, path, start, memoryview(data))
+            finally:
+                self._system.close(handle)
+        return bytes(data)
+
+    def read_into(self, path: str, start: int, memory: memoryview) -> None:
+        with storage_errors(self.location, path, "reading"):
+            handle = self._system.open_existing(self._full(path))
+            try:
+                self._fill(handle, path, start, as_byte_view(memory))
+            finally:
+                self._system.close(handle)
+
+    def make_directory(self, path: str) -> None:
+        with storage_errors(self.location, path, "making the directory"):
+            self._make_location(self.location)
+            at = self.location
+            for name in path_below(self.location, path).split("/") if path else ():
+                above, at = at, os.path.join(at, name)
+                self._mkdir(at)
+                # Also where it was there: who made it may have died before this.
+                self._system.fsync_directory(above)
+
+    def create(self, path: str) -> OutputFile:
+        with storage_errors(self.location, path, "creating"):
+            return _LocalOutputFile(self.location, path, self._full(path), self._system)
+
+    def remove_tree(self, directory: str) -> None:
+        if not directory:
+            raise StorageError(f"{self.location}: only what is in it can be removed", self.location)
+        with storage_errors(self.location, directory, "removing"):
+            self._remove(self._full(directory))
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self.location, path_below(self.location, path)) if path else self.location
+
+    def _fill(self, handle: int, path: str, start: int, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            part = memory[done : done + _MAX_TRANSFER_BYTES]
+            count = self._system.read_into(handle, part, start + done)
+            if not count:
+                raise self._short(path, start, start + len(memory), start + done)
+            done += count
+
+    def _short(self, path: str, start: int, stop: int, length: int) -> StorageError:
+        where = f"{self.location}/{path}"
+        return StorageError(f"{where}: bytes {start} to {stop} were wanted, it has {length}", where)
+
+    def _make_location(self, path: str) -> None:
+        above = os.path.dirname(path)
+        try:
+            made = self._mkdir(path)
+        except FileNotFoundError:
+            self._make_location(above)
+            made = self._mkdir(path)
+        try:
+            self._system.fsync_directory(above)
+        except PermissionError:
+            if made:
+                raise
+            # A directory that was given to us, in one that we may not even list: whoever made it saw to it.
+
+    def _mkdir(self, path: str) -> bool:
+        try:
+            self._system.mkdir(path)
+        except FileExistsError:
+            self._system.listdir(os.path.join(path, ""))  # NotADirectoryError
+            return False
+        return True
+
+    def _remove(self, path: str) -> None:
+        for attempt in range(_REMOVE_ATTEMPTS):
+            try:
+                names = sorted(self._system.listdir(path), key=removal_order)
+            except FileNotFoundError:
+                return
+            ordered = [(removal_order(name)[0], os.path.join(path, name)) for name in names]
+            for order in sorted({order for order, _ in ordered}):
+                for entry in (entry for at, entry in ordered if at == order):
+                    self._remove_entry(entry)
+                self._system.fsync_directory(path)
+            try:
+                self._system.rmdir(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                # Somebody wrote to it meanwhile: the temporary file of a `.metadata`, for one.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _REMOVE_ATTEMPTS - 1:
+                    raise
+            else:
+                self._system.fsync_directory(os.path.dirname(path))
+                return
+
+    def _remove_entry(self, entry: str) -> None:
+        try:
+            if self._system.is_directory(entry):
+                self._remove(entry)
+            else:
+                self._system.unlink(entry)
+        except FileNotFoundError:
+            return  # another one removes it too
+
+
+class _LocalOutputFile(OutputFile):
+    def __init__(self, location: str, path: str, full: str, system: System) -> None:
+        self._location = location
+        self._path = path
+        self._final = full
+        self._temporary = temporary_path(full)
+        self._system = system
+        self._handle: int | None = system.open_new(self._temporary)
+        self._sound = True
+        self._is_over = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        handle = self._writable()
+        view = as_byte_view(data)
+        done = 0
+        self._sound = False
+        with storage_errors(self._location, self._path, "writing"):
+            while done < len(view):
+                count = self._system.write(handle, view[done : done + _MAX_TRANSFER_BYTES])
+                if count <= 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += count
+                self.position += count
+        self._sound = True
+        return done
+
+    def commit(self) -> None:
+        handle = self._writable()
+        with storage_errors(self._location, self._path, "committing"):
+            try:
+                self._system.fsync(handle)
+                self._handle = None
+                self._system.close(handle)
+                self._system.rename(self._temporary, self._final)
+            except OSError:
+                self.abandon()
+                raise
+            self._is_over = True
+            self._system.fsync_directory(os.path.dirname(self._final))
+
+    def abandon(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        handle, self._handle = self._handle, None
+        try:
+            if handle is not None:
+                self._system.close(handle)
+        except OSError as error:
+            logger.warning("%s", failed(self._location, self._path, "closing what is abandoned", error))
+        try:
+            self._system.unlink(self._temporary)
+        except FileNotFoundError:
+            return  # its directory was removed, or a rename that failed was done
+        except OSError as error:
+            logger.warning("%s", failed(self._location, self._path, f"removing {self._temporary}", error))
+
+    def _writable(self) -> int:
+        where = f"{self._location}/{self._path}"
+        if self._is_over or self._handle is None:
+            raise StorageError(f"{where}: it was committed or abandoned before", where)
+        if not self._sound:
+            raise StorageError(f"{where}: a write failed, it can only be abandoned", where)
+        return self._handle

@@ -1,0 +1,78 @@
+"""What the directories and files of durable checkpoints are called. It reads and writes names, no files.
+
+    step-000000000120.q3-1a2b3c4d/      the checkpoint of step 120, as saved in quorum 3
+        __r0_g1_f0.distcp               what replica 0's rank 1 wrote: DCP's records, with digests between them
+        part-r0-g1-f0.json              its manifest, written last
+        part-r1-g1-f1.json              a hole that replica 1's rank 1 filled
+        .metadata                       DCP's, written by who found all parts there
+
+A name that ends in `.tmp-` and digits is of a file that is being written, or never was.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torchft_ckpt.errors import ConfigError
+
+METADATA = ".metadata"
+TEMPORARY = ".tmp-"
+_ID = r"[0-9A-Za-z_-]{1,64}"
+_DIRECTORY = re.compile(rf"\Astep-([0-9]{{12,18}})\.({_ID})\Z")
+_PART = re.compile(r"\Apart-r([0-9]{1,7})-g([0-9]{1,7})-f([0-9]{1,4})\.json\Z")
+
+
+class CheckpointName(NamedTuple):
+    """The step, and what tells this save of it from another one. Sorts as checkpoints do."""
+
+    step: int
+    save_id: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step:012d}.{self.save_id}"
+
+
+class PartName(NamedTuple):
+    """Who wrote a part, and the how-manieth of its parts it is: 0 is its own share, others fill holes."""
+
+    replica: int
+    rank: int
+    fill: int
+
+    @property
+    def manifest(self) -> str:
+        """The name of its manifest."""
+        return f"part-r{self.replica}-g{self.rank}-f{self.fill}.json"
+
+    @property
+    def data(self) -> str:
+        """The name of its file of records."""
+        return f"__r{self.replica}_g{self.rank}_f{self.fill}.distcp"
+
+
+def checkpoint_name(step: int, save_id: str) -> CheckpointName:
+    """Return a checkpoint's name.
+
+    Raises:
+        ConfigError: it would be none.
+    """
+    name = CheckpointName(step, save_id)
+    if parse_checkpoint(str(name)) != name:
+        raise ConfigError(
+            f"step={step}, save_id={save_id!r}: a step of 0 to 18 digits, and 1 to 64 of 0-9A-Za-z_- were expected",
+            "save_id",
+        )
+    return name
+
+
+def parse_checkpoint(name: str) -> CheckpointName | None:
+    """Return what the name of a directory says; None where it is no checkpoint's."""
+    match = _DIRECTORY.match(name)
+    return None if match is None else CheckpointName(int(match[1]), match[2])
+
+
+def parse_part(name: str) -> PartName | None:
+    """Return what the name of a file says; None where it is no manifest's."""
+    match = _PART.match(name)
+    return None if match is None else PartName(int(match[1]), int(match[2]), int(match[3]))

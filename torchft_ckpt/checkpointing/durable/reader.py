@@ -1,0 +1,416 @@
+"""Reads boxes of tensors out of a durable checkpoint: only the bytes that are needed, and none that does not have its digest.
+
+Every 64 KiB block is compared with its digest before any of it is put into a target. Where a piece is damaged or cannot be read,
+others that have the same elements are taken (`reading`). Memory is bounded: some megabytes for each thread, whatever the size of
+a tensor. It knows pieces and blocks; it does not know meshes, and it unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from torchft_ckpt.checkpointing.durable.archive import record_problems
+from torchft_ckpt.checkpointing.durable.checkpoint import NUM_THREADS, Checkpoint, Part, Path, Piece, SavedTensor
+from torchft_ckpt.checkpointing.durable.manifest import (
+    DIGEST_BLOCK_BYTES,
+    PartManifest,
+    ValueEntry,
+    decode_value,
+    digest_table_bytes,
+    table_of,
+)
+from torchft_ckpt.checkpointing.durable.reading import (
+    GAP_BYTES,
+    RUN_BYTES,
+    SMALL_BYTES,
+    Cell,
+    PieceReader,
+    Reading,
+    StateReader,
+    Target,
+    copy_box,
+    cut_by_span,
+    new_memory,
+    spans_of,
+)
+from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
+from torchft_ckpt.checkpointing.state.tree import decode_tree
+from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.errors import CheckpointDamagedError, StorageError
+
+if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing.durable.storage import Storage
+
+__all__ = ["CheckpointReader", "StateReader"]
+
+_DIGEST_BYTES = 16
+_UNIT_BYTES = 32 * 1024 * 1024
+"""Done by one thread in one go."""
+
+
+class _Work(NamedTuple):
+    """All that is wanted of one piece."""
+
+    source: _Source
+    cells: list[Cell[Piece]]
+
+
+class CheckpointReader(PieceReader[Piece]):
+    """Reads one checkpoint that this library wrote. For any number of `read`s, on any thread.
+
+    Args:
+        checkpoint: whole or not: what is not there is noticed when it is wanted.
+        num_threads: how many reads there are at once. Each takes up to about 16 MiB of memory.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, num_threads: int = NUM_THREADS) -> None:
+        super().__init__(num_threads)
+        self.checkpoint = checkpoint
+
+    @property
+    def location(self) -> str:
+        """What it reads, for messages."""
+        return f"checkpoint {self.checkpoint.name}"
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """The tensors that are there, by fqn."""
+        return self.checkpoint.tensors
+
+    def values(self) -> dict[str, tuple[Path, object]]:
+        """Return the values that are no tensors, by fqn, with the keys that lead to them. Arrays and tensors in them are read.
+
+        Where ranks hold other values under one name, it is the first rank's.
+
+        Raises:
+            CheckpointError: as `read`, of arrays and tensors inside of values.
+        """
+        values: dict[str, tuple[Path, object]] = {}
+        for part in self.checkpoint.parts:
+            manifest = part.manifest
+            if values.keys() >= set(manifest.holds_values):
+                continue
+            places = [torch.empty(1, dtype=parse_dtype(entry.dtype)) for entry in manifest.tensors]
+            numbers = {place.data_ptr(): number for number, place in enumerate(places)}
+            wants: list[Want] = []
+            for value, _ in _leaves_of(manifest, places).values():
+                for address in _addresses_in(value):
+                    entry = manifest.tensors[numbers[address]]
+                    places[numbers[address]] = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
+                    wants.append(Want(entry.fqn, whole(tuple(entry.shape)), places[numbers[address]]))
+            self.read(wants)
+            for fqn, (value, path) in _leaves_of(manifest, places).items():
+                values.setdefault(fqn, (path, value))
+        return values
+
+    def own(self, replica_id: str, rank: int) -> object | None:
+        """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""
+        part = self.checkpoint.own_part(replica_id, rank)
+        return None if part is None else decode_value(part.manifest.own)
+
+    def verify(self) -> list[str]:
+        """Read everything that can be reached, and return what is wrong with it, as sentences.
+
+        Data, tables of digests and records are all looked at. A checkpoint of which something is wrong may still be read whole:
+        from other pieces, or because what is wrong is read by DCP alone.
+        """
+        checks: list[Callable[[], list[str]]] = []
+        for tensor in self.tensors.values():
+            checks += [_Source(piece, tensor, self._count).check for piece in tensor.pieces if piece.part.storage]
+        for part in self.checkpoint.parts:
+            if part.storage is not None:
+                checks += [_value_check(part.storage, part, entry) for entry in part.manifest.values]
+        return [problem for problems in self._in_threads(checks) for problem in problems]
+
+    def _pieces_of(self, name: str) -> Iterable[Piece]:
+        return (piece for piece in self.tensors[name].pieces if piece.part.storage is not None)
+
+    def _carry_out(self, cells: Sequence[Cell[Piece]], reading: Reading[Piece]) -> None:
+        by_piece: dict[int, list[Cell[Piece]]] = {}
+        for cell in cells:
+            by_piece.setdefault(id(cell.piece), []).append(cell)
+        small: list[_Work] = []
+        units: list[Callable[[], None]] = []
+        for of_piece in by_piece.values():
+            source = _Source(of_piece[0].piece, self.tensors[of_piece[0].name], self._count)
+            needed = sum(cell.box.volume for cell in of_piece) * source.itemsize
+            is_whole = needed >= source.num_bytes and source.num_bytes <= SMALL_BYTES
+            if is_whole or source.num_bytes <= DIGEST_BLOCK_BYTES:
+                small.append(_Work(source, of_piece))
+            else:
+                units += _units(_Work(source, of_piece), reading)
+        units += _runs(small, reading)
+        self._in_threads(units)
+
+
+class _Source:
+    """The data of one piece, and their digests. For several threads."""
+
+    def __init__(self, piece: Piece, tensor: SavedTensor, count: Callable[[int], None]) -> None:
+        if piece.part.storage is None:
+            raise StorageError(f"{piece.path} cannot be reached from here", piece.path)
+        self.piece = piece
+        self.itemsize = tensor.dtype.itemsize
+        self.num_bytes = piece.box.volume * self.itemsize
+        self.strides = c_strides(piece.box.sizes)
+        self._name = tensor.fqn
+        self._storage = piece.part.storage
+        self._path = piece.path
+        self._count = count
+        self._lock = threading.Lock()
+        self._table: bytes | None = None
+
+    @property
+    def start(self) -> int:
+        """Where its data begin, in bytes of the file."""
+        return self.piece.entry.data_offset
+
+    @property
+    def file(self) -> tuple[int, str]:
+        """What tells its file from others."""
+        return id(self._storage), self._path
+
+    def region_of(self, box: Box) -> Region:
+        """Return where in its data a box of the tensor lies that is within the piece."""
+        offsets = tuple(low - base for low, base in zip(box.offsets, self.piece.box.offsets, strict=True))
+        return region_of(0, self.strides, Box(offsets, box.sizes), self.itemsize)
+
+    def fetch(self, start: int, memory: memoryview) -> None:
+        """Read bytes, from `start` bytes after where the data begin; unchecked."""
+        self._storage.read_into(self._path, self.start + start, memory)
+        self._count(len(memory))
+
+    def check_whole(self, data: memoryview) -> None:
+        """See that all of its data are as they were written.
+
+        Raises:
+            CheckpointDamagedError: they are not.
+        """
+        if xxhash.xxh3_128_hexdigest(table_of(data)) != self.piece.entry.digest:
+            raise self.damaged("does not hold the bytes that were written")
+
+    def check_blocks(self, first: int, data: memoryview) -> None:
+        """See that blocks, from the first of these on, are as they were written.
+
+        Raises:
+            CheckpointDamagedError: they are not; or their digests are not known, because the table is damaged as well.
+        """
+        table = self.table()
+        for number, at in enumerate(range(0, len(data), DIGEST_BLOCK_BYTES), first):
+            expected = table[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES]
+            if xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES], seed=number) != expected:
+                raise self.damaged(f"does not hold the bytes that were written, in block {number}")
+
+    def table(self) -> bytes:
+        """Return the table of digests. Where that is damaged it is made anew, if all of the data are right."""
+        with self._lock:
+            if self._table is None:
+                table = self._read_table()
+                if xxhash.xxh3_128_hexdigest(table) != self.piece.entry.digest:
+                    table = self._make_table()
+                self._table = table
+            return self._table
+
+    def check(self) -> list[str]:
+        """Return what is wrong with it, its table of digests and the record that DCP reads."""
+        problems: list[str] = []
+        entry = self.piece.entry
+        try:
+            if xxhash.xxh3_128_hexdigest(self._read_table()) != entry.digest:
+                problems.append(str(self.damaged("has another table of digests than was written")))
+            self._make_table()
+            record = self._storage.read(self._path, entry.offset, entry.offset + entry.length)
+            problems += record_problems(record, f"the record in {self._path} of {self._name[:120]} {self.piece.box}")
+        except (CheckpointDamagedError, StorageError) as error:
+            problems.append(str(error))
+        return problems
+
+    def damaged(self, what: str) -> CheckpointDamagedError:
+        """Return the error that names file, tensor and box."""
+        return CheckpointDamagedError(f"{self._path} {what}, of {self._name[:120]} {self.piece.box}", self._path)
+
+    def _read_table(self) -> bytes:
+        start = self.piece.entry.digests_offset
+        stop = start + digest_table_bytes(self.num_bytes)
+        self._count(stop - start)
+        return self._storage.read(self._path, start, stop)
+
+    def _make_table(self) -> bytes:
+        digests: list[bytes] = []
+        memory = new_memory(min(RUN_BYTES, self.num_bytes))
+        for start in range(0, self.num_bytes, RUN_BYTES):
+            data = memory[: min(RUN_BYTES, self.num_bytes - start)]
+            self.fetch(start, data)
+            digests += [
+                xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES], seed=(start + at) // DIGEST_BLOCK_BYTES)
+                for at in range(0, len(data), DIGEST_BLOCK_BYTES)
+            ]
+        table = b"".join(digests)
+        if xxhash.xxh3_128_hexdigest(table) != self.piece.entry.digest:
+            raise self.damaged("does not hold the bytes that were written")
+        return table
+
+
+# Reading
+
+
+def _units(work: _Work, reading: Reading[Piece]) -> Iterator[Callable[[], None]]:
+    """Yield what one thread does at a time of a large piece."""
+    source = work.source
+    batch: list[tuple[Box, Target]] = []
+    num_bytes = 0
+    for cell in work.cells:
+        for box in cut_by_span(cell.box, source.strides, source.itemsize, RUN_BYTES - DIGEST_BLOCK_BYTES):
+            batch.append((box, cell.target))
+            region = source.region_of(box)
+            num_bytes += region.stop - region.start
+            if num_bytes >= _UNIT_BYTES:
+                yield _unit(work, batch, reading)
+                batch, num_bytes = [], 0
+    if batch:
+        yield _unit(work, batch, reading)
+
+
+def _unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Piece]) -> Callable[[], None]:
+    return lambda: _read_unit(work, boxes, reading)
+
+
+def _read_unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Piece]) -> None:
+    """Read boxes of one piece, the blocks of each together; the last block of one may be the first of the next."""
+    source = work.source
+    last: tuple[int, memoryview] | None = None
+    try:
+        for box, target in boxes:
+            if not reading.is_usable(source.piece):
+                return
+            region = source.region_of(box)
+            runs = _blocks_of(region)
+            base = runs[0][0] * DIGEST_BLOCK_BYTES
+            size = min(runs[-1][1] * DIGEST_BLOCK_BYTES, source.num_bytes) - base
+            memory = new_memory(size)
+            for first, stop in runs:
+                low, high = first * DIGEST_BLOCK_BYTES - base, min(stop * DIGEST_BLOCK_BYTES - base, size)
+                known = 0
+                if last is not None and last[0] == first:
+                    known = len(last[1])
+                    memory[low : low + known] = last[1]
+                if low + known < high:
+                    source.fetch(base + low + known, memory[low + known : high])
+                    if high - low == source.num_bytes and not known:
+                        source.check_whole(memory)
+                    else:
+                        source.check_blocks(first + bool(known), memory[low + known : high])
+                at = (stop - 1) * DIGEST_BLOCK_BYTES - base
+                last = (stop - 1, memory[at:high])
+            reading.is_written = True
+            copy_box(memory, base, source.piece.box, box, target, source.itemsize)
+    except (CheckpointDamagedError, StorageError) as error:
+        reading.fail(source.piece, work.cells, error)
+
+
+def _runs(works: Sequence[_Work], reading: Reading[Piece]) -> Iterator[Callable[[], None]]:
+    """Yield reads of small pieces, those together that lie beside each other."""
+    run: list[_Work] = []
+    for work in sorted(works, key=lambda work: (work.source.file, work.source.start)):
+        if run:
+            begin, before = run[0].source, run[-1].source
+            gap = work.source.start - before.start - before.num_bytes
+            length = work.source.start + work.source.num_bytes - begin.start
+            if work.source.file != begin.file or gap > GAP_BYTES or length > RUN_BYTES:
+                yield _run(run, reading)
+                run = []
+        run.append(work)
+    if run:
+        yield _run(run, reading)
+
+
+def _run(works: list[_Work], reading: Reading[Piece]) -> Callable[[], None]:
+    return lambda: _read_run(works, reading)
+
+
+def _read_run(works: list[_Work], reading: Reading[Piece]) -> None:
+    """Read small pieces of one file in one go. Where that fails, each by itself."""
+    first, last = works[0].source, works[-1].source
+    memory = new_memory(last.start + last.num_bytes - first.start)
+    try:
+        first.fetch(0, memory)
+    except StorageError as error:
+        if len(works) == 1:
+            reading.fail(first.piece, works[0].cells, error)
+        else:
+            for work in works:
+                _read_run([work], reading)
+        return
+    for work in works:
+        source = work.source
+        data = memory[source.start - first.start :][: source.num_bytes]
+        try:
+            source.check_whole(data)
+        except CheckpointDamagedError as error:
+            reading.fail(source.piece, work.cells, error)
+            continue
+        reading.is_written = True
+        for cell in work.cells:
+            copy_box(data, 0, source.piece.box, cell.box, cell.target, source.itemsize)
+
+
+def _blocks_of(region: Region) -> list[tuple[int, int]]:
+    """Return the runs of blocks that a region touches: the first, and the one after the last."""
+    runs: list[tuple[int, int]] = []
+    for low, high in spans_of(region, DIGEST_BLOCK_BYTES):  # else no whole block lies between
+        first, stop = low // DIGEST_BLOCK_BYTES, -(-high // DIGEST_BLOCK_BYTES)
+        if runs and first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((first, stop))
+    return runs
+
+
+# Values and records
+
+
+def _leaves_of(manifest: PartManifest, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[object, Path]]:
+    """Return the leaves of a part's tree that are no tensors, made of these tensors."""
+    state = decode_tree(manifest.tree, tensors)
+    if not isinstance(state, dict):
+        where = f"{manifest.checkpoint}/{manifest.name.manifest}"
+        raise CheckpointDamagedError(f"{where} is of a state that is no dict", where)
+    flat, paths = flatten_state_dict(state)
+    return {fqn: (value, tuple(paths[fqn])) for fqn, value in flat.items() if not isinstance(value, torch.Tensor)}
+
+
+def _addresses_in(value: object) -> Iterator[int]:
+    """Yield where the memory is of the tensors and arrays in a value."""
+    if isinstance(value, torch.Tensor):
+        yield value.data_ptr()
+    elif isinstance(value, np.ndarray):
+        yield value.ctypes.data
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _addresses_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _addresses_in(item)
+
+
+def _value_check(storage: Storage, part: Part, entry: ValueEntry) -> Callable[[], list[str]]:
+    def check() -> list[str]:
+        path = part.path_of(entry.file)
+        try:
+            record = storage.read(path, entry.offset, entry.offset + entry.length)
+        except StorageError as error:
+            return [str(error)]
+        if xxhash.xxh3_128_hexdigest(record) != entry.digest:
+            return [f"{path} does not hold the record that was written of the value {entry.fqn[:120]}"]
+        return []
+
+    return check

@@ -1,0 +1,339 @@
+"""Reading boxes of tensors out of a checkpoint, whoever wrote it: what is taken from which piece, again where one is of no use.
+
+That all is covered is proved before anything is read. How a piece is read is left to `reader` and `foreign`; this file
+knows boxes, targets and what failed, no files.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from torchft_ckpt.checkpointing.durable.checkpoint import NUM_THREADS, Path, PieceIndex, SavedTensor
+from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.local_state import some_of
+from torchft_ckpt.checkpointing.state.regions import Region, c_strides
+from torchft_ckpt.checkpointing.state.space import memory_at, span_of
+from torchft_ckpt.core.boxes import Box, contains, intersect, whole
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError
+
+logger = logging.getLogger(__name__)
+
+RUN_BYTES = 8 * 1024 * 1024
+"""Read and checked at once."""
+SMALL_BYTES = 1024 * 1024
+"""Pieces of at most so much that are wanted whole are read together with those that lie beside them."""
+GAP_BYTES = 4 * 1024
+"""Read rather than skipped: what torch.save puts around the data of a tensor is less."""
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class HasBox(Protocol):
+    """A piece of a tensor."""
+
+    @property
+    def box(self) -> Box:
+        """What it has of it."""
+
+
+_P = TypeVar("_P", bound=HasBox)
+_T = TypeVar("_T")
+
+
+class Target(NamedTuple):
+    """The memory that a box of a tensor goes to."""
+
+    memory: memoryview
+    """From its first element to its last; `tensor` keeps it."""
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    """Of the box."""
+
+
+class Cell(NamedTuple, Generic[_P]):
+    """A box that is taken from one piece, and where it goes."""
+
+    piece: _P
+    box: Box
+    name: str
+    target: Target
+
+
+class StateReader(ABC):
+    """A checkpoint that can be read, whoever wrote it. For any number of `read`s, on any thread."""
+
+    bytes_read: int = 0
+    """From storage so far, for tensors."""
+    bytes_needed: int = 0
+    """Of all targets so far."""
+
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """What it reads, for messages."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """The tensors that are there, by fqn. Of what DCP wrote, their `pieces` are not listed."""
+
+    @abstractmethod
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill targets. Autograd is not told that they change.
+
+        Args:
+            wants: boxes of tensors by fqn, and for each memory on the CPU of the same dtype, with any strides.
+
+        Raises:
+            StateMismatchError: no such tensor is in the checkpoint, or of another shape or dtype; nothing was read.
+            CheckpointDamagedError: the pieces that can be read from here do not cover all (nothing was read), or they hold
+                other bytes than were written. The message has file, tensor and box; `state_overwritten` says whether
+                targets were written to.
+            StorageError: a file could not be read, and no other has the same elements; `state_overwritten` as above.
+        """
+
+    @abstractmethod
+    def values(self) -> dict[str, tuple[Path, object]]:
+        """Return the values that are no tensors, by fqn, with the keys that lead to them.
+
+        Raises:
+            CheckpointError: one cannot be read.
+        """
+
+    @abstractmethod
+    def own(self, replica_id: str, rank: int) -> object | None:
+        """Return what belongs to one rank of a named replica group alone; None where there is nothing."""
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.location!r}, bytes_read={self.bytes_read}, bytes_needed={self.bytes_needed})"
+        )
+
+
+class PieceReader(StateReader, Generic[_P]):
+    """What is the same for all checkpoints that are made of pieces.
+
+    Args:
+        num_threads: how many reads there are at once.
+    """
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._indexes: dict[str, PieceIndex[_P]] = {}
+
+    def read(self, wants: Sequence[Want]) -> None:
+        started = time.monotonic()
+        before = self.bytes_read
+        reading: Reading[_P] = Reading(self.location)
+        targets = [target_of(want, self.tensors.get(want.name), self.location) for want in wants]
+        cells = self._plan(
+            [(want.name, want.box, target) for want, target in zip(wants, targets, strict=True)], reading
+        )
+        self._count(0, needed=sum(want.target.nbytes for want in wants))
+        while cells:
+            self._carry_out(cells, reading)
+            cells = self._plan([(cell.name, cell.box, cell.target) for cell in reading.take_failed()], reading)
+        logger.debug(
+            "%s: %d boxes, %d bytes read in %.3f s",
+            self.location,
+            len(wants),
+            self.bytes_read - before,
+            time.monotonic() - started,
+        )
+
+    @abstractmethod
+    def _pieces_of(self, name: str) -> Iterable[_P]:
+        """Return the pieces of a tensor that can be read from here."""
+
+    @abstractmethod
+    def _carry_out(self, cells: Sequence[Cell[_P]], reading: Reading[_P]) -> None:
+        """Read cells. Those that could not be had are with `reading` after it."""
+
+    def _plan(self, wanted: Sequence[tuple[str, Box, Target]], reading: Reading[_P]) -> list[Cell[_P]]:
+        """Return what to take from which piece.
+
+        Raises:
+            CheckpointError: what is wanted cannot be made up of the pieces that are left.
+        """
+        cells: list[Cell[_P]] = []
+        holes: list[tuple[str, Box]] = []
+        for name, box, target in wanted:
+            taken, missing = self._index(name).cover(box, reading.is_usable)
+            cells += [Cell(piece, part, name, target) for piece, part in taken]
+            holes += [(name, missing[0])] if missing else []
+        if holes:
+            raise reading.error_of(holes)
+        return cells
+
+    def _index(self, name: str) -> PieceIndex[_P]:
+        with self._lock:
+            index = self._indexes.get(name)
+            if index is None:
+                index = self._indexes[name] = PieceIndex((piece.box, piece) for piece in self._pieces_of(name))
+            return index
+
+    def _in_threads(self, units: Sequence[Callable[[], _T]]) -> list[_T]:
+        if len(units) < 2 or self._num_threads < 2:
+            return [unit() for unit in units]
+        with ThreadPoolExecutor(min(self._num_threads, len(units)), "durable-read") as pool:
+            return list(pool.map(_call, units))
+
+    def _count(self, num_bytes: int, needed: int = 0) -> None:
+        with self._lock:
+            self.bytes_read += num_bytes
+            self.bytes_needed += needed
+
+
+def _call(work: Callable[[], _T]) -> _T:
+    return work()
+
+
+class Reading(Generic[_P]):
+    """What the threads of one `read` share."""
+
+    def __init__(self, location: str) -> None:
+        self.is_written = False
+        """Whether a target was written to."""
+        self._location = location
+        self._lock = threading.Lock()
+        self._unusable: dict[int, tuple[_P, CheckpointError]] = {}
+        self._failed: dict[int, list[Cell[_P]]] = {}
+
+    def is_usable(self, piece: _P) -> bool:
+        """Whether nothing was found to be wrong with a piece."""
+        return id(piece) not in self._unusable
+
+    def fail(self, piece: _P, cells: Sequence[Cell[_P]], error: CheckpointError) -> None:
+        """Note that a piece is of no use, and what was wanted of it."""
+        with self._lock:
+            is_new = id(piece) not in self._unusable
+            self._unusable.setdefault(id(piece), (piece, error))
+            self._failed[id(piece)] = [*cells]
+        if is_new:
+            logger.warning("%s: %s; another piece is looked for", self._location, error)
+
+    def take_failed(self) -> list[Cell[_P]]:
+        """Return what has to come from elsewhere."""
+        failed, self._failed = self._failed, {}
+        return [cell for cells in failed.values() for cell in cells]
+
+    def error_of(self, holes: Sequence[tuple[str, Box]]) -> CheckpointError:
+        """Return the error of what no piece has that is of use."""
+        causes = [
+            error
+            for piece, error in self._unusable.values()
+            if any(len(box.sizes) == len(piece.box.sizes) and intersect(piece.box, box) for _, box in holes)
+        ]
+        kinds = {type(cause) for cause in causes}
+        kind = kinds.pop() if len(kinds) == 1 else CheckpointDamagedError
+        why = f" ({some_of(map(str, causes))})" if causes else ""
+        then = "targets were partly written" if self.is_written else "no target was written to"
+        what = some_of(f"{name[:120]} {box}" for name, box in holes)
+        error = kind(f"{self._location}: no piece that can be read from here has {what}{why}; {then}", self._location)
+        error.state_overwritten = self.is_written
+        error.__cause__ = causes[0] if causes else None
+        return error
+
+
+# Targets
+
+
+def target_of(want: Want, tensor: SavedTensor | None, location: str) -> Target:
+    """Return the memory of a target, if it is one for what is wanted.
+
+    Raises:
+        StateMismatchError: no such tensor is there, or of another shape or dtype.
+    """
+    if tensor is None:
+        raise StateMismatchError(f"{want.name[:120]} is not in {location}; nothing was read", location)
+    given = want.target
+    if len(want.box.sizes) != len(tensor.shape) or not contains(whole(tensor.shape), want.box):
+        raise StateMismatchError(
+            f"{want.name[:120]} is of shape {[*tensor.shape]} in {location}, which has no {want.box}; nothing was read",
+            location,
+        )
+    if given.dtype != tensor.dtype or tuple(given.shape) != want.box.sizes:
+        raise StateMismatchError(
+            f"{want.name[:120]} {want.box} is {tensor.dtype} in {location}, its target is {given.dtype}{[*given.shape]}; "
+            "nothing was read",
+            location,
+        )
+    if not given.is_cpu or given.layout is not torch.strided or given.is_conj() or given.is_neg():
+        raise StateMismatchError(f"the target of {want.name[:120]} is no plain memory on the CPU", "target")
+    memory = memory_at(given.data_ptr(), span_of(given)) if given.numel() else memoryview(b"")
+    return Target(memory, given, want.box.offsets)
+
+
+def copy_box(data: memoryview, base: int, have: Box, box: Box, target: Target, itemsize: int) -> None:
+    """Copy a box from the C-order data of a larger one to its place in a target.
+
+    Args:
+        data: some of the bytes of `have`, from byte `base` of it on; at least those of `box`.
+        base: see above.
+        have: the box whose data they are.
+        box: what is copied, in coordinates of the tensor.
+        target: where to.
+        itemsize: bytes of an element.
+    """
+    words = max(itemsize // 8, 1)
+    word = np.dtype(_WORDS[itemsize // words])
+    dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
+    shape = (*(box.sizes[dim] for dim in dims), words)
+
+    def view(memory: memoryview, offset: int, origin: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+        low = sum((at - zero) * stride for at, zero, stride in zip(box.offsets, origin, strides, strict=True))
+        steps = (*(strides[dim] * itemsize for dim in dims), word.itemsize)
+        return np.ndarray(shape, word, memory, offset + low * itemsize, steps)
+
+    source = view(data, -base, have.offsets, c_strides(have.sizes))
+    np.copyto(view(target.memory, 0, target.offsets, target.tensor.stride()), source)
+
+
+# Parts
+
+
+def new_memory(num_bytes: int) -> memoryview:
+    return np.empty(num_bytes, np.uint8).data  # not zeroed
+
+
+def cut_by_span(box: Box, strides: Sequence[int], itemsize: int, max_span: int) -> Iterator[Box]:
+    """Yield a box in parts, in C order, that lie within `max_span` bytes each of a C-order array."""
+    dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
+    span = itemsize * (1 + sum((box.sizes[dim] - 1) * strides[dim] for dim in dims))
+    if span <= max_span or not dims:
+        yield box
+        return
+    dim = dims[0]
+    row_span = span - itemsize * (box.sizes[dim] - 1) * strides[dim]
+    at_once = max((max_span - row_span) // (strides[dim] * itemsize) + 1, 1)
+    for start in range(0, box.sizes[dim], at_once):
+        low = box.offsets[dim] + start
+        part = Box(
+            (*box.offsets[:dim], low, *box.offsets[dim + 1 :]),
+            (*box.sizes[:dim], min(at_once, box.sizes[dim] - start), *box.sizes[dim + 1 :]),
+        )
+        if at_once == 1:
+            yield from cut_by_span(part, strides, itemsize, max_span)
+        else:
+            yield part
+
+
+def spans_of(region: Region, min_gap: int) -> Iterator[tuple[int, int]]:
+    """Yield the spans of bytes that a region of a C-order array lies in, in order, with at least `min_gap` bytes between them."""
+    steps, span = list(region.steps), region.run
+    while steps and steps[-1][1] - span < min_gap:
+        count, stride = steps.pop()
+        span += (count - 1) * stride
+    for places in product(*(range(0, count * stride, stride) for count, stride in steps)):
+        start = region.start + sum(places)
+        yield start, start + span

@@ -1,0 +1,103 @@
+"""Records: what `torch.save` makes of a tensor, so that DCP reads it, and where the raw data are in it, so that we need not.
+
+A record is an uncompressed zip file in which the tensor's data are one entry. It is written by torch itself, digested on the
+way, and followed by the table of digests. This file knows one tensor at a time, nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import IO, NamedTuple, cast
+
+import torch
+import xxhash
+
+from torchft_ckpt.checkpointing.durable.manifest import table_of
+from torchft_ckpt.checkpointing.durable.storage import OutputFile
+from torchft_ckpt.checkpointing.state.space import as_bytes
+from torchft_ckpt.errors import CheckpointError
+
+_BUFFERED_BYTES = 64 * 1024
+"""Smaller records are made in memory. The only longer write of a longer one is that of its data."""
+_LOCAL_HEADER_BYTES = 30
+
+
+class Record(NamedTuple):
+    """Where a record is in its file, in bytes."""
+
+    offset: int
+    length: int
+    data_offset: int
+    digests_offset: int
+    digest: str
+    """Of the table of digests."""
+
+
+def write_tensor(file: OutputFile, tensor: torch.Tensor) -> Record:
+    """Write the record of a tensor, then its table of digests.
+
+    Args:
+        file: where to.
+        tensor: on the CPU, contiguous, with elements, and with a storage that holds nothing else: torch saves all of it.
+
+    Raises:
+        StorageError: it could not be written.
+        CheckpointError: torch wrote it in a form that is not known here.
+    """
+    data = as_bytes(tensor)
+    view = data.numpy().data
+    offset = file.position
+    if len(view) <= _BUFFERED_BYTES:
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        data_offset = offset + _data_offset(buffer)
+        file.write(buffer.getbuffer())
+    else:
+        passing = _Passing(file, len(view))
+        torch.save(tensor, cast("IO[bytes]", passing))
+        if passing.data_offset is None:
+            raise CheckpointError("torch.save did not write the data of a tensor in one piece", party="torch.save")
+        data_offset = passing.data_offset
+    length = file.position - offset
+    table = table_of(view)
+    digests_offset = file.position
+    file.write(table)
+    return Record(offset, length, data_offset, digests_offset, xxhash.xxh3_128_hexdigest(table))
+
+
+class _Passing:
+    """Hands what torch writes on to a file, and notes where the data were."""
+
+    def __init__(self, file: OutputFile, data_bytes: int) -> None:
+        self._file = file
+        self._data_bytes = data_bytes
+        self.data_offset: int | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        if len(data) == self._data_bytes:
+            self.data_offset = self._file.position
+        self._file.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back here."""
+
+
+def _data_offset(record: io.BytesIO) -> int:
+    """Return where a tensor's data begin in its record."""
+    with zipfile.ZipFile(record) as archive:
+        entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
+        if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError("torch.save did not write the data of a tensor in one piece", party="torch.save")
+        start = entries[0].header_offset
+    header = record.getbuffer()[start : start + _LOCAL_HEADER_BYTES]
+    name_bytes, extra_bytes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    return start + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+
+
+def value_record(value: object) -> bytes:
+    """Return the record of a value that is no tensor."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,269 @@
+"""Carries one save out: copies ahead, writes this rank's share, waits for the others, fills what they left out, closes it.
+
+One save at a time, on a thread of its own. What is to be done follows from `core/shares.py` (who writes what), `core/saving.py`
+(wait, fill or close) and `core/filling.py` (who fills what); this file looks, asks them, and does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+
+from torchft_ckpt.checkpointing.durable.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, read_checkpoint, why_not_whole
+from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata
+from torchft_ckpt.checkpointing.durable.dividing import own_share
+from torchft_ckpt.checkpointing.durable.holes import share_of_holes
+from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, PartName, parse_part
+from torchft_ckpt.checkpointing.durable.part_writer import PartShare, Writers, write_part
+from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
+from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError
+
+logger = logging.getLogger(__name__)
+
+
+class SaveMode(Enum):
+    """Who writes what."""
+
+    SHARED = "shared"
+    """All replica groups share the work: every chunk is written once."""
+    ONE_GROUP = "one group"
+    """The first replica group alone; where it is lost, others fill what it left out."""
+    EVERY_GROUP = "every group"
+    """Each group writes a whole copy, as disks that only one host can read want it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """What became of a save."""
+
+    step: int
+    name: str
+    """Of its directory."""
+    written_bytes: int
+    """By this rank."""
+    num_fills: int
+    """How often this rank filled holes that others had left."""
+    is_closed: bool
+    """It was seen to be whole; not known where only this host can read what it wrote."""
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTask:
+    """One save of one rank."""
+
+    storage: Storage
+    name: CheckpointName
+    member: Member
+    writers: Writers
+    mode: SaveMode
+    is_storage_shared: bool
+    """All ranks see the same files."""
+    fill_after_s: float
+    timeout_s: float
+
+
+class SaveWorker:
+    """Does one save. `run` on a thread of its own; `cancel` from any.
+
+    Args:
+        task: what to do.
+        state: what to save; closed at the end, whatever happens.
+        on_progress: told how far this rank's own share is.
+        clock: monotonic.
+    """
+
+    def __init__(
+        self,
+        task: SaveTask,
+        state: CapturedState,
+        *,
+        on_progress: ProgressCallback | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._task = task
+        self._state = state
+        self._on_progress = on_progress
+        self._clock = clock
+        self._cancelled = threading.Event()
+        self._began_s = clock()
+        self._written_bytes = 0
+        self._share_bytes = 0
+        self._progress_bytes = 0
+        self.future: Future[SavedCheckpoint] = Future()
+
+    def cancel(self) -> None:
+        """Have `run` end soon; what it has not written stays unwritten."""
+        self._cancelled.set()
+
+    def run(self) -> None:
+        """Do it; the outcome is in `future`."""
+        task = self._task
+        try:
+            num_fills, is_closed = self._save()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
+            self._state.close()
+            logger.warning("checkpoint %s was not saved by this rank: %s", task.name, error)
+            self.future.set_exception(error)
+            return
+        self._state.close()
+        took_s = self._clock() - self._began_s
+        logger.info("checkpoint %s: %d bytes written in %.2f s", task.name, self._written_bytes, took_s)
+        self.future.set_result(
+            SavedCheckpoint(
+                step=task.name.step,
+                name=str(task.name),
+                written_bytes=self._written_bytes,
+                num_fills=num_fills,
+                is_closed=is_closed,
+                took_s=took_s,
+            )
+        )
+
+    def _save(self) -> tuple[int, bool]:
+        task = self._task
+        task.storage.make_directory(str(task.name))
+        ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
+        ahead.start()
+        try:
+            share = self._own_share()
+            if share is not None:
+                self._write(0, share)
+        finally:
+            ahead.join()
+        if not task.is_storage_shared:
+            return 0, False
+        return self._see_to_the_others()
+
+    def _copy_ahead(self) -> None:
+        try:
+            self._state.copy_ahead()
+        except CheckpointError as error:
+            logger.info("not all of step %d was copied ahead, the trainer will: %s", self._task.name.step, error)
+
+    # Own share
+
+    def _own_share(self) -> PartShare | None:
+        """Return what this rank writes in the first place; None where it writes nothing unless others are lost."""
+        task = self._task
+        if task.mode is SaveMode.ONE_GROUP and task.member.replica != 0:
+            return None
+        replicas = range(task.writers.num_replicas) if task.mode is SaveMode.SHARED else [task.member.replica]
+        return own_share(self._state, task.writers, task.member, replicas)
+
+    def _write(self, fill: int, share: PartShare) -> None:
+        task = self._task
+        sizes = [tensor.itemsize for tensor in self._state.holdings]
+        self._share_bytes += sum(box.volume * sizes[tensor] for tensor, box in share.boxes)
+        part = PartName(task.member.replica, task.member.rank, fill)
+        self._written_bytes += write_part(
+            task.storage, task.name, part, task.writers, self._state, share, self._note_written
+        )
+
+    def _note_written(self, num_bytes: int) -> None:
+        self._progress_bytes += num_bytes
+        if self._cancelled.is_set():
+            raise CheckpointError(f"checkpoint {self._task.name}: the save was given up", party="save")
+        if self._on_progress is not None:
+            self._on_progress(
+                TransferProgress(
+                    step=self._task.name.step,
+                    total_bytes=self._share_bytes,
+                    received_bytes=self._progress_bytes,
+                    skipped_bytes=0,
+                    resent_bytes=0,
+                    num_sources=1,
+                    elapsed_s=self._clock() - self._began_s,
+                )
+            )
+
+    # The others
+
+    def _see_to_the_others(self) -> tuple[int, bool]:
+        task = self._task
+        num_ranks = task.writers.num_ranks
+        replicas = range(1) if task.mode is SaveMode.ONE_GROUP else range(task.writers.num_replicas)
+        watch = SaveWatch(
+            place=task.member.replica * num_ranks + task.member.rank,
+            writers=frozenset(Member(replica, rank) for replica in replicas for rank in range(num_ranks)),
+            fill_after_s=task.fill_after_s,
+            give_up_at_s=self._began_s + task.timeout_s,
+        )
+        num_written = 0
+        while True:
+            decision = watch.observe(self._look(watch), self._clock())
+            if decision.act is Act.DONE:
+                return num_written, True
+            if decision.act is Act.WAIT:
+                if self._cancelled.wait(decision.look_in_s):
+                    raise CheckpointError(f"checkpoint {task.name}: the save was given up", party="save")
+            elif decision.act is Act.CLOSE:
+                checkpoint = read_checkpoint([task.storage], task.name)
+                why_not = why_not_whole(checkpoint)
+                if why_not is None:
+                    self._close(checkpoint)
+                    return num_written, True
+                logger.info("checkpoint %s is not whole yet: %s", task.name, why_not)
+                watch.not_whole()
+            elif decision.act is Act.FILL:
+                num_written += self._fill(watch, decision.reason)
+                watch.filled(self._clock())
+            else:
+                raise CheckpointDamagedError(
+                    f"checkpoint {task.name} did not become whole within {task.timeout_s:g} s: {decision.reason}; "
+                    "this rank's share is there",
+                    str(task.name),
+                )
+
+    def _look(self, watch: SaveWatch) -> Seen:
+        """Return what the directory shows now. Lengths are asked for only of what is not finished, of those who are missing."""
+        task = self._task
+        names = task.storage.names(str(task.name))
+        parts = frozenset(
+            (part.replica, part.rank, part.fill) for name in names if (part := parse_part(name)) is not None
+        )
+        growth: dict[Member, int] = {}
+        for name in names:
+            if TEMPORARY in name or name.endswith(".distcp"):
+                for member in watch.missing:
+                    if name.startswith(f"__r{member.replica}_g{member.rank}_"):
+                        try:
+                            growth[member] = growth.get(member, 0) + 1 + (task.storage.size(f"{task.name}/{name}") or 0)
+                        except StorageError:
+                            continue  # it has just got its own name
+        return Seen(METADATA in names, parts, growth)
+
+    def _fill(self, watch: SaveWatch, reason: str) -> int:
+        """Write what is missing and this rank's to write; return whether there was something."""
+        task = self._task
+        checkpoint = read_checkpoint([task.storage], task.name)
+        share = share_of_holes(checkpoint, self._state, task.writers, task.member, alone=watch.num_fills > 0)
+        if share is None:
+            return 0
+        names = task.storage.names(str(task.name))
+        parts = [part for name in names if (part := parse_part(name)) is not None]
+        fill = 1 + max((part.fill for part in parts if part[:2] == task.member), default=0)
+        logger.warning(
+            "checkpoint %s: %s; this rank writes %d boxes and %d values in their place",
+            task.name,
+            reason,
+            len(share.boxes),
+            len(share.values),
+        )
+        self._write(fill, share)
+        return 1
+
+    def _close(self, checkpoint: Checkpoint) -> None:
+        """Write DCP's metadata. Others may do the same at the same time: they write the same."""
+        with self._task.storage.create(f"{self._task.name}/{METADATA}") as file:
+            file.write(build_metadata(checkpoint))
+            file.commit()
+        logger.info("checkpoint %s is whole: %d parts", self._task.name, len(checkpoint.parts))

@@ -1,0 +1,205 @@
+"""What durable checkpoints ask of a place that holds files: a directory here, or an object store. The contract, not a place.
+
+A file is written under another name and appears under its own one whole, or never. Nothing is decided by what a place says about
+clocks, owners or order. Paths are relative to the place, with `/` between names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, parse_part
+from torchft_ckpt.errors import ConfigError, StorageError
+
+
+class OutputFile(ABC):
+    """A file that is being written. Used by one thread at a time.
+
+    A context manager: what was not committed when it is left is abandoned. After a write that failed nothing can be committed.
+
+    Attributes:
+        position: how many bytes were written.
+    """
+
+    position: int = 0
+
+    @abstractmethod
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of the data behind what was written before, and return how many bytes that were.
+
+        Args:
+            data: contiguous, of any item size.
+
+        Raises:
+            StorageError: not all of it was written, or the file was committed or abandoned before.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the file appear under its name, in place of what was there, so that it outlives a crash of the machine.
+
+        Raises:
+            StorageError: something failed. What is under the name then is what was there before, or all of the new file.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove what was written, as far as that can be done; does nothing after `commit` or `abandon`.
+
+        Raises no `StorageError`: what is left behind is logged.
+        """
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+
+class Storage(ABC):
+    """A place that holds files. May be used by several threads at once, and by other processes beside this one.
+
+    All that fails raises `StorageError`, whose message has `location` and the path, and whose `errno` is that of its cause.
+
+    Attributes:
+        location: where it is, for messages.
+    """
+
+    location: str
+
+    @abstractmethod
+    def names(self, directory: str = "") -> list[str]:
+        """Return the names of the entries of a directory, sorted; none where there is no such directory."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """Return the length of a file in bytes; None where there is no such file."""
+
+    @abstractmethod
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return exactly the bytes from `start` up to `stop`, or to the end.
+
+        Raises:
+            StorageError: also where the file ends before `stop`.
+        """
+
+    @abstractmethod
+    def read_into(self, path: str, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes from `start` on.
+
+        Args:
+            path: of a file.
+            start: of its first byte that is wanted.
+            memory: contiguous and writable; undefined after an error.
+
+        Raises:
+            StorageError: also where the file ends before the memory is full.
+        """
+
+    @abstractmethod
+    def make_directory(self, path: str) -> None:
+        """Make a directory, and those above it, so that it outlives a crash of the machine. It may be there already."""
+
+    @abstractmethod
+    def create(self, path: str) -> OutputFile:
+        """Begin a file in a directory that is there. What is under its name now stays until it is committed."""
+
+    @abstractmethod
+    def remove_tree(self, directory: str) -> None:
+        """Remove a checkpoint's directory and all that is in it; it need not be there.
+
+        `.metadata` goes first, then manifests, then the rest: wherever this stops, what is left is no whole checkpoint, and it
+        may be called again.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
+
+def open_storage(location: str | os.PathLike[str], **storage_options: object) -> Storage:
+    """Return a directory of this machine, or for `scheme://...` what fsspec knows under that scheme.
+
+    Args:
+        location: a path, or a URL of fsspec. Need not be there yet.
+        storage_options: of fsspec's file system (credentials, endpoint).
+
+    Raises:
+        ConfigError: fsspec does not know the scheme, what it needs is not installed, or it refuses the options.
+        StorageError: fsspec connects at once to such a place, and could not.
+    """
+    from torchft_ckpt.checkpointing.durable.fsspec_storage import FsspecStorage
+    from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
+
+    text = os.fspath(location)
+    if "://" in text or "::" in text:
+        return FsspecStorage(text, **storage_options)
+    if storage_options:
+        raise ConfigError(
+            f"location={text!r} is a local path: it takes no options ({', '.join(sorted(storage_options))})", "location"
+        )
+    if not text:
+        raise ConfigError("location='': a path or a URL was expected", "location")
+    return LocalStorage(text)
+
+
+# What both places need
+
+
+def path_below(location: str, path: str) -> str:
+    """Return a relative path as it was given; "" is the place itself.
+
+    Raises:
+        StorageError: it would lead out of the place.
+    """
+    if path and not all(name not in ("", ".", "..") and "\\" not in name for name in path.split("/")):
+        raise StorageError(f"{location}: {path!r} is no path within it", location)
+    return path
+
+
+def temporary_path(path: str) -> str:
+    """Return the name under which a file is written before it has its own."""
+    return f"{path}{TEMPORARY}{secrets.randbelow(10**12):012d}"
+
+
+def removal_order(name: str) -> tuple[int, str]:
+    """Sort key of the entries of a checkpoint: what makes it one goes first."""
+    return (0 if name == METADATA else 1 if parse_part(name) is not None else 2), name
+
+
+def as_byte_view(data: bytes | bytearray | memoryview) -> memoryview:
+    """Return contiguous data as a flat view of bytes."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def without_credentials(location: str) -> str:
+    """Return a URL without the name and password that it may have, for messages."""
+    return re.sub(r"://[^/@]*@", "://***@", location)
+
+
+@contextmanager
+def storage_errors(location: str, path: str, doing: str) -> Iterator[None]:
+    """Turn each OSError in the block into a `StorageError` that says where, and doing what."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failed(location, path, doing, error) from error
+
+
+def failed(location: str, path: str, doing: str, cause: Exception) -> StorageError:
+    """Return the error to raise from `cause`."""
+    where = f"{location}/{path}" if path else location
+    error = StorageError(f"{where}: {doing} failed: {type(cause).__name__}: {cause}", where)
+    if isinstance(cause, OSError):
+        error.errno = cause.errno
+    return error

@@ -1,0 +1,121 @@
+"""This file decides what one writer of a checkpoint does once its own share is written: wait, fill a hole, or close it.
+
+It is told what is to be seen in the checkpoint's directory, and when. It knows no files, and no clock.
+
+Nobody coordinates, so all writers watch the same directory. When every part is there, one of them reads the manifests and writes
+DCP's metadata: the first, or, where that one does not do it in time, the next, and so on. Where a part does not come and
+nothing of it grows any more, its writer is taken for lost: those that hold the same bytes write them instead. Where a writer
+was only slow its bytes are there twice, which does no harm. If the hole is still there when nothing has changed for as long
+again, the one that was to fill it is lost as well, and everybody who can fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+_CLOSE_DELAY_S = 1.0
+_MAX_CLOSE_DELAYS = 10
+_FIRST_LOOK_S = 0.02
+_LAST_LOOK_S = 1.0
+
+
+class Act(Enum):
+    """What to do."""
+
+    WAIT = "wait"
+    FILL = "fill"
+    CLOSE = "close"
+    """See whether it is whole; if so, write the metadata."""
+    DONE = "done"
+    GIVE_UP = "give up"
+
+
+class Member(NamedTuple):
+    """A rank of a replica group that saves."""
+
+    replica: int
+    rank: int
+
+
+class Seen(NamedTuple):
+    """What the directory shows."""
+
+    is_closed: bool
+    """Its metadata are there."""
+    parts: frozenset[tuple[int, int, int]]
+    """(replica, rank, fill) of each manifest."""
+    growth: Mapping[Member, int]
+    """Bytes of what else a member has written so far."""
+
+
+class Decision(NamedTuple):
+    """What to do, and why; `look_in_s`: when to look again."""
+
+    act: Act
+    look_in_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class SaveWatch:
+    """One writer's view of a save, from the time its own share is written.
+
+    Args:
+        place: of this writer among all, from 0.
+        writers: whose shares there are to be.
+        fill_after_s: how long nothing may change until who is missing is taken for lost.
+        give_up_at_s: when to stop waiting.
+    """
+
+    place: int
+    writers: frozenset[Member]
+    fill_after_s: float
+    give_up_at_s: float
+    num_fills: int = 0
+    """How often this writer has looked for holes that it can fill."""
+    missing: tuple[Member, ...] = ()
+    """Whose own shares are not there."""
+    _last: tuple[object, ...] = ()
+    _changed_at_s: float = 0.0
+    _is_in_vain: bool = False
+    """What is there now was seen not to be whole."""
+    _look_s: float = _FIRST_LOOK_S
+
+    def observe(self, seen: Seen, now: float) -> Decision:
+        """Return what to do next, given what is to be seen now."""
+        if seen.is_closed:
+            return Decision(Act.DONE)
+        present = {Member(replica, rank) for replica, rank, fill in seen.parts if fill == 0}
+        self.missing = tuple(sorted(self.writers - present))
+        state = (seen.parts, tuple(sorted(seen.growth.items())))
+        if state != self._last:
+            self._last, self._changed_at_s, self._is_in_vain = state, now, False
+            self._look_s = _FIRST_LOOK_S
+        if now >= self.give_up_at_s:
+            return Decision(Act.GIVE_UP, reason=self._waited_for(now))
+        has_ended = not self.missing or self.num_fills > 0
+        turn_s = min(self.place, _MAX_CLOSE_DELAYS) * _CLOSE_DELAY_S
+        if has_ended and not self._is_in_vain and now - self._changed_at_s >= turn_s:
+            return Decision(Act.CLOSE)
+        is_nobodys = not self.missing and self._is_in_vain and not self.num_fills
+        if is_nobodys or now - self._changed_at_s >= self.fill_after_s:
+            return Decision(Act.FILL, reason=self._waited_for(now))
+        self._look_s = min(self._look_s * 1.5, _LAST_LOOK_S)
+        return Decision(Act.WAIT, min(self._look_s, self.give_up_at_s - now))
+
+    def not_whole(self) -> None:
+        """Say that the manifests that are there do not make it whole."""
+        self._is_in_vain = True
+
+    def filled(self, now: float) -> None:
+        """Say that this writer has filled what it can."""
+        self.num_fills += 1
+        self._changed_at_s, self._is_in_vain = now, False
+
+    def _waited_for(self, now: float) -> str:
+        names = ", ".join(f"replica {replica} rank {rank}" for replica, rank in self.missing[:5])
+        more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
+        return f"nothing came of {names}{more} for {max(now - self._changed_at_s, 0.0):.1f} s" if names else "a hole"

@@ -1,0 +1,115 @@
+"""How replica groups that start without a state meet, to look for one together: each learns its place, and where they meet.
+
+The lighthouse decides who gathers (`core/gathering.py`). No quorum is formed, no state is named, nothing is fetched or served
+and no process group connected: the step that follows knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import PrefixStore, Store
+
+from torchft_ckpt.core.messages import QuorumFormed, RankToGroup, Role
+from torchft_ckpt.errors import ProcessGroupConfigureError, QuorumTimeoutError
+from torchft_ckpt.manager.conversation import Conversation
+from torchft_ckpt.manager.launch import Launch
+from torchft_ckpt.process_group.store import StoreAddress, StorePool
+
+logger = logging.getLogger(__name__)
+_MIN_CONNECT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """Who looks for a state together, and this rank's place among them."""
+
+    replica_rank: int
+    num_replicas: int
+    group_rank: int
+    group_world_size: int
+    store: Store | None
+    """Fresh, and the same for all ranks of all groups that gather; None where this rank is alone."""
+    step_of_others: int | None
+    """Others hold a state of this step, or are about to train from one: ask for a quorum, and heal. None: nobody does."""
+
+    @property
+    def member(self) -> int:
+        """This rank's number among all ranks of all groups."""
+        return self.replica_rank * self.group_world_size + self.group_rank
+
+    @property
+    def num_members(self) -> int:
+        """Ranks of all groups."""
+        return self.num_replicas * self.group_world_size
+
+
+def gather(
+    talk: Conversation,
+    launch: Launch,
+    *,
+    send: Callable[[RankToGroup], None],
+    waiting_for: Callable[[], str],
+    address: str,
+    limit: timedelta,
+) -> Gathering | None:
+    """Ask who gathers, and connect to where they meet. On the training thread; no step is open.
+
+    Args:
+        talk: with the group and the lighthouse.
+        launch: what this process is.
+        send: takes a message to the group.
+        waiting_for: says what is waited for while the lighthouse has said nothing.
+        address: of this rank's transport.
+        limit: of all of it.
+
+    Returns:
+        who is here; None where that was not to be learnt in time.
+
+    Raises:
+        GroupBrokenError, RefusedError: this group cannot go on.
+    """
+    until = time.monotonic() + limit.total_seconds()
+    request = talk.begin(
+        allow_heal=False,
+        shrink_only=False,
+        can_serve=False,
+        store_address=launch.store_address,
+        contributes=True,
+        patience_s=0.0,
+        waits=True,
+        gathers=True,
+    )
+    send(msgspec.structs.replace(request, checkpoint_addresses=[address]))
+    try:
+        formed = talk.await_plan(limit, 0, waiting_for).formed
+        if not formed.gathers:
+            logger.warning("%s: other ranks of this group ask for a quorum; this one does not gather", talk.replica_id)
+            return None
+        has_others = formed.replica_world_size * launch.group_world_size > 1 and formed.role is Role.IDLE
+        store = _open_store(formed, until) if has_others else None
+    except (QuorumTimeoutError, ProcessGroupConfigureError) as error:
+        logger.warning("%s gathers with nobody: %s", talk.replica_id, error)
+        return None
+    return Gathering(
+        replica_rank=formed.replica_rank,
+        num_replicas=formed.replica_world_size,
+        group_rank=launch.group_rank,
+        group_world_size=launch.group_world_size,
+        store=store,
+        step_of_others=formed.version.step if formed.role is Role.JOINER else None,
+    )
+
+
+def _open_store(formed: QuorumFormed, until: float) -> Store:
+    """Connect to the store of the first who gathers. Nobody else uses the connection, so it ends with who holds it."""
+    prefix = f"torchft_ckpt/{formed.epoch}/gathering/{formed.quorum_id}"
+    address = StoreAddress.parse(f"{formed.store_address}/{prefix}")
+    timeout_s = max(until - time.monotonic(), _MIN_CONNECT_S)
+    with StorePool().borrow(address, timeout_s, is_wanted=lambda: True) as connection:
+        return PrefixStore(address.prefix, connection.client)

@@ -1,0 +1,104 @@
+"""What a Manager says and gives of itself for a durable checkpoint: which state this is, who saves it, and the state itself.
+
+Nobody is asked: all of it follows from the quorum in which the last step was committed, which every member knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager.manager import Manager
+
+
+class SaveIdentity(NamedTuple):
+    """The state that this rank holds, and its place among those that save it."""
+
+    step: int
+    save_id: str
+    """Different for another run, and for another quorum: a directory of that name is never used twice."""
+    replica: int
+    num_replicas: int
+    rank: int
+    num_ranks: int
+    replica_id: str
+    """Name of the group, without its incarnation."""
+
+
+class NotSaving(NamedTuple):
+    """This rank has no part in a save."""
+
+    reason: str
+
+
+def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
+    """Return who this rank is in a save of the state of now. On the training thread, between two steps."""
+    version = manager._replica.version
+    if manager.is_behind or not version.proven:
+        return NotSaving("its state is not one that a quorum has committed")
+    replica, num_replicas = manager._replica.participating_rank, manager._replica.num_participants
+    quorum = manager._replica.quorum
+    if quorum is None or replica is None or not num_replicas:
+        return NotSaving("it did not contribute to the last step")
+    epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
+    return SaveIdentity(
+        step=version.step,
+        save_id=f"q{version.quorum_id:08d}-{epoch}",
+        replica=replica,
+        num_replicas=num_replicas,
+        rank=manager._launch.group_rank,
+        num_ranks=manager._launch.group_world_size,
+        replica_id=group_name(manager),
+    )
+
+
+def group_name(manager: Manager) -> str:
+    """Return the name of the replica group, the same after a restart; empty where it was given none."""
+    name, _, incarnation = manager.replica_id().rpartition(":")
+    return name if incarnation else ""
+
+
+def state_to_save(manager: Manager) -> dict[str, Any]:
+    """Return the state that replicas heal from, and the Manager's own under `torchft`. On the training thread.
+
+    What was registered under `default` is at the root, where it is a dict: names are those that the script's `state_dict` gave.
+    """
+    captured = manager._registry.capture_to_serve()
+    state = _at_root(captured)
+    return {**state, MANAGERS_KEY: manager.state_dict()}
+
+
+MANAGERS_KEY = "torchft"
+_DEFAULT = "default"
+
+
+def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
+    default = captured.get(_DEFAULT)
+    others = {key: value for key, value in captured.items() if key != _DEFAULT}
+    if type(default) is dict and not default.keys() & {*others, MANAGERS_KEY}:
+        return {**default, **others}
+    return captured
+
+
+def template_to_load(manager: Manager) -> dict[str, Any]:
+    """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
+    return {**_at_root(manager._registry.capture_to_receive()), MANAGERS_KEY: manager.state_dict()}
+
+
+def load_saved(manager: Manager, state: dict[str, Any]) -> None:
+    """Load what `state_to_save` returned. On the training thread, before the first step.
+
+    Raises:
+        StateMismatchError: other state is registered here than was saved; nothing was loaded.
+        StateDictLoadError: a `load_state_dict` function raised.
+        ConfigError: the Manager's own part is none.
+    """
+    own = state[MANAGERS_KEY]
+    user = {key: value for key, value in state.items() if key != MANAGERS_KEY}
+    registered = manager._registry.capture().keys()
+    if _DEFAULT in registered and _DEFAULT not in user:
+        others = {key: user.pop(key) for key in registered if key != _DEFAULT and key in user}
+        user = {_DEFAULT: user, **others}
+    manager._registry.load(manager._registry.check(user))
+    manager.load_state_dict(own)
