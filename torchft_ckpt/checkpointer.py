@@ -51,6 +51,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
+    check_optimizers_known,
     group_name,
     load_saved,
     save_identity,
@@ -164,9 +165,10 @@ class Checkpointer:
             self._pool.open("checkpointer")
         self._guarded: list[torch.optim.Optimizer] = []
         self._in_flight: CapturedState | None = None
+        """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
         self._threads: list[threading.Thread] = []
-        self._num_loads = 0
+        self._num_loads = self._num_saves = 0
         self._lock.add_before_write(self._detach)
 
     def __repr__(self) -> str:
@@ -207,8 +209,9 @@ class Checkpointer:
             tier: where to.
 
         Returns:
-            what became of it. With `SaveInFlightError` where the save before has not ended, and with `CheckpointError` where
-            this rank has no part in it, because it did not commit the last step.
+            what became of it. With `SaveInFlightError` where this rank still writes its share of the save before (one that
+            only waits for others is left to them), and with `CheckpointError` where this rank has no part in it, because
+            it did not commit the last step.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
@@ -216,10 +219,11 @@ class Checkpointer:
         """
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
+        self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
-        if self._is_busy():
+        if self._worker is not None and self._is_busy() and not self._worker.leave():
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
-            future.set_exception(SaveInFlightError("the save before this one has not ended", "save"))
+            future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
             return future
         identity = self._identity(step)
         if isinstance(identity, NotSaving):
@@ -249,18 +253,14 @@ class Checkpointer:
         )
         worker = SaveWorker(task, captured, on_progress=self._on_progress)
         self._in_flight, self._worker = captured, worker
-        thread = threading.Thread(
-            target=self._run, args=(worker, task, captured), name="torchft_ckpt-save", daemon=True
-        )
+        thread = threading.Thread(target=self._run, args=(worker, task), name="torchft_ckpt-save", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
         return worker.future
 
-    def _run(self, worker: SaveWorker, task: SaveTask, captured: CapturedState) -> None:
-        """On the save's thread. The next save may begin while old checkpoints are being removed."""
+    def _run(self, worker: SaveWorker, task: SaveTask) -> None:
+        """On the save's thread. The next save may begin as soon as the worker has ended, while old checkpoints are being removed."""
         worker.run()
-        if self._in_flight is captured:
-            self._in_flight = None
         if worker.future.exception() is None and (not task.is_storage_shared or task.member == Member(0, 0)):
             try:
                 self._remove_old(task)
@@ -322,7 +322,8 @@ class Checkpointer:
             raise ConfigError("without a Manager, save needs a step", "step")
         if self._alone is None:
             raise ConfigError("this rank has no place in a job", "manager")
-        return self._alone._replace(step=step)
+        # A number, because a step that is saved again, after a failure perhaps, may be of another state. All ranks have the same.
+        return self._alone._replace(step=step, save_id=f"{self._alone.save_id}-{self._num_saves:06d}")
 
     def _place(self) -> tuple[int, int]:
         if self._manager is not None:
@@ -377,7 +378,8 @@ class Checkpointer:
             where the state comes from; `Rung.NOTHING` where there is none yet.
 
         Raises:
-            ConfigError: there is no Manager: use `load`.
+            ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
+                (`Optimizer(manager, ...)`), because parameters are sharded.
             StateMismatchError: the state does not fit what is registered here.
             StorageError: the storage failed.
             CheckpointNotFoundError: there is none of that step.
@@ -386,6 +388,7 @@ class Checkpointer:
         manager = self._manager
         if manager is None:
             raise ConfigError("restore needs a Manager; use load", "manager")
+        check_optimizers_known(manager)
         gathering = manager.gather(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
         peers = gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)

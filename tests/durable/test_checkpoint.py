@@ -231,6 +231,16 @@ def test_parts_that_contradict_each_other_are_no_checkpoint(
         newest_whole([double.storage])
 
 
+@pytest.mark.parametrize("other", [torch.ones(8, 5), torch.ones(8), torch.ones(8, 4, dtype=torch.int32)])
+def test_pieces_of_another_shape_are_never_taken_for_the_tensors_own(tmp_path: Path, other: torch.Tensor) -> None:
+    storage = storage_in(tmp_path)
+    PartsDouble(STATE, storage, num_replicas=2).write(0, pieces={"w": HALVES[:1], "b": [whole((3,))]})
+    PartsDouble({**STATE, "w": other}, storage, num_replicas=2).write(1)
+    checkpoint = read_checkpoint([storage], NAME)
+    assert "w is torch.float32[8, 4]" in str(why_not_whole(checkpoint))
+    assert [piece.box for piece in checkpoint.tensors["w"].pieces] == HALVES[:1]
+
+
 def test_a_part_that_is_there_twice_with_other_contents_is_left_aside(tmp_path: Path) -> None:
     one, other = storage_in(tmp_path / "one"), storage_in(tmp_path / "other")
     double = two_ranks(one)

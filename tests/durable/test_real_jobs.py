@@ -163,10 +163,8 @@ def test_survivors_write_what_a_killed_group_left_out(tmp_path: Path) -> None:
         assert checkpoints_in(storage) == [6]
         kill_all(survivors)
         written = digests_by_step(survivors)[6]
-        again = start_all(job, names=("a", "b", "c"))
-        events = restored(again)
+        events = restored(start_all(job, min_replica_size=2))
         assert {(e["rung"], e["step"], e["digest"]) for e in events} == {("storage", 6, written)}
-        assert [event["own"] is None for event in events] == [False, False, True]
 
 
 def test_a_group_that_restarts_alone_takes_its_state_from_living_peers(tmp_path: Path) -> None:
@@ -197,10 +195,12 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
         (tmp_path / name).mkdir()
     common = {"trainer": TRAINER, "storage": str(storage)}
     with running_job(tmp_path / "job", layout="sharded", min_replica_size=2, **common) as job:
-        ranks = start_all(job, ranks=2, save_at=[5], pause_s=0.02)
+        ranks = start_all(job, ranks=2, save_at=[5], pause_s=0.02, restores_early=True)
+        for rank in ranks:  # the state of an optimizer that the Manager does not know would come back unsharded
+            assert "Optimizer(manager, ...)" in rank.wait_for_event("refused")["message"]
         restored(ranks)
         await_saved(ranks, 5)
-        ranks[0].wait_for_step(8)
+        ranks[0].wait_for_step(7)
         kill_all(ranks)
         before = digests_by_step(ranks)
 
@@ -217,9 +217,10 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
             ("b", 1),
         ]
         assert all(event["dtensors"] for event in events)
-        finish(job, again)
+        for rank in again:
+            rank.wait_for_step(7)
         after = digests_by_step(again)
-        assert after[6] == before[6]
+        assert (after[6], after[7]) == (before[6], before[7])
     with (
         running_job(
             tmp_path / "four", lighthouse=LighthouseProcess(min_replicas=1), layout="sharded", **common
@@ -233,7 +234,8 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
                 ("storage", 5, 5, before[5])
             }
             assert all(bool(event["dtensors"]) == (len(ranks) == 4) for event in events)
-            assert finish(job, ranks)["step"] > 5
+            for rank in ranks:
+                rank.wait_for_step(6)
 
 
 def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_the_log_says_why(tmp_path: Path) -> None:
@@ -300,7 +302,7 @@ def test_a_group_that_lost_its_disk_is_restored_from_the_disks_of_the_others(tmp
 
 def flip_a_bit(checkpoint: Path, manifest: str) -> str:
     """Flip one in the middle of a part's largest piece; return the name of the file."""
-    part = json.loads((checkpoint / manifest).read_text())
+    part = json.loads((checkpoint / manifest).read_text().split("\n", 1)[1])
     piece = max(part["pieces"], key=lambda piece: piece["length"])
     path = checkpoint / part["files"][piece["file"]]["name"]
     data = bytearray(path.read_bytes())

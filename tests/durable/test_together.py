@@ -19,6 +19,8 @@ from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.durable.agreement import _decode_shown, _settle_whole, _show, _Union
+from torchft_ckpt.checkpointing.durable.checkpoint import read_checkpoint
 from torchft_ckpt.checkpointing.durable.dealing import deal_reading
 from torchft_ckpt.checkpointing.durable.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
@@ -27,7 +29,13 @@ from torchft_ckpt.checkpointing.durable.storage import Storage
 from torchft_ckpt.checkpointing.durable.together import SharedRead
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StateMismatchError, StorageError
+from torchft_ckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    SourceRefusedError,
+    StateMismatchError,
+    StorageError,
+)
 
 PATIENCE = timedelta(seconds=20)
 SHORT = timedelta(seconds=1)
@@ -469,8 +477,6 @@ def test_a_target_may_be_wanted_twice_and_have_any_strides(tmp_path: Path, job_o
 def test_shares_cover_what_is_wanted_once_and_are_read_by_who_can(tmp_path: Path) -> None:
     state = state_of()
     double = save(tmp_path, state)
-    from torchft_ckpt.checkpointing.durable.checkpoint import read_checkpoint
-
     checkpoint = read_checkpoint([double.storage], NAME)
     part = checkpoint.parts[0].name
     box = whole((ROWS, COLUMNS))
@@ -511,3 +517,75 @@ def test_a_member_that_stands_still_is_not_waited_for_without_end(
     job.do(acts)
     for part in parts:
         part.check(state)
+
+
+def test_a_member_leaves_only_when_the_others_have_what_it_serves(
+    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of()
+    double = save(tmp_path, state)
+    job = job_of(2)
+    parts = job.starts(lambda _: [double.storage])
+    goes_on, has_left = threading.Event(), threading.Event()
+    fetch = parts[1].shared._fetch
+
+    def fetches_late(*args: Any) -> bool:
+        assert goes_on.wait(30)
+        return fetch(*args)
+
+    monkeypatch.setattr(parts[1].shared, "_fetch", fetches_late)
+
+    def acts(part: Part) -> None:
+        part.reads()
+        if part is parts[0]:
+            has_left.set()
+            part.dies()
+
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(acts, part) for part in parts]
+        assert not has_left.wait(1.0)
+        goes_on.set()
+        for future in reading:
+            future.result(60)
+    for part in parts:
+        part.check(state)
+        assert part.num_read < 0.6 * num_bytes_of(state)
+
+
+def test_a_part_that_only_a_dead_member_could_read_is_a_named_error(
+    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of()
+    disks = [tmp_path / f"disk{number}" for number in range(3)]
+    write_parts(disks, state)
+    job = job_of(3)
+    parts = job.starts(lambda number: [storage_in(disks[number])])
+    die_instead_of_reading(parts[2], monkeypatch)
+
+    def acts(part: Part) -> None:
+        with pytest.raises(KilledError if part is parts[2] else CheckpointDamagedError, match=r"no piece|^$"):
+            part.reads()
+
+    job.do(acts)
+
+
+def test_one_who_heard_less_than_the_others_comes_to_what_they_settled(
+    tmp_path: Path, job_of: Callable[[int], Job]
+) -> None:
+    state = state_of()
+    disks = [tmp_path / f"disk{number}" for number in range(3)]
+    write_parts(disks, state)
+    job = job_of(3)
+    parts = job.starts(lambda number: [storage_in(disks[number])], patience=SHORT)
+    meetings = [part.shared._meeting for part in parts]
+    views = [read_checkpoint([storage_in(disk)], NAME) for disk in disks]
+    for number in (1, 2):
+        _show(views[number], frozenset(), meetings[number], [])
+    first = _Union(views[1], 1, meetings[1].hear(f"shown {NAME}", _decode_shown, [2]))
+    assert _settle_whole(meetings[1], [0, 1, 2], first)[0] == (1, 2)  # it did not hear of member 0, which is late
+    late = _Union(views[2], 2, {})
+    assert "missing" in (late.reason or "")
+    members, reason = _settle_whole(meetings[2], [0, 1, 2], late)
+    assert members == (1, 2) and reason == first.reason
+    with pytest.raises(SourceRefusedError, match="did not wait for member 0"):
+        _settle_whole(meetings[0], [0, 1, 2], _Union(views[0], 0, {}))

@@ -3,9 +3,10 @@
 All groups learn from the same batches, which the step names: so the digest of all full tensors after a step is the same in every
 life of a job and for every group, and a state that was restored can be told from any other. (Not for every size of a group.)
 
-Options, beside those of `Job.start`: `storage` and `local` (places), `tier`, `save_at` or `save_every` (steps), `layout` (`plain`,
-or `sharded` over the group's ranks), and `hang`: {step, operation, file}: this rank's save of that step never returns from that
-operation on a file of whose name that is a part. It says `hanging` then, and is to be killed.
+Options, beside those of `Job.start`: `storage` and `local` (places), `tier`, `save_at` or `save_every` (steps), `layout`
+(`plain`, or `sharded` over the group's ranks), `restores_early` (before the Manager knows the optimizer), and `hang`: {step,
+operation, file}: this rank's save of that step never returns from that operation on a file of whose name that is a part. It
+says `hanging` then, and is to be killed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from train_hsdp import shard
 from torchft_ckpt import Checkpointer, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, SavedCheckpoint, Tier
 from torchft_ckpt import checkpointer as checkpointer_module
 from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage, OsSystem
+from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.fsdp import set_all_reduce_hook
 
 BATCH_SIZE = 4
@@ -133,6 +135,13 @@ def main() -> None:
         local_location=options.get("local"),
         fill_after=timedelta(seconds=options.get("fill_after_s", 30.0)),
     )
+    is_sharded = options.get("layout", "plain") == "sharded"
+    try:
+        if options.get("restores_early"):
+            checkpointer.restore()
+    except ConfigError as error:
+        report("refused", message=str(error))
+    optimizer = Optimizer(manager, adamw)
     restored = checkpointer.restore()
     report(
         "restored",
@@ -149,8 +158,8 @@ def main() -> None:
         dtensors=sum(type(tensor).__name__ == "DTensor" for tensor in model.state_dict().values()),
         random=torch.rand(1).item(),
     )
-    set_all_reduce_hook(manager, model) if options.get("layout") == "sharded" else None
-    optimizer = Optimizer(manager, adamw)
+    if is_sharded:
+        set_all_reduce_hook(manager, model)
     save_at, save_every = options.get("save_at", []), options.get("save_every", 0)
     stop = Path(options["control"]) / "stop"
     try:
@@ -160,7 +169,7 @@ def main() -> None:
             time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
             inputs, targets = batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE)
             nn.functional.mse_loss(model(inputs), targets).backward()
-            if options.get("layout", "plain") == "plain":
+            if not is_sharded:
                 for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
                     work.wait()
             optimizer.step()

@@ -80,6 +80,9 @@ class SaveWatch:
     """Whose own shares are not there."""
     _last: tuple[object, ...] = ()
     _changed_at_s: float = 0.0
+    _last_of_writers: tuple[object, ...] = ()
+    _writers_changed_at_s: float = 0.0
+    """When something of a writer's own share was last seen to change, whatever others filled since."""
     _is_in_vain: bool = False
     """What is there now was seen not to be whole."""
     _look_s: float = _FIRST_LOOK_S
@@ -90,7 +93,11 @@ class SaveWatch:
             return Decision(Act.DONE)
         present = {Member(replica, rank) for replica, rank, fill in seen.parts if fill == 0}
         self.missing = tuple(sorted(self.writers - present))
-        state = (seen.parts, tuple(sorted(seen.growth.items())))
+        growth = tuple(sorted(seen.growth.items()))
+        of_writers = (frozenset(present), growth)
+        if of_writers != self._last_of_writers:
+            self._last_of_writers, self._writers_changed_at_s = of_writers, now
+        state = (seen.parts, growth)
         if state != self._last:
             self._last, self._changed_at_s, self._is_in_vain = state, now, False
             self._look_s = _FIRST_LOOK_S
@@ -101,7 +108,9 @@ class SaveWatch:
         if has_ended and not self._is_in_vain and now - self._changed_at_s >= turn_s:
             return Decision(Act.CLOSE)
         is_nobodys = not self.missing and self._is_in_vain and not self.num_fills
-        if is_nobodys or now - self._changed_at_s >= self.fill_after_s:
+        # The first time each fills what is its own to fill, and need not wait for those who look earlier.
+        changed_at_s = self._changed_at_s if self.num_fills else self._writers_changed_at_s
+        if is_nobodys or now - changed_at_s >= self.fill_after_s:
             return Decision(Act.FILL, reason=self._waited_for(now))
         self._look_s = min(self._look_s * 1.5, _LAST_LOOK_S)
         return Decision(Act.WAIT, min(self._look_s, self.give_up_at_s - now))
@@ -116,6 +125,8 @@ class SaveWatch:
         self._changed_at_s, self._is_in_vain = now, False
 
     def _waited_for(self, now: float) -> str:
+        if not self.missing:
+            return "a hole"
         names = ", ".join(f"replica {replica} rank {rank}" for replica, rank in self.missing[:5])
         more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
-        return f"nothing came of {names}{more} for {max(now - self._changed_at_s, 0.0):.1f} s" if names else "a hole"
+        return f"nothing came of {names}{more} for {max(now - self._writers_changed_at_s, 0.0):.1f} s"

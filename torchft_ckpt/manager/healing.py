@@ -94,6 +94,11 @@ class StateRegistry:
         return {key: get() for key, get in self._get.items()}
 
     @property
+    def knows_optimizers(self) -> bool:
+        """Whether there are optimizers whose state is made where they have none yet."""
+        return bool(self._optimizers or self._unguarded)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether there are parameters of which this process holds parts, as far as is known."""
         return self._layout is not None and bool(self._layout[1])

@@ -6,7 +6,10 @@ Nobody is asked: all of it follows from the quorum in which the last step was co
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchft_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
@@ -84,6 +87,31 @@ def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
 def template_to_load(manager: Manager) -> dict[str, Any]:
     """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
     return {**_at_root(manager._registry.capture_to_receive()), MANAGERS_KEY: manager.state_dict()}
+
+
+def check_optimizers_known(manager: Manager) -> None:
+    """See that what is restored can take the layout of what is here. On the training thread, before the first step.
+
+    Where parameters are sharded the state of an optimizer that has not stepped is made for it, by what the Manager knows of the
+    optimizer; else it would be loaded whole on each rank, as plain tensors.
+
+    Raises:
+        ConfigError: such state is registered, and no optimizer is known.
+    """
+    registry = manager._registry
+    if registry.layout() and not registry.knows_optimizers and _has_empty_optimizer_state(registry.capture()):
+        raise ConfigError(
+            "parameters are sharded and an optimizer without state is registered, but the Manager knows no optimizer: call"
+            " Optimizer(manager, ...), Manager.guard_optimizer or register_state_dict_fn(optimizers=...) before restore",
+            "optimizer",
+        )
+
+
+def _has_empty_optimizer_state(node: object) -> bool:
+    if isinstance(node, Mapping):
+        is_empty = "param_groups" in node and "state" in node and not node["state"]
+        return is_empty or any(_has_empty_optimizer_state(child) for child in node.values())
+    return isinstance(node, (list, tuple)) and any(_has_empty_optimizer_state(child) for child in node)
 
 
 def load_saved(manager: Manager, state: dict[str, Any]) -> None:

@@ -64,8 +64,6 @@ class Agreement:
     """All of its parts; without a storage those that cannot be read from here."""
     members: tuple[int, ...]
     """Who takes part, ascending."""
-    addresses: Mapping[int, str]
-    """Of the others: where they serve what they read."""
     readers: Mapping[PartName, frozenset[int]] | None
     """Who can read which part; None where all of them can read everything."""
 
@@ -83,7 +81,7 @@ def agree(
 
     Args:
         storages: what this member can read.
-        meeting: with the others.
+        meeting: with the others; it knows their addresses from then on.
         address: where this member will serve what it reads.
         step: only checkpoints of this step.
         but: names of checkpoints that are known to be damaged; the same for all members.
@@ -98,6 +96,7 @@ def agree(
     heard = meeting.hear("seen", _decode_seen, range(meeting.num_members))
     members, _ = meeting.settle("seen settled", heard)
     heard.update(meeting.hear("seen", _decode_seen, [member for member in members if member not in heard]))
+    meeting.addresses.update({member: one.address for member, one in heard.items()})
     seen = {member: one for member, one in {**heard, meeting.member: own}.items() if member in members}
     _say_who_is_absent(meeting, members)
     skipped: list[str] = []
@@ -108,8 +107,7 @@ def agree(
         union = _Union(mine, meeting.member, _show(mine, _seen_by_all(seen.values(), name), meeting, members))
         members, reason = _settle_whole(meeting, members, union)
         if reason is None:
-            addresses = {member: heard[member].address for member in members if member in heard}
-            return Agreement(union.checkpoint, members, addresses, union.readers_of(members))
+            return Agreement(union.checkpoint, members, union.readers_of(members))
         logger.warning("checkpoint %s is skipped: over all %d members %s", name, len(members), reason)
         skipped.append(f"{name}: {reason}")
     what = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"

@@ -1,7 +1,7 @@
 """What this rank writes of a state when nobody is lost: `core/shares.py` asked about a state that is being saved.
 
-A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by layout, and
-nothing but what this rank holds is looked at one by one.
+A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by layout,
+and nothing but what this rank holds is looked at one by one.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 from torch.distributed import DistError, DistNetworkError, Store
 
+from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ MAX_BLOB_BYTES = 256 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 """torch's store closes the connection of who sends a value of more than 8 MiB."""
 _WAIT_SLICE_S = 2.0
+_PROBE_S = 1.0
 
 
 class Exchange(Protocol):
@@ -153,6 +156,8 @@ class Meeting:
         self.member = member
         self.num_members = num_members
         self.patience_s = patience_s
+        self.addresses: dict[int, str] = {}
+        """Where the others listen, as far as they have said so."""
         self._exchange = exchange
 
     def say(self, topic: str, message: msgspec.Struct) -> None:
@@ -166,17 +171,17 @@ class Meeting:
         members: Iterable[int],
         *,
         patience_s: float | None = None,
-        is_alive: Callable[[int], bool] | None = None,
         on_heard: Callable[[int, _M], None] | None = None,
     ) -> dict[int, _M]:
         """Return what others said, by member. Who says nothing in time, or nothing that can be read, is not in it.
+
+        Who does not listen at its address any more is not waited for.
 
         Args:
             topic: what about.
             decode: reads a message, or raises `msgspec.MsgspecError`.
             members: whom to wait for; this one is left out.
             patience_s: instead of that of all topics.
-            is_alive: asked about who is waited for every few seconds; False: it is not waited for any longer.
             on_heard: told each message at once.
         """
         until = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
@@ -184,15 +189,13 @@ class Meeting:
         heard: dict[int, _M] = {}
         while waiting:
             left_s = until - time.monotonic()
-            wait_s = min(left_s, _WAIT_SLICE_S)
             still: list[int] = []
             for member in waiting:
-                data = self._exchange.get(f"{topic}/{member}", 0.0 if still else max(wait_s, 0.0))
+                wait_s = 0.0 if still else max(min(left_s, _WAIT_SLICE_S), 0.0)
+                data = self._exchange.get(f"{topic}/{member}", wait_s)
                 if data is None:
-                    if is_alive is None or is_alive(member):
+                    if self._may_be_alive(member):
                         still.append(member)
-                    else:
-                        logger.info("member %d is gone: nobody answers at its address", member)
                     continue
                 try:
                     message = heard[member] = decode(data)
@@ -205,6 +208,22 @@ class Meeting:
             if left_s <= 0:
                 break
         return heard
+
+    def _may_be_alive(self, member: int) -> bool:
+        """Whether a member may still be there: False only where its machine answers that nobody listens at its address."""
+        try:
+            address = parse_metadata(self.addresses.get(member, ""))
+        except SourceLostError:
+            return True  # it has not said where it is
+        try:
+            with socket.create_connection((address.host, address.port), timeout=_PROBE_S):
+                return True
+        except ConnectionRefusedError:
+            logger.info("member %d is gone: nobody listens at %s", member, address)
+            return False
+        except OSError as error:
+            logger.debug("member %d may be gone: %s", member, error)
+            return True
 
     def settle(self, topic: str, members: Iterable[int], word: str = "") -> tuple[tuple[int, ...], str]:
         """Return who takes part from here on, and a word about it: as the first member saw it that came here.

@@ -107,7 +107,7 @@ def read_newest(
             damage = error
         bytes_from_storage += reader.bytes_read
         bytes_from_peers += reading.bytes_from_peers
-        reason = _settle(meeting, damage)
+        reason = _settle(meeting, shared, damage)
         if reason is None:
             return ReadTogether(
                 made=made,  # type: ignore[arg-type]
@@ -151,18 +151,21 @@ def _meet(
     return shared, (exchange, Meeting(exchange, place.member, place.num_members, _VERDICT_PATIENCE_S))
 
 
-def _settle(place: tuple[StoreExchange, Meeting] | None, damage: CheckpointDamagedError | None) -> str | None:
+def _settle(
+    place: tuple[StoreExchange, Meeting] | None, shared: SharedRead | None, damage: CheckpointDamagedError | None
+) -> str | None:
     """Return why all members go on with an older one; None where all go on with this one.
 
     Raises:
         CheckpointDamagedError: the others did not wait for this member, and go on with what is damaged for it.
     """
-    if place is None:
+    if place is None or shared is None:
         return None if damage is None else str(damage)
     exchange, meeting = place
+    meeting.addresses.update(shared.addresses)
     try:
         meeting.say("found", _Verdict(damage="" if damage is None else str(damage)[:_MAX_REASON] or "damaged"))
-        others = meeting.hear("found", _decode_verdict, range(meeting.num_members)) if damage is None else {}
+        others = meeting.hear("found", _decode_verdict, shared.members) if damage is None else {}
         reason = str(damage) if damage is not None else next((one.damage for one in others.values() if one.damage), "")
         is_damaged = exchange.settle("outcome", _DAMAGED if reason else _FINE) == _DAMAGED
     except (SourceLostError, SourceRefusedError) as error:

@@ -32,12 +32,7 @@ def share_of_holes(
     numbers = {tensor.fqn: number for number, tensor in enumerate(state.holdings)}
     values = {value.fqn: number for number, value in enumerate(state.values)}
     mine = {entry.fqn: [box_of(chunk) for chunk in entry.chunks] for entry in state.manifest.tensors}
-    holes = checkpoint.holes()
-    missing = {fqn: boxes for fqn, boxes in holes.boxes.items() if fqn in numbers}
-    for tensor in state.holdings:
-        if tensor.fqn not in checkpoint.tensors:  # no manifest names it yet
-            missing[tensor.fqn] = [held.box for held in tensor.held]
-    lost_values = sorted({*holes.values, *(fqn for fqn in values if fqn not in checkpoint.values)} & values.keys())
+    missing, lost_values = _missing(checkpoint, state)
     if alone:
         boxes = [
             (numbers[fqn], shared)
@@ -48,21 +43,43 @@ def share_of_holes(
         ]
         share = PartShare(boxes, [values[fqn] for fqn in lost_values])
     else:
+        # What another one has filled by now is dealt as well: so all deal the same, whoever of them looks first.
+        unfilled = Checkpoint(checkpoint.name, [part for part in checkpoint.parts if not part.name.fill])
+        to_deal, values_to_deal = _missing(unfilled, state)
         held, holds_value = _known_holders(checkpoint, writers)
         for fqn, own_boxes in mine.items():
             held.setdefault(fqn, {})[me] = own_boxes
         for fqn in values:
             holds_value.setdefault(fqn, set()).add(me)
-        sizes = {fqn: (state.holdings[numbers[fqn]].shape, state.holdings[numbers[fqn]].itemsize) for fqn in missing}
-        dealt = deal_holes(missing, held, sizes, writers.num_replicas * writers.num_ranks)[me]
-        writer_of = deal_names(lost_values, {fqn: sorted(members) for fqn, members in holds_value.items()})
+        sizes = {fqn: (state.holdings[numbers[fqn]].shape, state.holdings[numbers[fqn]].itemsize) for fqn in to_deal}
+        dealt = deal_holes(to_deal, held, sizes, writers.num_replicas * writers.num_ranks)[me]
+        writer_of = deal_names(values_to_deal, {fqn: sorted(members) for fqn, members in holds_value.items()})
         share = PartShare(
-            [(numbers[fqn], box) for fqn, box in dealt if any(contains(own, box) for own in mine[fqn])],
-            [values[fqn] for fqn, writer in writer_of.items() if writer == me],
+            [
+                (numbers[fqn], shared)
+                for fqn, box in dealt
+                if any(contains(own, box) for own in mine[fqn])
+                for hole in missing.get(fqn, ())
+                if (shared := intersect(box, hole)) is not None
+            ],
+            [values[fqn] for fqn in lost_values if writer_of.get(fqn) == me],
         )
-    if not share.boxes and not share.values and member.rank not in holes.ranks:
+    if not share.boxes and not share.values and member.rank not in checkpoint.holes().ranks:
         return None
     return share
+
+
+def _missing(checkpoint: Checkpoint, state: CapturedState) -> tuple[dict[str, list[Box]], list[str]]:
+    """Return the boxes, by fqn, and the values that are missing of what this rank knows."""
+    holes = checkpoint.holes()
+    values = {value.fqn for value in state.values}
+    boxes: dict[str, list[Box]] = {}
+    for tensor in state.holdings:
+        if tensor.fqn not in checkpoint.tensors:  # no manifest names it yet
+            boxes[tensor.fqn] = [held.box for held in tensor.held]
+        elif tensor.fqn in holes.boxes:
+            boxes[tensor.fqn] = holes.boxes[tensor.fqn]
+    return boxes, sorted({*holes.values, *(fqn for fqn in values if fqn not in checkpoint.values)} & values)
 
 
 def _known_holders(

@@ -206,7 +206,7 @@ class Reading(Generic[_P]):
         """Whether a target was written to."""
         self._location = location
         self._lock = threading.Lock()
-        self._unusable: dict[int, tuple[_P, CheckpointError]] = {}
+        self._unusable: dict[int, tuple[_P, str, CheckpointError]] = {}
         self._failed: dict[int, list[Cell[_P]]] = {}
 
     def is_usable(self, piece: _P) -> bool:
@@ -217,7 +217,7 @@ class Reading(Generic[_P]):
         """Note that a piece is of no use, and what was wanted of it."""
         with self._lock:
             is_new = id(piece) not in self._unusable
-            self._unusable.setdefault(id(piece), (piece, error))
+            self._unusable.setdefault(id(piece), (piece, cells[0].name, error))
             self._failed[id(piece)] = [*cells]
         if is_new:
             logger.warning("%s: %s; another piece is looked for", self._location, error)
@@ -231,8 +231,8 @@ class Reading(Generic[_P]):
         """Return the error of what no piece has that is of use."""
         causes = [
             error
-            for piece, error in self._unusable.values()
-            if any(len(box.sizes) == len(piece.box.sizes) and intersect(piece.box, box) for _, box in holes)
+            for piece, name, error in self._unusable.values()
+            if any(name == wanted and intersect(piece.box, box) is not None for wanted, box in holes)
         ]
         kinds = {type(cause) for cause in causes}
         kind = kinds.pop() if len(kinds) == 1 else CheckpointDamagedError

@@ -16,7 +16,7 @@ import xxhash
 from torchft_ckpt.checkpointing.durable.manifest import table_of
 from torchft_ckpt.checkpointing.durable.storage import OutputFile
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.errors import CheckpointError, StorageError
 
 _BUFFERED_BYTES = 64 * 1024
 """Smaller records are made in memory. The only longer write of a longer one is that of its data."""
@@ -55,7 +55,12 @@ def write_tensor(file: OutputFile, tensor: torch.Tensor) -> Record:
         file.write(buffer.getbuffer())
     else:
         passing = _Passing(file, len(view))
-        torch.save(tensor, cast("IO[bytes]", passing))
+        try:
+            torch.save(tensor, cast("IO[bytes]", passing))
+        except RuntimeError as error:  # torch's own, in place of the one that it met
+            if passing.failure is None:
+                raise
+            raise passing.failure from error
         if passing.data_offset is None:
             raise CheckpointError("torch.save did not write the data of a tensor in one piece", party="torch.save")
         data_offset = passing.data_offset
@@ -73,11 +78,16 @@ class _Passing:
         self._file = file
         self._data_bytes = data_bytes
         self.data_offset: int | None = None
+        self.failure: StorageError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         if len(data) == self._data_bytes:
             self.data_offset = self._file.position
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except StorageError as error:
+            self.failure = error
+            raise
         return len(data)
 
     def flush(self) -> None:

@@ -52,7 +52,7 @@ class SavedCheckpoint:
     num_fills: int
     """How often this rank filled holes that others had left."""
     is_closed: bool
-    """It was seen to be whole; not known where only this host can read what it wrote."""
+    """It was seen to be whole. Not known where only this host can read what it wrote, or where the next save began before."""
     took_s: float
 
 
@@ -98,11 +98,28 @@ class SaveWorker:
         self._written_bytes = 0
         self._share_bytes = 0
         self._progress_bytes = 0
+        self._lock = threading.Lock()
+        self._needs_state = True
+        """This rank writes, its own share or what others left out."""
+        self._leaves = False
         self.future: Future[SavedCheckpoint] = Future()
 
     def cancel(self) -> None:
         """Have `run` end soon; what it has not written stays unwritten."""
         self._cancelled.set()
+
+    def leave(self) -> bool:
+        """Let the next save begin, if this rank has written its share: `run` ends soon. Return whether that is so. Any thread.
+
+        Else one that waits for a lost writer, or only hears late that the checkpoint is whole, would stay out of the next save, whose
+        writers then waited for it, and so on for ever. Whoever writes the last share closes the checkpoint.
+        """
+        with self._lock:
+            if self._needs_state:
+                return False
+            self._leaves = True
+        self._state.close()
+        return True
 
     def run(self) -> None:
         """Do it; the outcome is in `future`."""
@@ -131,6 +148,7 @@ class SaveWorker:
     def _save(self) -> tuple[int, bool]:
         task = self._task
         task.storage.make_directory(str(task.name))
+        self._check_not_there()
         ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
         ahead.start()
         try:
@@ -141,12 +159,26 @@ class SaveWorker:
             ahead.join()
         if not task.is_storage_shared:
             return 0, False
+        with self._lock:
+            self._needs_state = False
         return self._see_to_the_others()
+
+    def _check_not_there(self) -> None:
+        """See that no other save has this name: its parts may be of another state."""
+        task = self._task
+        for name in task.storage.names(str(task.name)):
+            part = parse_part(name)
+            if part is not None and part[:2] == task.member:
+                raise CheckpointError(
+                    f"checkpoint {task.name}: {name} of this rank is there already, from a save of the same name; "
+                    "nothing was written",
+                    party="save",
+                )
 
     def _copy_ahead(self) -> None:
         try:
             self._state.copy_ahead()
-        except CheckpointError as error:
+        except (CheckpointError, MemoryError, OSError) as error:
             logger.info("not all of step %d was copied ahead, the trainer will: %s", self._task.name.step, error)
 
     # Own share
@@ -199,22 +231,27 @@ class SaveWorker:
         )
         num_written = 0
         while True:
+            leaves = self._leaves  # asked for before it looks
             decision = watch.observe(self._look(watch), self._clock())
             if decision.act is Act.DONE:
                 return num_written, True
+            if leaves:
+                return num_written, not watch.missing and self._close_if_whole()
             if decision.act is Act.WAIT:
                 if self._cancelled.wait(decision.look_in_s):
                     raise CheckpointError(f"checkpoint {task.name}: the save was given up", party="save")
             elif decision.act is Act.CLOSE:
-                checkpoint = read_checkpoint([task.storage], task.name)
-                why_not = why_not_whole(checkpoint)
-                if why_not is None:
-                    self._close(checkpoint)
+                if self._close_if_whole():
                     return num_written, True
-                logger.info("checkpoint %s is not whole yet: %s", task.name, why_not)
                 watch.not_whole()
             elif decision.act is Act.FILL:
+                with self._lock:
+                    if self._leaves:
+                        continue
+                    self._needs_state = True
                 num_written += self._fill(watch, decision.reason)
+                with self._lock:
+                    self._needs_state = False
                 watch.filled(self._clock())
             else:
                 raise CheckpointDamagedError(
@@ -261,9 +298,23 @@ class SaveWorker:
         self._write(fill, share)
         return 1
 
+    def _close_if_whole(self) -> bool:
+        checkpoint = read_checkpoint([self._task.storage], self._task.name)
+        why_not = why_not_whole(checkpoint)
+        if why_not is None:
+            self._close(checkpoint)
+        else:
+            logger.info("checkpoint %s is not whole yet: %s", self._task.name, why_not)
+        return why_not is None
+
     def _close(self, checkpoint: Checkpoint) -> None:
         """Write DCP's metadata. Others may do the same at the same time: they write the same."""
+        try:
+            metadata = build_metadata(checkpoint)
+        except CheckpointDamagedError as error:
+            logger.warning("checkpoint %s is whole, but only this library can read it: %s", self._task.name, error)
+            return
         with self._task.storage.create(f"{self._task.name}/{METADATA}") as file:
-            file.write(build_metadata(checkpoint))
+            file.write(metadata)
             file.commit()
         logger.info("checkpoint %s is whole: %d parts", self._task.name, len(checkpoint.parts))

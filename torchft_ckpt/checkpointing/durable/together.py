@@ -12,14 +12,12 @@ It knows members, boxes and who reads what; which checkpoint it is, is settled i
 
 from __future__ import annotations
 
-import functools
 import logging
-import socket
 import ssl
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -54,7 +52,6 @@ from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedE
 
 logger = logging.getLogger(__name__)
 _MAX_SOURCES_AT_ONCE = 16
-_PROBE_S = 1.0
 _PATIENCE_FACTOR = 3.0
 _LEASE = timedelta(days=1)
 """Longer than any read: what is served ends with the read, or with the transport."""
@@ -197,6 +194,16 @@ class SharedRead:
             self._num_members = len(dealt.wanted)
             self._read_dealt(self._agreement, dealt, reader)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who agreed on the checkpoint, this member included, ascending."""
+        return (self._meeting.member,) if self._agreement is None else self._agreement.members
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """Where the others listen, once it was agreed on: for `Meeting.addresses`, so that a dead one is not waited for."""
+        return dict(self._meeting.addresses)
+
     def statistics(self) -> ReadStatistics:
         """Return where the bytes came from so far."""
         return ReadStatistics(
@@ -275,8 +282,7 @@ class SharedRead:
         finally:
             self._say("done", _Done())
             try:
-                is_alive = functools.partial(_is_alive, agreement.addresses)
-                self._meeting.hear("done", _decode_done, takers, patience_s=patience_s, is_alive=is_alive)
+                self._meeting.hear("done", _decode_done, takers, patience_s=patience_s)
             except SourceLostError as error:
                 logger.warning("member %d does not wait for the others: %s", me, error)
             self._transport.disallow_checkpoint()
@@ -309,14 +315,7 @@ class SharedRead:
                     fetched[member] = threads.submit(self._fetch, agreement, member, needed[member])
 
             try:
-                self._meeting.hear(
-                    "ready",
-                    _decode_ready,
-                    needed,
-                    patience_s=patience_s,
-                    is_alive=functools.partial(_is_alive, agreement.addresses),
-                    on_heard=begin,
-                )
+                self._meeting.hear("ready", _decode_ready, needed, patience_s=patience_s, on_heard=begin)
             except SourceLostError as error:
                 logger.warning("member %d waits for nobody any longer: %s", me, error)
         for member, wants in needed.items():
@@ -330,7 +329,7 @@ class SharedRead:
 
     def _fetch(self, agreement: Agreement, member: int, wants: list[Want]) -> bool:
         """On a thread of its own: fetch what a member has read for this one; whether all of it is here."""
-        address = agreement.addresses.get(member, "")
+        address = self._meeting.addresses.get(member, "")
         try:
             ShardedFetch(
                 [[parse_metadata(address)]],
@@ -437,16 +436,3 @@ def _is_there(want: Want, reader: CheckpointReader) -> bool:
 
 def _have_common(wanted: Boxes, share: Sequence[tuple[str, Box]]) -> bool:
     return any(contains(box, piece) for name, piece in share for box in wanted.get(name, ()))
-
-
-def _is_alive(addresses: Mapping[int, str], member: int) -> bool:
-    """Whether somebody may still be there: False only where the machine answers that nobody listens."""
-    try:
-        address = parse_metadata(addresses.get(member, ""))
-        with socket.create_connection((address.host, address.port), timeout=_PROBE_S):
-            return True
-    except (ConnectionRefusedError, SourceLostError):
-        return False
-    except OSError as error:
-        logger.debug("member %d may be gone: %s", member, error)
-        return True

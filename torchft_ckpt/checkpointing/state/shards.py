@@ -106,7 +106,7 @@ class DTensorAdapter(ShardAdapter):
 
 
 _known_boxes: weakref.WeakKeyDictionary[Any, dict[object, Box | None]] = weakref.WeakKeyDictionary()
-"""By mesh, then by place in it, shape and placements: a model has few, and the trainer may be waiting. A mesh is not kept alive by it."""
+"""By mesh, then by place in it, shape and placements: a model has few, and the trainer may be waiting. Keeps no mesh alive."""
 _lock = threading.Lock()
 _adapters: tuple[ShardAdapter, ...] = (DTensorAdapter(),)
 
