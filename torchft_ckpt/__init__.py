@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         TransferProgress,
         register_shard_adapter,
     )
+    from torchft_ckpt.checkpointing.durable.directory import checkpoints_in, load_checkpoint
     from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode
     from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
     from torchft_ckpt.checkpointing.resharding.peer_reader import PeerReader
@@ -59,6 +60,8 @@ _HOME = {
     "Tier": ("torchft_ckpt.checkpointer", "Tier"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
+    "checkpoints_in": ("torchft_ckpt.checkpointing.durable.directory", "checkpoints_in"),
+    "load_checkpoint": ("torchft_ckpt.checkpointing.durable.directory", "load_checkpoint"),
     "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
     "set_all_reduce_hook": ("torchft_ckpt.fsdp", "set_all_reduce_hook"),
 }
@@ -89,6 +92,8 @@ __all__ = [
     "Tier",
     "TransferProgress",
     "WorldSizeMode",
+    "checkpoints_in",
+    "load_checkpoint",
     "register_shard_adapter",
     "set_all_reduce_hook",
 ]

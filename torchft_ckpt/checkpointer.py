@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ import torch
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, list_checkpoints
+from torchft_ckpt.checkpointing.durable.directory import give_back, state_of_value
 from torchft_ckpt.checkpointing.durable.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.loading import ReadWants, load_into, load_state
@@ -233,6 +234,8 @@ class Checkpointer:
         name = checkpoint_name(identity.step, identity.save_id)
         state = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
+        if self._manager is None:
+            self._lock.release_write()  # a guarded step that raised has kept it, and the next one would not tell the snapshot
         with self._lock.read():
             if state_dict is not None and self._guarded:
                 state = hold_still(state, self._guarded)
@@ -259,7 +262,7 @@ class Checkpointer:
         return worker.future
 
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
-        """On the save's thread. The next save may begin as soon as the worker has ended, while old checkpoints are being removed."""
+        """On the save's thread. The next save may begin while old checkpoints are being removed."""
         worker.run()
         if worker.future.exception() is None and (not task.is_storage_shared or task.member == Member(0, 0)):
             try:
@@ -306,7 +309,7 @@ class Checkpointer:
 
     def _state_of(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
         if state_dict is not None:
-            state = {key: _state_of_value(value) for key, value in state_dict.items()}
+            state = {key: state_of_value(value) for key, value in state_dict.items()}
             return state if self._manager is None else {**state, "torchft": self._manager.state_dict()}
         if self._manager is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
@@ -347,18 +350,14 @@ class Checkpointer:
             StateMismatchError: what is wanted is not in it, or of another shape or dtype.
             StorageError: the storage failed.
         """
-        template = {key: _state_of_value(value) for key, value in state_dict.items()}
+        template = {key: state_of_value(value) for key, value in state_dict.items()}
 
         def make(reader: CheckpointReader, read: ReadWants) -> None:
             load_into(reader, template, read)
 
         with self._place_to_meet() as place:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
-        for key, value in state_dict.items():
-            if hasattr(value, "load_state_dict"):
-                value.load_state_dict(template[key])
-            else:
-                state_dict[key] = template[key]
+        give_back(state_dict, template)
         rank = self._place()[0]
         own = outcome.checkpoint_reader.own("", rank) if self._alone is None or self._alone.replica == 0 else None
         rung = self._rung_of(outcome.checkpoint)
@@ -477,12 +476,6 @@ def _said(restored: Restored) -> Restored:
     return restored
 
 
-def _state_of_value(value: Any) -> Any:
-    """Return the state of an object that has one, as `torch.distributed.checkpoint.save` does at the root."""
-    get: Callable[[], Any] | None = getattr(value, "state_dict", None)
-    return get() if callable(get) and hasattr(value, "load_state_dict") else value
-
-
 def _newest(storage: Storage, *, is_closed: bool) -> int | None:
     """Return the newest step that there is, without reading it; `is_closed`: that somebody has seen to be whole."""
     for name in list_checkpoints(storage):
@@ -520,9 +513,3 @@ def _identity_alone() -> SaveIdentity:
     proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
     agreed = store.compare_set(f"torchft_ckpt/run/{_num_alone}", "", proposal)
     return SaveIdentity(0, bytes(agreed).decode(), 0, 1, rank, num_ranks, "")
-
-
-def checkpoints_in(location: str | os.PathLike[str], **storage_options: Any) -> Sequence[int]:
-    """Return the steps of the whole checkpoints of a place, the newest first."""
-    storage = open_storage(location, **storage_options)
-    return [name.step for name in list_checkpoints(storage) if METADATA in storage.names(str(name))]

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 
-from torchft_ckpt import Checkpointer
+from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole
 from torchft_ckpt.checkpointing.durable.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage import open_storage
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError
 
 LONG = timedelta(seconds=60)
 
@@ -155,3 +156,21 @@ def test_an_optimizer_that_has_not_stepped_gets_its_state_from_the_tree(tmp_path
     fresh_optimizer.load_state_dict(again["optim"])
     assert same(fresh_optimizer.state_dict(), optimizer.state_dict())
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_a_directory_is_loaded_whoever_wrote_it(tmp_path: Path) -> None:
+    state = {"model": {"weight": torch.randn(30, 20)}, "optim": {"lr": 0.25}}
+    ours = tmp_path / str(save(tmp_path, state).name)
+    theirs = tmp_path / "dcp"
+    torch.distributed.checkpoint.save(dict(state), checkpoint_id=theirs, no_dist=True)
+    for directory in (ours, theirs):
+        template: dict[str, Any] = {"model": {"weight": torch.zeros(30, 20)}, "optim": {"lr": 0.0}}
+        load_checkpoint(directory, template)
+        assert same(template, state)
+
+
+def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / str(save(tmp_path, {"weight": torch.ones(3)}).name)
+    next(directory.glob("part-*")).unlink()
+    with pytest.raises(CheckpointDamagedError, match="no manifest"):
+        load_checkpoint(directory, {"weight": torch.zeros(3)})

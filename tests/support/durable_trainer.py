@@ -5,8 +5,8 @@ life of a job and for every group, and a state that was restored can be told fro
 
 Options, beside those of `Job.start`: `storage` and `local` (places), `tier`, `save_at` or `save_every` (steps), `layout`
 (`plain`, or `sharded` over the group's ranks), `restores_early` (before the Manager knows the optimizer), and `hang`: {step,
-operation, file}: this rank's save of that step never returns from that operation on a file of whose name that is a part. It
-says `hanging` then, and is to be killed.
+operation, file}: this rank's save of that step never returns from that operation on a file of whose name that is a part, or not
+for so long (`for_s`). It says `hanging` then, and may be killed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def report(event: str, **fields: Any) -> None:
 
 
 class HangingSystem(OsSystem):
-    """The operating system, one operation of which never returns."""
+    """The operating system, one operation of which does not return, or late."""
 
-    def __init__(self, *, step: int, operation: str, file: str) -> None:
+    def __init__(self, *, step: int, operation: str, file: str, for_s: float | None = None) -> None:
+        self._for_s = for_s
         self._directory = f"step-{step:012d}."
         self._operation = operation
         self._file = file
@@ -57,7 +58,8 @@ class HangingSystem(OsSystem):
     def _consider(self, operation: str, path: str) -> None:
         if operation == self._operation and self._directory in path and self._file in Path(path).name:
             report("hanging", operation=operation, file=Path(path).name)
-            threading.Event().wait()
+            self._operation = ""
+            threading.Event().wait(self._for_s)
 
     def open_new(self, path: str) -> int:
         handle = super().open_new(path)
@@ -72,6 +74,12 @@ class HangingSystem(OsSystem):
     def fsync(self, handle: int) -> None:
         self._consider("fsync", self._paths[handle])
         super().fsync(handle)
+
+    def listdir(self, path: str) -> list[str]:
+        names = super().listdir(path)
+        for name in names:
+            self._consider("list", os.path.join(path, name))
+        return names
 
     def rename(self, old: str, new: str) -> None:
         self._consider("rename", new)

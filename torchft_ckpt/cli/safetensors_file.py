@@ -3,19 +3,23 @@
 Tensors are named by their path in the tree. What safetensors has no place for goes into its metadata, as JSON:
 `torchft_ckpt.step`, `torchft_ckpt.values` (path to value, in the state format's nodes), `torchft_ckpt.tied` (name to the
 name of the tensor that it is the same memory as; that one is stored), `torchft_ckpt.arrays` (names that were numpy arrays).
-Views that share only some memory are stored each for itself.
+Views that share only some memory are stored each for itself. A state that is not all in memory is written in the order of
+`in_file_order`, as its bytes come.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +45,24 @@ class Content:
     values: dict[str, object] = field(default_factory=dict)
 
 
+class Outline(NamedTuple):
+    """A tensor whose elements are not here yet."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_file_order(outlines: Iterable[Outline]) -> list[Outline]:
+    """Return them as they lie in a file: larger elements first, so that each is aligned."""
+    return sorted(outlines, key=lambda outline: (-outline.dtype.itemsize, outline.name))
+
+
 def flatten(state: object) -> Content:
     """Return a state as named tensors that safetensors takes, and the rest.
 
@@ -51,7 +73,7 @@ def flatten(state: object) -> Content:
     taken: set[str] = set()
     found: list[tuple[str, torch.Tensor]] = []
     for path, leaf in leaves(state):
-        name = _unused(path, taken)
+        name = unused_name(path, taken)
         if isinstance(leaf, np.ndarray):
             content.arrays.append(name)
             leaf = torch.from_numpy(leaf)
@@ -59,7 +81,7 @@ def flatten(state: object) -> Content:
             found.append((name, leaf))
         else:
             content.values[name] = TreeEncoder().encode(leaf, name)
-    _check_dtypes(found)
+    _check_dtypes((name, tensor.dtype) for name, tensor in found)
     for name, tensor in _tie(found, content.tied):
         content.tensors[name] = tensor.contiguous()
     _separate(content.tensors)
@@ -102,26 +124,61 @@ class SafetensorsFile:
             ConfigError: another file has come to its place meanwhile.
             UnsupportedValueError: there are more values than a safetensors header can hold.
         """
+        metadata = self._metadata(content, step)
+        return self._finish(lambda: save_file(content.tensors, self._temporary, metadata))
+
+    def write_stream(
+        self, outlines: Sequence[Outline], chunks: Iterable[memoryview], content: Content, step: int | None
+    ) -> int:
+        """Write tensors as their bytes come, put the file in its place, and return its length in bytes.
+
+        Args:
+            outlines: the tensors, `in_file_order`.
+            chunks: their bytes, one tensor after the other, in C order; cut anywhere.
+            content: the rest; it has no tensors.
+            step: of the state, where it is known.
+
+        Raises:
+            As `write`; and what `chunks` raises.
+        """
+        _check_dtypes((outline.name, outline.dtype) for outline in outlines)
+        header = _header(outlines, self._metadata(content, step))
+
+        def write() -> None:
+            with self._temporary.open("wb") as file:
+                file.write(header)
+                for chunk in chunks:
+                    file.write(chunk)
+
+        return self._finish(write)
+
+    def _metadata(self, content: Content, step: int | None) -> dict[str, str]:
         metadata = {
             "format": "pt",
-            "torchft_ckpt.step": str(step),
             "torchft_ckpt.values": json.dumps(content.values, separators=(",", ":")),
             "torchft_ckpt.tied": json.dumps(content.tied),
             "torchft_ckpt.arrays": json.dumps(content.arrays),
         }
+        if step is not None:
+            metadata["torchft_ckpt.step"] = str(step)
         if sum(map(len, metadata.values())) > _MAX_HEADER_BYTES:
             raise UnsupportedValueError(
                 f"{self._path}: the values that are no tensors take more than {_MAX_HEADER_BYTES} bytes of JSON, "
                 "which is more than a safetensors header holds",
                 party=str(self._path),
             )
+        return metadata
+
+    def _finish(self, write: Callable[[], None]) -> int:
         try:
-            save_file(content.tensors, self._temporary, metadata)
+            write()
             self._temporary.chmod(self._mode)  # safetensors makes it readable by its owner alone
             with self._temporary.open("rb") as written:
                 os.fsync(written.fileno())
                 num_bytes = os.fstat(written.fileno()).st_size
             self._put_in_place()
+        except CheckpointError:  # of what was to be written; some are OSErrors as well
+            raise
         except FileExistsError as error:
             raise self._is_taken() from error
         except (OSError, SafetensorError) as error:
@@ -165,7 +222,7 @@ class SafetensorsFile:
         return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
 
 
-def _unused(path: str, taken: set[str]) -> str:
+def unused_name(path: str, taken: set[str]) -> str:
     """Return the path, numbered where two leaves have the same one (`{1: a, "1": b}`)."""
     name, number = path, 1
     while name in taken:
@@ -175,23 +232,38 @@ def _unused(path: str, taken: set[str]) -> str:
     return name
 
 
-def _check_dtypes(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    able: dict[torch.dtype, bool] = {}
-    for name, tensor in tensors:
-        if tensor.dtype not in able:
-            able[tensor.dtype] = _can_hold(tensor.dtype)
-        if not able[tensor.dtype]:
+def _check_dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
+    for name, dtype in tensors:
+        if _name_of(dtype) is None:
             raise UnsupportedValueError(
-                f"tensor {name!r}: safetensors cannot hold dtype {dtype_name(tensor.dtype)}; nothing was written", name
+                f"tensor {name!r}: safetensors cannot hold dtype {dtype_name(dtype)}; nothing was written", name
             )
 
 
-def _can_hold(dtype: torch.dtype) -> bool:
-    """Whether safetensors takes a dtype and gives it back; asked of itself, because versions differ."""
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str | None:
+    """Return what safetensors calls a dtype; None where it does not take it, or gives back another.
+
+    It is asked itself, because versions differ.
+    """
     try:
-        return load(save({"x": torch.empty(2, dtype=dtype)}))["x"].dtype == dtype
+        data = save({"x": torch.empty(2, dtype=dtype)})
+        name: str = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]["dtype"]
+        return name if load(data)["x"].dtype == dtype else None
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError):
-        return False
+        return None
+
+
+def _header(outlines: Sequence[Outline], metadata: dict[str, str]) -> bytes:
+    """Return the beginning of a file: the length of what follows in 8 bytes, and JSON, filled up so that data are aligned."""
+    members: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape in outlines:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        members[name] = {"dtype": _name_of(dtype), "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(members, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _tie(tensors: Sequence[tuple[str, torch.Tensor]], tied: dict[str, str]) -> list[tuple[str, torch.Tensor]]:

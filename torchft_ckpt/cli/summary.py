@@ -48,7 +48,7 @@ def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str
     lines = [f"{url} serves step {manifest.step} (state format {manifest.version}, snapshot {manifest.snapshot[:8]})"]
     num_blocks = -(-manifest.total_bytes // manifest.block_bytes)
     lines.append(
-        f"  size     {format_bytes(manifest.total_bytes)} in {_some(num_blocks, 'block')} of {format_bytes(manifest.block_bytes)}"
+        f"  size     {format_bytes(manifest.total_bytes)} in {some(num_blocks, 'block')} of {format_bytes(manifest.block_bytes)}"
     )
     if entry is not None:
         lines.append(f"  served   {_served(entry)}")
@@ -58,7 +58,7 @@ def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str
     for other in index.snapshots:
         if other.snapshot != manifest.snapshot:
             lines.append(
-                f"also step {other.step}: {format_bytes(other.total_bytes)}, {_some(other.num_tensors, 'tensor')}, "
+                f"also step {other.step}: {format_bytes(other.total_bytes)}, {some(other.num_tensors, 'tensor')}, "
                 f"{_served(other)}"
             )
     return "\n".join(lines)
@@ -154,10 +154,10 @@ def _shape(tensor: TensorEntry) -> str:
 
 
 def _served(entry: SnapshotEntry) -> str:
-    return f"to {_some(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
+    return f"to {some(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
 
 
-def _some(count: int, what: str) -> str:
+def some(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 

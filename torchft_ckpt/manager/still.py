@@ -1,8 +1,8 @@
-"""Copies the small tensors of a captured state that may change while it is served, without the write lock.
+"""Copies the small tensors and arrays of a captured state that may change while it is served, without the write lock.
 
 What an optimizer owns, its parameters and its state, changes only in its step, under the lock. Whatever else there is may be
 written by a forward pass, as BatchNorm's running statistics are, and the forward pass runs while the state is served. Such
-buffers are small; a large tensor that no optimizer owns is taken for one that does not change outside of the lock.
+buffers are small; a large tensor or array that no optimizer owns is taken for one that does not change outside of the lock.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 MAX_COPIED_BYTES = 1024 * 1024
 
 
 def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
-    """Return the state with copies of its small CPU tensors that none of the optimizers owns.
+    """Return the state with copies of its small CPU tensors that none of the optimizers owns, and of its small arrays.
 
     Containers are dicts, lists and tuples; tensors that are one here are one in the result. Without optimizers nothing is
     known of who changes what, and the state itself is returned.
@@ -47,6 +48,8 @@ def _copy(value: Any, owned: set[int], copies: dict[tuple[object, ...], torch.Te
         if key not in copies:
             copies[key] = value.detach().clone()
         return copies[key]
+    if kind is np.ndarray:
+        return value if value.nbytes > MAX_COPIED_BYTES else value.copy()
     if isinstance(value, dict):
         copied = {key: _copy(item, owned, copies) for key, item in value.items()}
         same = all(copied[key] is item for key, item in value.items())

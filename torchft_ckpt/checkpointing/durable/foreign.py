@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -105,15 +105,22 @@ class ForeignReader(PieceReader[ForeignPiece]):
         """The tensors that are there, by fqn; their `pieces` are not listed."""
         return self._tensors
 
-    def values(self) -> dict[str, tuple[Path, object]]:
+    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them. Of several ranks' the first one's.
+
+        Args:
+            names: of those that are wanted; default: all.
 
         Raises:
             CheckpointDamagedError: a record is damaged.
             UnsupportedValueError: one needs more than torch loads with `weights_only=True`.
             StorageError: one could not be read.
         """
-        return {fqn: (path, self._load_value(fqn, info)) for fqn, (path, info) in self._values.items()}
+        return {
+            fqn: (path, self._load_value(fqn, info))
+            for fqn, (path, info) in self._values.items()
+            if names is None or fqn in names
+        }
 
     def readable_values(self) -> tuple[dict[str, object], dict[str, CheckpointError]]:
         """Return the values that can be read, by fqn, and why others cannot."""

@@ -108,8 +108,8 @@ def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: R
         CheckpointError: as the reader raises it; `state_overwritten` says whether tensors were written to.
     """
     local = LocalState(state_dict)
-    values = reader.values()
     leaves = _leaves(state_dict)
+    values = reader.values(set(leaves))
     in_leaves = tuple(f"{fqn}." for fqn in leaves)
     paths = [path for path in local.paths() if not path.startswith(in_leaves)]  # tensors in tuples come with these
     absent = [path for path in paths if path not in reader.tensors] + [fqn for fqn in leaves if fqn not in values]

@@ -8,7 +8,7 @@ a tensor. It knows pieces and blocks; it does not know meshes, and it unpickles 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -86,10 +86,13 @@ class CheckpointReader(PieceReader[Piece]):
         """The tensors that are there, by fqn."""
         return self.checkpoint.tensors
 
-    def values(self) -> dict[str, tuple[Path, object]]:
+    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them. Arrays and tensors in them are read.
 
         Where ranks hold other values under one name, it is the first rank's.
+
+        Args:
+            names: of those that are wanted; default: all.
 
         Raises:
             CheckpointError: as `read`, of arrays and tensors inside of values.
@@ -102,15 +105,15 @@ class CheckpointReader(PieceReader[Piece]):
             places = [torch.empty(1, dtype=parse_dtype(entry.dtype)) for entry in manifest.tensors]
             numbers = {place.data_ptr(): number for number, place in enumerate(places)}
             wants: list[Want] = []
-            for value, _ in _leaves_of(manifest, places).values():
-                for address in _addresses_in(value):
+            for fqn, (value, _) in _leaves_of(manifest, places).items():
+                for address in _addresses_in(value) if names is None or fqn in names else ():
                     entry = manifest.tensors[numbers[address]]
                     places[numbers[address]] = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
                     wants.append(Want(entry.fqn, whole(tuple(entry.shape)), places[numbers[address]]))
             self.read(wants)
             for fqn, (value, path) in _leaves_of(manifest, places).items():
                 values.setdefault(fqn, (path, value))
-        return values
+        return {fqn: value for fqn, value in values.items() if names is None or fqn in names}
 
     def own(self, replica_id: str, rank: int) -> object | None:
         """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -102,8 +102,11 @@ class StateReader(ABC):
         """
 
     @abstractmethod
-    def values(self) -> dict[str, tuple[Path, object]]:
+    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them.
+
+        Args:
+            names: of those that are wanted; default: all.
 
         Raises:
             CheckpointError: one cannot be read.

@@ -86,7 +86,7 @@ class _Passing:
         try:
             self._file.write(data)
         except StorageError as error:
-            self.failure = error
+            self.failure = self.failure or error  # torch writes on, to finish its file
             raise
         return len(data)
 

@@ -111,7 +111,7 @@ class SaveWorker:
     def leave(self) -> bool:
         """Let the next save begin, if this rank has written its share: `run` ends soon. Return whether that is so. Any thread.
 
-        Else one that waits for a lost writer, or only hears late that the checkpoint is whole, would stay out of the next save, whose
+        Else one that waits for a lost writer, or hears late that the checkpoint is whole, would stay out of the next save, whose
         writers then waited for it, and so on for ever. Whoever writes the last share closes the checkpoint.
         """
         with self._lock:

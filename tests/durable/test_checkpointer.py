@@ -1,0 +1,604 @@
+"""A training loop saves while it trains, and finds exactly what it saved: one step, every bit, every kind of value."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import threading
+from collections import Counter, OrderedDict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.savers import no_threads_left
+from support.spmd_double import random_bits
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from torchft_ckpt import Checkpointer, Tier
+from torchft_ckpt import checkpoints_in
+from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
+from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.ladder import Rung
+from torchft_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    SaveInFlightError,
+    StateMismatchError,
+    StorageError,
+    UnsupportedValueError,
+)
+
+LONG_S = 60.0
+
+
+class Counting(torch.optim.Optimizer):
+    """Each step writes its number into every element of everything, slowly enough to be caught at it."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        parameters = [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+        super().__init__(parameters, {})
+        self.number = 0
+        for parameter in parameters:
+            self.state[parameter] = {"moment": torch.zeros_like(parameter), "step": torch.tensor(0.0)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.number += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(self.number)
+            self.state[parameter]["moment"].fill_(self.number)
+            self.state[parameter]["step"].fill_(self.number)
+
+    def tensors(self) -> dict[str, Any]:
+        parameters = self.param_groups[0]["params"]
+        return {
+            "weights": {str(number): parameter for number, parameter in enumerate(parameters)},
+            "state": [dict(self.state[parameter]) for parameter in parameters],
+        }
+
+
+def all_of(directory: Path, step: int | None = None) -> tuple[int, dict[str, torch.Tensor], dict[str, object]]:
+    """The newest checkpoint: its step, its tensors, its values."""
+    checkpoint = newest_whole([LocalStorage(directory)], step=step)
+    reader = CheckpointReader(checkpoint)
+    wants = [
+        Want(fqn, whole(tensor.shape), torch.empty(tensor.shape, dtype=tensor.dtype))
+        for fqn, tensor in reader.tensors.items()
+    ]
+    reader.read(wants)
+    values = {fqn: value for fqn, (_, value) in reader.values().items()}
+    return checkpoint.name.step, {want.name: want.target for want in wants}, values
+
+
+def assert_of_one_step(tensors: dict[str, torch.Tensor], step: int) -> None:
+    for name, tensor in tensors.items():
+        same = bits_of(tensor) == bits_of(torch.full_like(tensor, step))
+        assert same.all(), f"{name} of step {step} has {tensor.unique()[:5]}"
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# While it trains
+
+
+@pytest.mark.parametrize("reuse_buffers", [True, False])
+def test_what_is_saved_is_of_one_step_however_fast_the_optimizer_steps(tmp_path: Path, reuse_buffers: bool) -> None:
+    """A few MiB, so that a save takes many steps; some tensors end within a block of the copies."""
+    optimizer = Counting([1, 3, 1000, 300_000, 70_001])
+    checkpointer = Checkpointer(tmp_path, keep_last=1, reuse_buffers=reuse_buffers)
+    checkpointer.guard_optimizer(optimizer)
+    num_steps_meanwhile = 0
+    for _ in range(25):
+        optimizer.step()
+        step = optimizer.number
+        future = checkpointer.save(optimizer.tensors(), step=step)
+        while not future.done():
+            optimizer.step()
+            num_steps_meanwhile += 1
+        assert future.result(LONG_S).step == step
+        saved, tensors, _ = all_of(tmp_path)
+        assert saved == step
+        assert_of_one_step(tensors, step)
+    checkpointer.shutdown()
+    assert num_steps_meanwhile > 25
+    assert checkpointer._pool.held_bytes() == 0
+
+
+def test_a_save_leaves_no_thread_descriptor_or_memory(tmp_path: Path) -> None:
+    optimizer = Counting([100_000])
+    checkpointer = Checkpointer(tmp_path, reuse_buffers=False, keep_last=2)
+    checkpointer.guard_optimizer(optimizer)
+    checkpointer.save(optimizer.tensors(), step=0).result(LONG_S)
+    checkpointer.wait()
+    before = num_descriptors()
+    with no_threads_left():
+        for _ in range(10):
+            optimizer.step()
+            future = checkpointer.save(optimizer.tensors(), step=optimizer.number)
+            optimizer.step()
+            future.result(LONG_S)
+            checkpointer.wait()
+            assert checkpointer._pool.held_bytes() == 0
+    gc.collect()
+    assert num_descriptors() == before
+    assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+    checkpointer.shutdown()
+
+
+def test_without_guard_optimizer_the_state_is_copied_before_save_returns(tmp_path: Path) -> None:
+    optimizer = Counting([1000, 50_000])
+    checkpointer = Checkpointer(tmp_path)
+    for _ in range(5):
+        optimizer.step()
+        step = optimizer.number
+        future = checkpointer.save(optimizer.tensors(), step=step)
+        optimizer.step()
+        future.result(LONG_S)
+        _, tensors, _ = all_of(tmp_path)
+        assert_of_one_step(tensors, step)
+    checkpointer.shutdown()
+
+
+def test_batch_norm_statistics_that_a_forward_pass_changes_are_those_of_the_save(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.guard_optimizer(optimizer)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().sum().backward()
+        optimizer.step()
+
+    train()
+    for step in range(10):
+        kept = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        future = checkpointer.save({"model": model, "optimizer": optimizer}, step=step)
+        train()
+        future.result(LONG_S)
+        _, tensors, _ = all_of(tmp_path)
+        for key, tensor in kept.items():
+            assert torch.equal(bits_of(tensors[f"model.{key}"]), bits_of(tensor)), key
+    checkpointer.shutdown()
+
+
+def test_arrays_and_containers_that_change_after_save_are_those_of_the_save(tmp_path: Path) -> None:
+    optimizer = Counting([200_000])
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.guard_optimizer(optimizer)
+    array, seen = np.zeros(1000), {"order": [1, 2, 3]}
+    for step in range(10):
+        array[:] = step
+        seen["order"][0] = step
+        future = checkpointer.save({**optimizer.tensors(), "array": array, "seen": seen}, step=step)
+        array[:] = -1
+        seen["order"][0] = -1
+        future.result(LONG_S)
+        _, _, values = all_of(tmp_path)
+        assert values["seen.order"] == [step, 2, 3]
+        assert np.array_equal(values["array"], np.full(1000, float(step)))
+    checkpointer.shutdown()
+
+
+def test_after_a_step_that_raised_a_save_is_of_the_state_it_was_given(tmp_path: Path) -> None:
+    """The hook that lets the lock go does not run then."""
+    optimizer = Counting([200_000])
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.guard_optimizer(optimizer)
+    optimizer.step()
+    parameters = optimizer.param_groups[0].pop("params")
+    with pytest.raises(KeyError):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = parameters
+    optimizer.number = 1
+    future = checkpointer.save(optimizer.tensors(), step=1)
+    optimizer.step()
+    assert future.result(LONG_S).is_closed
+    _, tensors, _ = all_of(tmp_path)
+    assert_of_one_step(tensors, 1)
+    checkpointer.shutdown()
+
+
+def test_where_copies_have_no_room_the_save_fails_by_name_and_training_goes_on(tmp_path: Path) -> None:
+    optimizer = Counting([2_000_000])
+    checkpointer = Checkpointer(tmp_path, staging_budget_bytes=1)
+    checkpointer.guard_optimizer(optimizer)
+    future = checkpointer.save(optimizer.tensors(), step=1)
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="step 1"):
+        future.result(LONG_S)
+    assert optimizer.number == 1
+    assert checkpoints_in(tmp_path) == []
+    checkpointer.wait()
+    second = checkpointer.save(optimizer.tensors(), step=2)  # nobody steps: no copies are needed
+    assert second.result(LONG_S).is_closed
+    assert checkpoints_in(tmp_path) == [2]
+    checkpointer.shutdown()
+
+
+def test_one_save_is_in_flight_and_the_next_begins_as_soon_as_it_has_ended(tmp_path: Path) -> None:
+    optimizer = Counting([10])
+    goes_on = threading.Event()
+
+    def hold(progress: TransferProgress) -> None:
+        assert goes_on.wait(LONG_S)
+
+    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    first = checkpointer.save(optimizer.tensors(), step=1)
+    second = checkpointer.save(optimizer.tensors(), step=2)
+    assert isinstance(second.exception(0), SaveInFlightError)
+    assert "saving" in repr(checkpointer)
+    assert not checkpointer.wait(timedelta(seconds=0.01))
+    goes_on.set()
+    assert first.result(LONG_S).step == 1
+    for step in range(3, 40):
+        assert checkpointer.save(optimizer.tensors(), step=step).result(LONG_S).step == step
+    assert checkpointer.wait()
+    assert "idle" in repr(checkpointer)
+    checkpointer.shutdown()
+    assert 2 not in checkpoints_in(tmp_path)
+
+
+def test_shutdown_waits_for_the_save_or_gives_it_up(tmp_path: Path) -> None:
+    optimizer = Counting([10, 10])
+    with no_threads_left():
+        checkpointer = Checkpointer(tmp_path)
+        future = checkpointer.save(optimizer.tensors(), step=1)
+        checkpointer.shutdown()
+        checkpointer.shutdown()
+        assert future.result(0).is_closed
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def hold(progress: TransferProgress) -> None:
+            begun.set()
+            assert goes_on.wait(LONG_S)
+
+        checkpointer = Checkpointer(tmp_path, on_progress=hold)
+        future = checkpointer.save(optimizer.tensors(), step=2)
+        assert begun.wait(LONG_S)
+        ending = threading.Thread(target=checkpointer.shutdown, kwargs={"wait": False})
+        ending.start()
+        while not checkpointer._worker._cancelled.is_set():  # type: ignore[union-attr]
+            pass
+        goes_on.set()
+        ending.join(LONG_S)
+        with pytest.raises(CheckpointError, match="given up"):
+            future.result(0)
+    assert checkpoints_in(tmp_path) == [1]
+
+
+def test_progress_is_told_until_all_is_written(tmp_path: Path) -> None:
+    told: list[TransferProgress] = []
+    checkpointer = Checkpointer(tmp_path, on_progress=told.append)
+    state = {"a": torch.zeros(1000), "b": torch.zeros(3, dtype=torch.int64)}
+    saved = checkpointer.save(state, step=5).result(LONG_S)
+    assert told[-1].received_bytes == told[-1].total_bytes == 4000 + 24
+    assert [one.received_bytes for one in told] == sorted(one.received_bytes for one in told)
+    on_disk = sum(path.stat().st_size for path in (tmp_path / saved.name).iterdir() if path.name != ".metadata")
+    assert saved.written_bytes == on_disk
+    assert (saved.step, saved.num_fills) == (5, 0)
+    checkpointer.shutdown()
+
+
+# Names and retention
+
+
+def test_a_step_that_is_saved_again_gets_a_directory_of_its_own(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    names = []
+    for number in range(12):
+        names.append(checkpointer.save({"w": torch.full((4,), float(number))}, step=7).result(LONG_S).name)
+        assert all_of(tmp_path)[1]["w"].tolist() == [number] * 4
+    assert len(set(names)) == 12
+    checkpointer.shutdown()
+
+
+def test_another_run_does_not_write_into_what_a_dead_one_left(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save({"w": torch.zeros(4)}, step=7).result(LONG_S)
+    (left,) = tmp_path.iterdir()
+    for path in left.iterdir():
+        if path.name.endswith(".json") or path.name == ".metadata":
+            path.unlink()
+    before = {path: path.read_bytes() for path in left.iterdir()}
+    Checkpointer(tmp_path).save({"w": torch.ones(4)}, step=7).result(LONG_S)
+    assert {path: path.read_bytes() for path in left.iterdir()} == before
+    assert all_of(tmp_path)[1]["w"].tolist() == [1.0] * 4
+
+
+def test_old_checkpoints_are_removed_but_for_those_that_are_to_stay(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every=10)
+    state = {"w": torch.zeros(1000), "lr": 0.5}
+    for step in range(1, 34):
+        checkpointer.save(state, step=step).result(LONG_S)
+        checkpointer.wait()
+        expected = [kept for kept in range(step, 0, -1) if kept > step - 2 or kept % 10 == 0]
+        assert checkpoints_in(tmp_path) == expected
+    assert len(list(tmp_path.iterdir())) == 5
+    checkpointer.shutdown()
+
+
+def test_a_save_that_failed_removes_nothing(tmp_path: Path) -> None:
+    def fail(progress: TransferProgress) -> None:
+        raise StorageError("of the test", "progress")
+
+    Checkpointer(tmp_path, keep_last=1).save({"w": torch.zeros(4)}, step=1).result(LONG_S)
+    failing = Checkpointer(tmp_path, keep_last=1, on_progress=fail)
+    with pytest.raises(StorageError, match="of the test"):
+        failing.save({"w": torch.ones(4)}, step=2).result(LONG_S)
+    failing.wait()
+    assert all_of(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"keep_every": -1}, "keep_every=-1"),
+        ({"fill_after": timedelta(0)}, "fill_after"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout"),
+        ({"storage_options": {"a": 1}}, "takes no options"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named(tmp_path: Path, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        Checkpointer(tmp_path, **arguments)
+
+
+def test_calls_that_lack_something_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(ConfigError, match="step"):
+        checkpointer.save({})
+    with pytest.raises(ConfigError, match="state_dict"):
+        checkpointer.save(step=1)
+    with pytest.raises(ConfigError, match="step=-1"):
+        checkpointer.save({}, step=-1)
+    with pytest.raises(ConfigError, match="local_location"):
+        checkpointer.save({}, step=1, tier=Tier.LOCAL)
+    with pytest.raises(ConfigError, match="Manager"):
+        checkpointer.restore()
+    with pytest.raises(CheckpointNotFoundError, match="no whole checkpoint"):
+        checkpointer.load({"w": torch.zeros(1)})
+    assert list(tmp_path.iterdir()) == []
+    assert checkpointer.save({}, step=1).result(LONG_S).is_closed  # an empty state is a state
+    checkpointer.shutdown()
+
+
+def test_a_place_that_cannot_be_written_to_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    checkpointer = Checkpointer(tmp_path / "file" / "below")
+    with pytest.raises(StorageError, match="below"):
+        checkpointer.save({"w": torch.zeros(3)}, step=1).result(LONG_S)
+    checkpointer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": {"b": [1, object()]}}, "a.b.1"),
+        ({"model": {"w": torch.ones(2, dtype=torch.complex32)}, "s": {1, 2}}, "s"),
+        ({"a": {"f": lambda: None}}, "a.f"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "a.b"),
+        ({"w": torch.ones(3, 3).to_sparse()}, "w"),
+        ({"m": torch.ones(2, device="meta")}, "m"),
+        ({"t": ({"x": np.array(["text"])},)}, "t.0.x"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_path_and_the_next_save_works(
+    tmp_path: Path, state: dict[str, Any], path: str
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(UnsupportedValueError, match=re.escape(path)):
+        checkpointer.save(state, step=1)
+    assert checkpoints_in(tmp_path) == []
+    assert checkpointer.save({"w": torch.ones(2)}, step=2).result(LONG_S).is_closed
+    checkpointer.shutdown()
+    assert checkpointer._pool.held_bytes() == 0
+
+
+# Every kind of value
+
+KINDS: list[torch.dtype] = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def every_kind() -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for seed, dtype in enumerate(KINDS):
+        if dtype is torch.bool:
+            tensors[str(dtype)] = torch.arange(77) % 3 == 0
+        else:
+            tensors[str(dtype)] = random_bits((7, 11), dtype, seed)
+    shared = torch.arange(60.0)
+    nan = np.array([np.nan, -0.0, 1.0])
+    return {
+        "tensors": tensors,
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "every_other": torch.arange(40, dtype=torch.int16)[::2],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "tied": {"a": shared, "b": shared, "part": shared[10:20]},
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "tuple": (1, "two", (3.0, None), torch.ones(2)),
+        "list": [torch.zeros(2), {"x": 1}, []],
+        "int keys": {0: torch.ones(1), 7: "seven", "7s": None},
+        "nothing": {},
+        "none": None,
+        "nan": float("nan"),
+        "inf": [float("inf"), -float("inf"), -0.0],
+        "big": 2**100,
+        "complex": 1 - 2j,
+        "bytes": b"\x00\xff",
+        "text": "\u00fc\n\u4e2d",
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "counter": Counter(a=2),
+        "ordered": OrderedDict(z=1, a=2),
+        "array": nan,
+        "array0": np.array(3, dtype=np.int32),
+        "bool array": np.array([True, False]),
+        "number": np.float32(1.5),
+    }
+
+
+def test_every_kind_of_value_is_read_by_plain_dcp_as_it_was_saved(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    name = checkpointer.save(every_kind(), step=1).result(LONG_S).name
+    checkpointer.shutdown()
+    dcp_to_torch_save(tmp_path / name, tmp_path / "all.pt")
+    read = torch.load(tmp_path / "all.pt", weights_only=False)
+    expected = every_kind()
+    for key, tensor in expected["tensors"].items():
+        assert torch.equal(bits_of(read["tensors"][key]), bits_of(tensor)), key
+        assert read["tensors"][key].dtype == tensor.dtype
+    for key in ("empty", "scalar", "transposed", "every_other", "expanded", "parameter"):
+        assert read[key].shape == expected[key].shape
+        assert torch.equal(bits_of(read[key]), bits_of(expected[key])), key
+    assert torch.equal(read["conjugate"], expected["conjugate"].resolve_conj())
+    assert all(torch.equal(read["tied"][key], expected["tied"][key]) for key in expected["tied"])
+    assert read["tuple"][:3] == expected["tuple"][:3]
+    assert read["list"][1:] == [{"x": 1}, []]
+    assert read["int keys"]["7"] == "seven"  # DCP has no other keys than strings
+    assert read["int keys"]["7s"] is None
+    assert "nothing" not in read  # DCP has no name for an empty dict
+    for key in ("none", "inf", "big", "complex", "bytes", "text", "size", "dtype", "counter", "ordered"):
+        assert read[key] == expected[key], key
+    assert np.isnan(read["nan"])
+    assert np.array_equal(read["array"], expected["array"], equal_nan=True)
+    assert read["array0"] == 3
+    assert read["number"] == 1.5
+
+
+def test_every_kind_of_value_is_loaded_into_a_state_dict_as_it_was_saved(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(every_kind(), step=1).result(LONG_S)
+    target = every_kind()
+    del target["expanded"]  # memory that several elements share cannot be loaded into
+    for tensor in [*target["tensors"].values(), target["scalar"], target["transposed"], target["every_other"]]:
+        tensor.zero_()
+    target["tied"]["a"].zero_()
+    target |= {"none": 5, "big": 0, "text": "", "bytes": b"", "nan": 0.0, "inf": [], "array0": 0, "dtype": None}
+    restored = checkpointer.load(target)
+    checkpointer.shutdown()
+    assert (restored.rung, restored.step) == (Rung.STORAGE, 1)
+    expected = every_kind()
+    for key, tensor in expected["tensors"].items():
+        assert torch.equal(bits_of(target["tensors"][key]), bits_of(tensor)), key
+    for key in ("scalar", "transposed", "every_other", "empty", "parameter"):
+        assert torch.equal(bits_of(target[key]), bits_of(expected[key])), key
+    assert target["tied"]["part"].tolist() == expected["tied"]["part"].tolist()
+    assert target["tied"]["a"].data_ptr() == target["tied"]["b"].data_ptr()
+    for key in ("none", "inf", "big", "complex", "bytes", "text", "size", "dtype", "counter", "ordered", "array0"):
+        assert target[key] == expected[key], key
+    assert np.isnan(target["nan"])
+    assert np.array_equal(target["array"], expected["array"], equal_nan=True)
+
+
+def test_plain_dcp_loads_into_tensors_that_are_there(tmp_path: Path) -> None:
+    optimizer = Counting([300, 70_000])
+    optimizer.step()
+    checkpointer = Checkpointer(tmp_path)
+    name = checkpointer.save(optimizer.tensors(), step=1).result(LONG_S).name
+    checkpointer.shutdown()
+    other = Counting([300, 70_000])
+    state = other.tensors()
+    dcp.load(state, checkpoint_id=tmp_path / name, no_dist=True)
+    assert_of_one_step({"w": state["weights"]["1"].detach(), "m": state["state"][1]["moment"]}, 1)
+
+
+# What belongs to this rank
+
+
+def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    own = {"position": 17, "loader": {"rng": torch.arange(5), "epoch": np.int64(3)}, "seen": (1, None)}
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    checkpointer.save({"w": torch.zeros(2)}, step=4, own=own).result(LONG_S)
+    drawn = (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), torch.randn(3).tolist())
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    restored = checkpointer.load({"w": torch.ones(2)})
+    assert drawn == (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), torch.randn(3).tolist())
+    assert isinstance(restored.own, dict)
+    assert restored.own["position"] == 17
+    assert restored.own["seen"] == (1, None)
+    assert restored.own["loader"]["rng"].tolist() == [0, 1, 2, 3, 4]
+    checkpointer.shutdown()
+
+
+def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, save_random_state=False)
+    checkpointer.save({"w": torch.zeros(2)}, step=4).result(LONG_S)
+    torch.manual_seed(9)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(9)
+    assert checkpointer.load({"w": torch.ones(2)}).own is None
+    assert torch.rand(2).tolist() == expected
+    checkpointer.shutdown()
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save({"w": torch.zeros(2), "lr": 0.1}, step=4).result(LONG_S)
+    for wanted in ({"w": torch.ones(3)}, {"w": torch.ones(2, dtype=torch.int32)}, {"v": torch.ones(2)}, {"x": 1}):
+        before = {key: getattr(value, "tolist", lambda value=value: value)() for key, value in wanted.items()}
+        torch.manual_seed(9)
+        drawn = torch.get_rng_state()
+        with pytest.raises(StateMismatchError):
+            checkpointer.load(wanted)
+        assert {key: getattr(value, "tolist", lambda value=value: value)() for key, value in wanted.items()} == before
+        assert torch.equal(torch.get_rng_state(), drawn)
+    checkpointer.shutdown()
+
+
+# The disk of this host
+
+
+def test_the_newest_of_local_disk_and_storage_is_loaded(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "shared", local_location=tmp_path / "local", keep_last=2)
+    w = torch.zeros(3)
+    for step in range(1, 9):
+        w.fill_(step)
+        tier = Tier.STORAGE if step % 4 == 0 else Tier.LOCAL
+        saved = checkpointer.save({"w": w}, step=step, tier=tier).result(LONG_S)
+        checkpointer.wait()
+        assert saved.is_closed == (tier is Tier.STORAGE)
+        target = {"w": torch.zeros(3)}
+        restored = checkpointer.load(target)
+        assert (restored.step, restored.rung) == (step, Rung.STORAGE if step % 4 == 0 else Rung.LOCAL_DISK)
+        assert target["w"].tolist() == [step] * 3
+    assert [path.name.split(".")[0][-2:] for path in sorted((tmp_path / "local").iterdir())] == ["06", "07"]
+    assert checkpointer.load({"w": w}, step=6).rung is Rung.LOCAL_DISK
+    assert checkpointer.load({"w": w}, step=4).rung is Rung.STORAGE
+    checkpointer.shutdown()

@@ -1,0 +1,135 @@
+"""Who holds what of a tensor, by arithmetic: each rank comes to the same answer, and it is what the ranks do hold."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.resharding import Layout, imagined_rank, random_layout
+from support.spmd_double import Layout as SpmdLayout
+from support.spmd_double import SpmdAdapter, SpmdTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torchft_ckpt.checkpointing.durable.holdings import Held, HoldingsIndex, TensorHoldings
+from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
+from torchft_ckpt.core.boxes import Box, whole
+
+
+def of_all_ranks(layout: Layout, full: torch.Tensor, num_ranks: int) -> list[TensorHoldings]:
+    found = []
+    for rank in range(num_ranks):
+        with imagined_rank(rank, num_ranks):
+            found.append(HoldingsIndex(rank, num_ranks).holdings_of("w", layout.make(full, rank)))
+    return found
+
+
+def test_a_plain_tensor_is_held_by_all_ranks() -> None:
+    tensor = torch.zeros(4, 3, dtype=torch.bfloat16)
+    held = [Held(whole((4, 3)), (0, 1, 2))]
+    assert HoldingsIndex(1, 3).holdings_of("w", tensor) == TensorHoldings("w", (4, 3), 2, held, True)
+
+
+def test_a_plain_tensor_of_a_pipeline_stage_is_its_ranks_own() -> None:
+    index = HoldingsIndex(1, 3, is_replicated=False)
+    assert index.holdings_of("w", torch.zeros(4)) == TensorHoldings("w", (4,), 4, [Held(whole((4,)), (1,))], False)
+
+
+def test_rows_that_do_not_come_out_even_leave_the_last_ranks_less_or_nothing() -> None:
+    (first, *others) = of_all_ranks(Layout((4,), ((0, 0),)), torch.zeros(5, 2), 4)
+    assert first.held == [
+        Held(Box((0, 0), (2, 2)), (0,)),
+        Held(Box((2, 0), (2, 2)), (1,)),
+        Held(Box((4, 0), (1, 2)), (2,)),
+    ]
+    assert others == [first] * 3
+
+
+def test_replicas_within_a_group_are_told() -> None:
+    """HSDP in one group: the first dimension of the mesh replicates."""
+    holdings = of_all_ranks(Layout((2, 2), ((1, 0),)), torch.zeros(4), 4)
+    assert holdings[3].held == [Held(Box((0,), (2,)), (0, 2)), Held(Box((2,), (2,)), (1, 3))]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_ranks_agree_and_say_what_each_of_them_holds(seed: int) -> None:
+    dice = random.Random(seed)
+    num_ranks = dice.randint(1, 6)
+    shape = tuple(dice.randint(1, 9) for _ in range(dice.randint(1, 3)))
+    layout = random_layout(dice, num_ranks, shape)
+    numbers = torch.arange(int(np.prod(shape))).reshape(shape)
+    boxes_of_rank: list[list[Box]] = []
+    holdings: list[TensorHoldings] = []
+    for rank in range(num_ranks):
+        with imagined_rank(rank, num_ranks):
+            tensor = layout.make(numbers, rank)
+            try:
+                holdings.append(HoldingsIndex(rank, num_ranks).holdings_of("w", tensor))
+            except Exception as error:
+                pytest.skip(f"no boxes: {error}")  # of strided shards
+            adapter = adapter_of(tensor)
+            boxes_of_rank.append(adapter.boxes(tensor, "w") if adapter else [whole(shape)])
+    if not holdings[0].is_known_to_all:
+        assert not any(one.is_known_to_all for one in holdings), seed
+    for rank, one in enumerate(holdings):
+        own = [box for box in boxes_of_rank[rank] if box.volume]
+        assert [held.box for held in one.held if rank in held.ranks] == own, seed
+        if one.is_known_to_all:
+            assert one.held == holdings[0].held, seed
+    covered = np.zeros(shape, dtype=bool)
+    for boxes in boxes_of_rank:
+        for box in boxes:
+            covered[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))] = True
+    assert covered.all()
+
+
+def test_a_mesh_that_reaches_beyond_the_group_is_known_in_part() -> None:
+    with imagined_rank(1, 4):
+        mesh = DeviceMesh("cpu", torch.arange(4))
+        tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
+        holdings = HoldingsIndex(1, 2).holdings_of("w", tensor)
+    assert holdings.held == [Held(Box((2, 0), (2, 3)), (1,))]
+    assert not holdings.is_known_to_all
+
+
+def test_another_place_in_the_same_mesh_has_another_box() -> None:
+    """Meshes are equal whatever rank a process has: what is remembered of one must not be taken for the other."""
+    full = torch.zeros(6, 2)
+    layout = Layout((2,), ((0, 0),))
+    kept = []
+    for rank in (0, 1, 0):
+        with imagined_rank(rank, 2):
+            kept.append(layout.make(full, rank))
+            adapter = adapter_of(kept[-1])
+            assert adapter is not None
+            assert adapter.boxes(kept[-1], "w") == [Box((3 * rank, 0), (3, 2))]
+
+
+def test_layouts_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchft_ckpt.checkpointing.durable import holdings as module
+
+    calls: list[object] = []
+    work_out = module._boxes_on_mesh
+    monkeypatch.setattr(module, "_boxes_on_mesh", lambda *args: (calls.append(args), work_out(*args))[1])
+    with imagined_rank(0, 2):
+        mesh = DeviceMesh("cpu", torch.arange(2))
+        index = HoldingsIndex(0, 2)
+        for number in range(20):
+            tensor = DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(number % 2)], run_check=False)
+            index.holdings_of(f"w{number}", tensor)
+    assert len(calls) == 2
+
+
+def test_of_a_class_with_an_adapter_a_rank_knows_its_own_boxes() -> None:
+    adapter = SpmdAdapter()
+    register_shard_adapter(adapter)
+    try:
+        tensor = SpmdTensor.of(torch.zeros(8, 3), SpmdLayout((4, 1), held=(1, 2)))
+        holdings = HoldingsIndex(2, 4).holdings_of("w", tensor)
+    finally:
+        unregister_shard_adapter(adapter)
+    assert holdings.held == [Held(Box((2, 0), (2, 3)), (2,)), Held(Box((4, 0), (2, 3)), (2,))]
+    assert not holdings.is_known_to_all
+    assert tensor.num_moved == 0

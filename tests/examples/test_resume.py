@@ -1,0 +1,58 @@
+"""examples/resume.py: every process of a job is killed; started again, it goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "examples" / "resume.py"
+NUM_STEPS, SAVE_EVERY, KILL_AT = 32, 8, 20
+
+
+def diary(path: Path, event: str) -> list[dict[str, object]]:
+    return [entry for entry in map(json.loads, path.read_text().splitlines()) if entry["event"] == event]
+
+
+def losses(path: Path) -> dict[object, object]:
+    return {entry["step"]: entry["loss"] for entry in diary(path, "step")}
+
+
+@pytest.mark.processes
+def test_a_job_that_was_killed_as_a_whole_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "story"
+    options = [f"--steps={NUM_STEPS}", f"--save-every={SAVE_EVERY}", f"--kill-at={KILL_AT}", "--groups=2"]
+
+    demo = subprocess.run(
+        [sys.executable, str(SCRIPT), "--demo", f"--folder={folder}", *options],
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert demo.returncode == 0, f"{demo.stdout}\n{demo.stderr}"
+    # Its own word is not taken for it.
+    before, after, never = (folder / name for name in ("first_life", "second_life", "never_killed"))
+    for group in ("group_0.jsonl", "group_1.jsonl"):
+        (restored,) = diary(after / group, "restored")
+        assert (restored["rung"], restored["has_own"]) == ("storage", True)
+        saved = restored["step"]
+        assert isinstance(saved, int) and saved % SAVE_EVERY == 0 and saved > KILL_AT - SAVE_EVERY
+        assert not diary(before / group, "finished")
+        assert set(losses(before / group)) >= {*range(1, KILL_AT + 1)}
+        assert losses(after / group) == {
+            step: loss for step, loss in losses(never / group).items() if isinstance(step, int) and step > saved
+        }
+    ends = {
+        (entry["step"], entry["digest"])
+        for life in (after, never)
+        for group in ("group_0.jsonl", "group_1.jsonl")
+        for entry in diary(life / group, "finished")
+    }
+    assert len(ends) == 1 and {step for step, _ in ends} == {NUM_STEPS}

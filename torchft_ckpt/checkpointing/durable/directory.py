@@ -1,0 +1,71 @@
+"""One checkpoint's directory and one state dict: who wrote the directory, Checkpointer or DCP, makes no difference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from torchft_ckpt.checkpointing.durable.checkpoint import list_checkpoints, read_checkpoint, why_not_whole
+from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.loading import load_into
+from torchft_ckpt.checkpointing.durable.names import METADATA, parse_checkpoint
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.reading import StateReader
+from torchft_ckpt.checkpointing.durable.storage import open_storage
+from torchft_ckpt.errors import CheckpointDamagedError
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], state_dict: MutableMapping[str, Any], **storage_options: Any
+) -> None:
+    """Load one checkpoint into a state dict, in place: a directory that a `Checkpointer` wrote, or that DCP itself did.
+
+    Each process reads what it wants by itself, and only that. Nothing in the directory is executed.
+
+    Args:
+        directory: of the checkpoint; a path, or a URL of fsspec.
+        state_dict: as for `Checkpointer.load`.
+        storage_options: of fsspec's file system.
+
+    Raises:
+        CheckpointDamagedError: it is not whole, or has other bytes than were written.
+        StateMismatchError: what is wanted is not in it, or of another shape or dtype.
+        UnsupportedValueError: a plain value that is wanted, and that DCP wrote, needs more than `weights_only=True`.
+        StorageError: the storage failed.
+    """
+    location, _, last = os.fspath(directory).rstrip("/").rpartition("/")
+    name = parse_checkpoint(last)
+    reader: StateReader
+    if name is None:
+        reader = ForeignReader(open_storage(directory, **storage_options))
+    else:
+        checkpoint = read_checkpoint([open_storage(location or ".", **storage_options)], name)
+        why_not = why_not_whole(checkpoint)
+        if why_not is not None:
+            raise CheckpointDamagedError(f"checkpoint {directory} is not whole: {why_not}", str(directory))
+        reader = CheckpointReader(checkpoint)
+    template = {key: state_of_value(value) for key, value in state_dict.items()}
+    load_into(reader, template)
+    give_back(state_dict, template)
+
+
+def checkpoints_in(location: str | os.PathLike[str], **storage_options: Any) -> Sequence[int]:
+    """Return the steps of the whole checkpoints of a place, the newest first."""
+    storage = open_storage(location, **storage_options)
+    return [name.step for name in list_checkpoints(storage) if METADATA in storage.names(str(name))]
+
+
+def state_of_value(value: Any) -> Any:
+    """Return the state of an object that has one, as `torch.distributed.checkpoint.save` does at the root."""
+    get: Callable[[], Any] | None = getattr(value, "state_dict", None)
+    return get() if callable(get) and hasattr(value, "load_state_dict") else value
+
+
+def give_back(state_dict: MutableMapping[str, Any], template: dict[str, Any]) -> None:
+    """Put what was loaded into a template back into the state dict that it was made of, objects by their `load_state_dict`."""
+    for key, value in state_dict.items():
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(template[key])
+        else:
+            state_dict[key] = template[key]

@@ -1,0 +1,160 @@
+"""What `verify` finds out about one checkpoint, by reading all of it. It prints nothing.
+
+What this library wrote has a digest for every 64 KiB. DCP's own records have at most a CRC-32 to compare.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata, load_metadata
+from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.manifest import digest_table_bytes
+from torchft_ckpt.checkpointing.durable.names import METADATA
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.cli.checkpoint_content import outlines_of, read_in_order, reason_of, values_of
+from torchft_ckpt.cli.checkpoint_places import Opened
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError, UnsupportedValueError
+
+
+class Condition(Enum):
+    """What became of a checkpoint."""
+
+    RIGHT = "right"
+    DAMAGED = "damaged"
+    """Some of its bytes are not those that were written."""
+    NOT_WHOLE = "not whole"
+    """Nobody has seen it whole: it is still being written, or its writers died."""
+
+
+class Verdict(NamedTuple):
+    """What was found."""
+
+    condition: Condition
+    problems: list[str]
+    notes: list[str]
+    """What is no problem, and worth knowing."""
+
+
+def bytes_to_verify(opened: Opened) -> int:
+    """Return about how many bytes `verify` reads."""
+    if opened.checkpoint is None:
+        return opened.num_bytes
+    total = 0
+    for tensor in opened.checkpoint.tensors.values():
+        for piece in tensor.pieces:
+            num_bytes = piece.box.volume * tensor.dtype.itemsize
+            total += num_bytes + digest_table_bytes(num_bytes)
+    return total
+
+
+def verify(opened: Opened) -> Verdict:
+    """Read everything and compare it with what is known of it."""
+    if isinstance(opened.reader, CheckpointReader):
+        return _verify_own(opened, opened.reader)
+    if opened.reader is None:
+        return Verdict(Condition.DAMAGED, [opened.why_not_whole or "it cannot be read"], [])
+    return _verify_dcps(opened.reader)
+
+
+def _verify_own(opened: Opened, reader: CheckpointReader) -> Verdict:
+    checkpoint = reader.checkpoint
+    notes: list[str] = []
+    found = reader.verify()
+    has_metadata = METADATA in opened.place.storage.names(str(checkpoint.name))
+    if has_metadata and opened.why_not_whole is None:
+        found += _metadata_problems(checkpoint, opened.place.storage, notes)
+    elif opened.why_not_whole is None:
+        notes.append(f"plain DCP cannot read it: its {METADATA} was not written")
+    if checkpoint.divergent:
+        notes.append(
+            f"the replicas that saved it did not hold the same bytes of {', '.join(checkpoint.divergent[:5])}"
+            f"{', ...' if len(checkpoint.divergent) > 5 else ''}; those of the first are used"
+        )
+    if opened.why_not_whole is not None:
+        condition = Condition.DAMAGED if has_metadata else Condition.NOT_WHOLE  # it was whole, or never was
+        return Verdict(condition, [opened.why_not_whole, *found], notes)
+    problems = [*checkpoint.left_aside, *found]
+    if not problems:
+        return Verdict(Condition.RIGHT, [], notes)
+    try:
+        for _ in read_in_order(reader, outlines_of(reader)):
+            continue
+        reader.values()
+    except CheckpointError:
+        notes.append("it cannot be loaded as a whole")
+    else:
+        notes.append("it can be loaded all the same: what is damaged is also elsewhere, or is read by DCP alone")
+    return Verdict(Condition.DAMAGED, problems, notes)
+
+
+def _verify_dcps(reader: ForeignReader) -> Verdict:
+    reasons: list[CheckpointError] = []
+    for outline in outlines_of(reader):
+        try:
+            for _ in read_in_order(reader, [outline]):
+                continue
+        except CheckpointError as error:
+            reasons.append(reason_of(error))
+    reasons += values_of(reader)[1].values()
+    problems = [str(reason) for reason in reasons if not isinstance(reason, UnsupportedValueError)]
+    notes = [f"not looked at: {reason}" for reason in reasons if isinstance(reason, UnsupportedValueError)]
+    notes.append("DCP keeps no digests: the checksums of its records were compared, where it wrote any")
+    return Verdict(Condition.DAMAGED if problems else Condition.RIGHT, problems, notes)
+
+
+def _metadata_problems(checkpoint: Checkpoint, storage: Storage, notes: list[str]) -> list[str]:
+    """Compare what DCP would read with what manifests say: it has no digest, and other versions may write other bytes."""
+    path = f"{checkpoint.name}/{METADATA}"
+    try:
+        data, expected = storage.read(path), build_metadata(checkpoint)
+        if data == expected:
+            return []
+        there, made = load_metadata(data, path), load_metadata(expected, path)
+        ForeignReader(storage, str(checkpoint.name))  # sees whether all is covered
+    except (CheckpointDamagedError, StorageError, UnsupportedValueError) as error:
+        return [str(error)]
+    if (there.state_dict_metadata, there.storage_data) == (made.state_dict_metadata, made.storage_data):
+        if there.planner_data != made.planner_data:
+            return [f"{path} has other keys than the manifests"]
+        notes.append(f"{path} says what the manifests say, but in other bytes than this version writes")
+        return []
+    return _differences(checkpoint, path, there, made)
+
+
+def _differences(checkpoint: Checkpoint, path: str, there: Metadata, made: Metadata) -> list[str]:
+    """Return what is wrong with metadata that is there and says something else than what would be made now."""
+    # Who wrote it may have seen fewer parts, and then took others.
+    records: dict[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None], set[tuple[str, int, int]]] = {}
+    for tensor in checkpoint.tensors.values():
+        for piece in tensor.pieces:
+            file = piece.part.manifest.files[piece.entry.file].name
+            place = (file, piece.entry.offset, piece.entry.length)
+            records.setdefault((tensor.fqn, piece.box.offsets, piece.box.sizes), set()).add(place)
+    for part in checkpoint.parts:
+        for value in part.manifest.values:
+            place = (part.manifest.files[value.file].name, value.offset, value.length)
+            records.setdefault((value.fqn, None, None), set()).add(place)
+    problems: list[str] = []
+    sizes = {
+        (fqn, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for fqn, described in there.state_dict_metadata.items()
+        for chunk in getattr(described, "chunks", ())
+    }
+    for index, info in there.storage_data.items():
+        offsets = None if index.offset is None else tuple(index.offset)
+        key = (index.fqn, offsets, None if offsets is None else sizes.get((index.fqn, offsets)))
+        if (info.relative_path, info.offset, info.length) not in records.get(key, ()):
+            problems.append(f"{path} refers to a record of {index.fqn[:120]} that no manifest has")
+    for fqn, described in made.state_dict_metadata.items():
+        other = there.state_dict_metadata.get(fqn)
+        if type(other) is not type(described) or any(
+            getattr(other, member, None) != getattr(described, member, None) for member in ("size", "properties")
+        ):
+            problems.append(f"{path} has {fqn[:120]} as another than the manifests")
+    return problems

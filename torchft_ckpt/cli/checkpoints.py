@@ -1,0 +1,176 @@
+"""The commands about durable checkpoints: `ls` lists them, `verify` reads all of them, `export` makes a safetensors file of one.
+
+None of them changes a checkpoint. torch is imported when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
+    from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+    from torchft_ckpt.cli.checkpoint_checks import Verdict
+    from torchft_ckpt.cli.checkpoint_places import Opened
+
+_MAX_PROBLEMS = 20
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `checkpoints`, which has commands of its own; each sets `run`, which returns the exit status."""
+    parser = commands.add_parser("checkpoints", help="list, verify or export durable checkpoints")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+
+    listing = actions.add_parser("ls", help="list the checkpoints of a directory, the newest first")
+    _add_location(listing)
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.set_defaults(run=_run_ls, log_level=logging.ERROR)
+
+    verify = actions.add_parser(
+        "verify",
+        help="read everything and check every digest",
+        epilog="Exit status: 0 all is right, 1 something is not, 2 there is no checkpoint or an argument cannot be used.",
+    )
+    _add_location(verify)
+    verify.add_argument("--step", type=_step, default=None, help="only the checkpoints of this step (default: all)")
+    verify.add_argument(
+        "--all", action="store_true", help=f"print all problems (default: {_MAX_PROBLEMS} of a checkpoint)"
+    )
+    verify.add_argument("--quiet", action="store_true", help="no progress bar; only what is wrong")
+    verify.set_defaults(run=_run_verify, log_level=logging.ERROR)
+
+    export = actions.add_parser("export", help="save the newest whole checkpoint as one safetensors file")
+    _add_location(export)
+    export.add_argument("--step", type=_step, default=None, help="the step wanted (default: the newest that is whole)")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    export.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
+    export.add_argument("--force", action="store_true", help="replace the file if it is there")
+    export.set_defaults(run=_run_export, log_level=logging.ERROR)
+
+
+def _add_location(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "location",
+        metavar="DIR",
+        help="a directory with checkpoints, one checkpoint, or what torch.distributed.checkpoint wrote; a path or an fsspec URL",
+    )
+
+
+def _step(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
+# ls
+
+
+def _run_ls(options: argparse.Namespace) -> int:
+    from torchft_ckpt.cli.checkpoint_places import describe, find_checkpoints, open_checkpoint, table
+
+    rows = [describe(open_checkpoint(place)) for place in find_checkpoints(options.location)]
+    if options.json:
+        told = {"location": options.location, "checkpoints": [dataclasses.asdict(row) for row in rows]}
+        print(json.dumps(told, indent=2))
+    else:
+        print(table(rows))
+    return 0
+
+
+# verify
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    from torchft_ckpt.cli.checkpoint_checks import Condition, bytes_to_verify, verify
+    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
+    from torchft_ckpt.cli.reading_bar import reading_bar
+
+    counts = dict.fromkeys(Condition, 0)
+    for place in find_checkpoints(options.location, options.step):
+        opened = open_checkpoint(place)
+        with contextlib.ExitStack() as stack:
+            if not options.quiet and opened.reader is not None:
+                stack.enter_context(reading_bar(place.name, bytes_to_verify(opened), opened.reader))
+            verdict = verify(opened)
+        counts[verdict.condition] += 1
+        if verdict.problems or not options.quiet:
+            print("\n".join(_told(opened, verdict, None if options.all else _MAX_PROBLEMS)), flush=True)
+    if not options.quiet and sum(counts.values()) > 1:
+        parts = (f"{count} {condition.value}" for condition, count in counts.items() if count)
+        print(f"{sum(counts.values())} checkpoints: {', '.join(parts)}")
+    return 0 if counts[Condition.RIGHT] == sum(counts.values()) else 1
+
+
+def _told(opened: Opened, verdict: Verdict, max_problems: int | None) -> list[str]:
+    from torchft_ckpt.cli.checkpoint_places import one_line
+    from torchft_ckpt.cli.summary import format_bytes, some
+
+    what = ""
+    if not verdict.problems and opened.reader is not None:
+        what = f": {some(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
+    lines = [f"{opened.place.name}: {verdict.condition.value}{what}"]
+    lines += [f"    {one_line(problem)}" for problem in verdict.problems[:max_problems]]
+    more = len(verdict.problems) - len(verdict.problems[:max_problems])
+    if more:
+        lines.append(f"    and {more} more; --all prints them")
+    return lines + [f"    ({one_line(note)})" for note in verdict.notes]
+
+
+# export
+
+
+def _run_export(options: argparse.Namespace) -> int:
+    from torchft_ckpt.cli.checkpoint_content import content_of, read_in_order, reason_of
+    from torchft_ckpt.cli.reading_bar import reading_bar
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile
+    from torchft_ckpt.cli.summary import format_bytes, some
+
+    with SafetensorsFile(options.output, force=options.force) as file:
+        opened, reader = _newest_whole(options)
+        try:
+            exported = content_of(reader)
+            with contextlib.ExitStack() as stack:
+                if not options.quiet:
+                    stack.enter_context(reading_bar(opened.place.name, opened.num_bytes, reader))
+                chunks = read_in_order(reader, exported.outlines, exported.extra)
+                num_bytes = file.write_stream(exported.outlines, chunks, exported.content, opened.place.step)
+        except (CheckpointDamagedError, StorageError) as error:
+            raise type(error)(f"{reason_of(error)}; nothing was exported", opened.place.name) from error
+    for reason in exported.left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    if not options.quiet:
+        print(
+            f"{options.output}: {opened.place.name}, {some(len(exported.outlines), 'tensor')}, "
+            f"{some(len(exported.content.values), 'value')}, {format_bytes(num_bytes)}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _newest_whole(options: argparse.Namespace) -> tuple[Opened, CheckpointReader | ForeignReader]:
+    """Return the newest checkpoint that is whole; say which newer ones are not."""
+    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, one_line, open_checkpoint
+
+    skipped: list[str] = []
+    for place in find_checkpoints(options.location, options.step):
+        opened = open_checkpoint(place)
+        if opened.reader is not None and opened.why_not_whole is None:
+            for reason in skipped:
+                print(f"skipped: {reason}", file=sys.stderr)
+            return opened, opened.reader
+        skipped.append(f"{place.name} is not whole: {one_line(opened.why_not_whole or '')}")
+    raise CheckpointNotFoundError(
+        f"{options.location}: there is no whole checkpoint: {'; '.join(skipped[:3])}"
+        f"{f'; and {len(skipped) - 3} more' if len(skipped) > 3 else ''}",
+        options.location,
+    )
