@@ -29,11 +29,11 @@ from torchft_ckpt.checkpointing.durable.directory import give_back, state_of_val
 from torchft_ckpt.checkpointing.durable.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.loading import ReadWants, load_into, load_state
-from torchft_ckpt.checkpointing.durable.names import METADATA, checkpoint_name
+from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.part_writer import Writers
 from torchft_ckpt.checkpointing.durable.random_state import get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker
+from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker, close_checkpoint
 from torchft_ckpt.checkpointing.durable.storage import Storage, open_storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
@@ -169,6 +169,7 @@ class Checkpointer:
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
         self._threads: list[threading.Thread] = []
+        self._last: tuple[tuple[CheckpointName, Tier], Future[SavedCheckpoint]] | None = None
         self._num_loads = self._num_saves = 0
         self._lock.add_before_write(self._detach)
 
@@ -210,9 +211,9 @@ class Checkpointer:
             tier: where to.
 
         Returns:
-            what became of it. With `SaveInFlightError` where this rank still writes its share of the save before (one that
-            only waits for others is left to them), and with `CheckpointError` where this rank has no part in it, because
-            it did not commit the last step.
+            what became of it; of a step that is saved already, what became of that save. With `SaveInFlightError` where this
+            rank still writes its share of the save before (one that only waits for others is left to them), and with
+            `CheckpointError` where this rank has no part in it, because it did not commit the last step.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
@@ -222,16 +223,18 @@ class Checkpointer:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
-        if self._worker is not None and self._is_busy() and not self._worker.leave():
-            logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
-            future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
-            return future
         identity = self._identity(step)
         if isinstance(identity, NotSaving):
             logger.info("this rank has no part in a save: %s", identity.reason)
             future.set_exception(CheckpointError(f"this rank has no part in the save: {identity.reason}", "save"))
             return future
         name = checkpoint_name(identity.step, identity.save_id)
+        if self._manager is not None and self._last is not None and self._last[0] == (name, tier):
+            return self._last[1]  # a step that was discarded since has not changed the state
+        if self._worker is not None and self._is_busy() and not self._worker.leave():
+            logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
+            future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
+            return future
         state = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
         if self._manager is None:
@@ -258,6 +261,7 @@ class Checkpointer:
         self._in_flight, self._worker = captured, worker
         thread = threading.Thread(target=self._run, args=(worker, task), name="torchft_ckpt-save", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        self._last = (name, tier), worker.future
         thread.start()
         return worker.future
 
@@ -305,7 +309,7 @@ class Checkpointer:
     def _detach(self) -> None:
         captured = self._in_flight
         if captured is not None:
-            captured.snapshot.detach()
+            captured.detach()
 
     def _state_of(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
         if state_dict is not None:
@@ -381,7 +385,7 @@ class Checkpointer:
                 (`Optimizer(manager, ...)`), because parameters are sharded.
             StateMismatchError: the state does not fit what is registered here.
             StorageError: the storage failed.
-            CheckpointNotFoundError: there is none of that step.
+            CheckpointNotFoundError: there is none of that step, or all there are are damaged: the state here is torn then.
             StateDictLoadError: a registered function raised.
         """
         manager = self._manager
@@ -413,7 +417,7 @@ class Checkpointer:
         try:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
         except CheckpointNotFoundError as error:
-            if step is not None:
+            if step is not None or error.state_overwritten:
                 raise
             nothing = Choice(Rung.NOTHING, None, f"there is no state to go on from: {error}")
             return _said(Restored(rung=nothing.rung, step=None, reason=nothing.reason))
@@ -422,11 +426,23 @@ class Checkpointer:
             reason = f"step {peers} from peers: the newest that can be read from disks is {outcome.step}"
             return _said(Restored(rung=Rung.PEERS, step=peers, reason=reason))
         load_saved(manager, outcome.made)
+        if gathering is None or gathering.member == 0:
+            self._close_if_open(outcome.checkpoint)
         own = outcome.checkpoint_reader.own(name, rank)
         chosen = self._rung_of(outcome.checkpoint)
         found[Tier.LOCAL if chosen is Rung.LOCAL_DISK else Tier.STORAGE] = outcome.step
         reason = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
         return _said(self._restored(chosen, outcome, own, reason))
+
+    def _close_if_open(self, checkpoint: Checkpoint) -> None:
+        """Close what is whole, and whose writers died before they saw it: else it would not count for retention, nor for DCP."""
+        storage = self._storages[Tier.STORAGE]
+        try:
+            is_open = METADATA not in storage.names(str(checkpoint.name))
+            if is_open and all(part.storage is storage for part in checkpoint.parts):
+                close_checkpoint(storage, checkpoint)
+        except StorageError as error:
+            logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
 
     def _restored(self, rung: Rung, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
         kept = own if isinstance(own, dict) else {}
@@ -477,10 +493,16 @@ def _said(restored: Restored) -> Restored:
 
 
 def _newest(storage: Storage, *, is_closed: bool) -> int | None:
-    """Return the newest step that there is, without reading it; `is_closed`: that somebody has seen to be whole."""
-    for name in list_checkpoints(storage):
-        if not is_closed or METADATA in storage.names(str(name)):
-            return name.step
+    """Return the newest step that there is, without reading it; `is_closed`: that somebody has seen to be whole.
+
+    A storage that fails has none: whether that matters depends on who else holds a state.
+    """
+    try:
+        for name in list_checkpoints(storage):
+            if not is_closed or METADATA in storage.names(str(name)):
+                return name.step
+    except StorageError as error:
+        logger.warning("what is in %s is not known: %s", storage.location, error)
     return None
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from bench.run import Run
 from bench.stats import Verdict
-from bench.table import Row, Section, render, to_json
+from bench.table import HEADINGS, Row, Section, render, to_json
 
 R = TypeVar("R", bound=Run)
 
@@ -49,6 +49,7 @@ def run_figures(
     make_run: Callable[..., R],
     errors: tuple[type[Exception], ...],
     more: Mapping[str, Mapping[str, Callable[[R], Section]]] | None = None,
+    reference: str = HEADINGS[2],
 ) -> None:
     """Parse the command line, measure, print. Exit status 1 where something could not be measured; a missed bar is no error.
 
@@ -58,6 +59,7 @@ def run_figures(
         make_run: makes what a figure is told, from the fields of `Run`.
         errors: that mean that a figure could not be measured; the others are measured then.
         more: sets of figures that are measured only where they are asked for: by `--only`, or by the option of the set's name.
+        reference: what is compared with.
     """
     sets = dict(more or {})
     usual, figures = [*figures], {**figures, **{name: sets[key][name] for key in sets for name in sets[key]}}
@@ -87,7 +89,7 @@ def run_figures(
                 has_failed = True
                 sections.append(_could_not(name, error))
     print(f"seed {arguments.seed}, {os.cpu_count()} cores, {platform.platform()}, Python {platform.python_version()}")
-    print(render(sections))
+    print(render(sections, reference))
     print(f"took {time.monotonic() - started:.0f} s")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(to_json(sections), indent=1) + "\n")

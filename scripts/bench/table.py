@@ -48,16 +48,22 @@ def ratio(value: float | None) -> str:
     return NOT_RUN if value is None else f"{value:.3f}x"
 
 
-def render(sections: Sequence[Section]) -> str:
-    """Lay all sections out in one set of columns, each with its title above and its notes below."""
+def render(sections: Sequence[Section], reference: str = HEADINGS[2]) -> str:
+    """Lay all sections out in one set of columns, each with its title above and its notes below.
+
+    Args:
+        sections: in order.
+        reference: what is compared with.
+    """
+    headings = (*HEADINGS[:2], reference, *HEADINGS[3:])
     rows = [row for section in sections for row in section.rows]
-    cells = [HEADINGS, *((r.figure, r.ours, r.reference, r.bar, r.verdict.value) for r in rows)]
+    cells = [headings, *((r.figure, r.ours, r.reference, r.bar, r.verdict.value) for r in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
 
     def line(values: Sequence[str]) -> str:
         return "  ".join(value.ljust(width) for value, width in zip(values, widths, strict=True)).rstrip()
 
-    out = [line(HEADINGS), "  ".join("-" * width for width in widths)]
+    out = [line(headings), "  ".join("-" * width for width in widths)]
     for section in sections:
         out += ["", section.title]
         out += [line((r.figure, r.ours, r.reference, r.bar, r.verdict.value)) for r in section.rows]

@@ -1,4 +1,4 @@
-"""What a writer does once its share is there: wait, fill, close. As stories, and with many writers that die and dawdle at random."""
+"""What a writer does once its share is there: wait, fill, close. As stories, and with many writers that die and dawdle."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_without_a_death_or_a_delay_nobody_writes_anything_twice() -> None:
 def test_while_each_rank_lives_on_somewhere_the_checkpoint_is_closed_in_time() -> None:
     """Three rounds of `fill_after` and the turns of those who close are the most that anybody waits after the last mishap."""
     num_closed = num_filled = 0
-    for seed in range(2500):
+    for seed in range(1500):
         world = World(seed, faults=True)
         world.runs()
         alive = [member for member in world.members if member not in world.dies_at]
@@ -328,14 +328,14 @@ def test_while_each_rank_lives_on_somewhere_the_checkpoint_is_closed_in_time() -
         elif world.closed_at_s is None:
             assert world.gave_up == set(alive), seed
         assert max(world.num_looks.values(), default=0) < 1400, seed
-    assert num_closed > 1000
-    assert num_filled > 500
+    assert num_closed > 600
+    assert num_filled > 300
 
 
 def test_a_dead_writers_share_is_written_again_once() -> None:
     """With nobody else in trouble its holders divide it, whoever looks first."""
     num_worlds = 0
-    for seed in range(1200):
+    for seed in range(800):
         world = World(seed, faults=False)
         if world.num_replicas < 3 or world.is_one_group:
             continue
@@ -346,4 +346,4 @@ def test_a_dead_writers_share_is_written_again_once() -> None:
         assert all(num == 1 for num in world.num_fills.values()), seed
         assert bytes_written(world) == sum(shape[0] for shape in world.shapes.values()), seed
         num_worlds += 1
-    assert num_worlds > 200
+    assert num_worlds > 150

@@ -27,14 +27,20 @@ def of_all_ranks(layout: Layout, full: torch.Tensor, num_ranks: int) -> list[Ten
 
 
 def test_a_plain_tensor_is_held_by_all_ranks() -> None:
-    tensor = torch.zeros(4, 3, dtype=torch.bfloat16)
+    found = HoldingsIndex(1, 3).holdings_of("w", torch.zeros(4, 3, dtype=torch.bfloat16))
     held = [Held(whole((4, 3)), (0, 1, 2))]
-    assert HoldingsIndex(1, 3).holdings_of("w", tensor) == TensorHoldings("w", (4, 3), 2, held, True)
+    assert (found.fqn, found.shape, found.itemsize) == ("w", (4, 3), 2)
+    assert (found.held, found.mine, found.is_known_to_all) == (held, held, True)
 
 
 def test_a_plain_tensor_of_a_pipeline_stage_is_its_ranks_own() -> None:
-    index = HoldingsIndex(1, 3, is_replicated=False)
-    assert index.holdings_of("w", torch.zeros(4)) == TensorHoldings("w", (4,), 4, [Held(whole((4,)), (1,))], False)
+    found = HoldingsIndex(1, 3, is_replicated=False).holdings_of("w", torch.zeros(4))
+    held = [Held(whole((4,)), (1,))]
+    assert (found.held, found.mine, found.is_known_to_all) == (held, held, False)
+
+
+def test_an_empty_tensor_is_held_by_nobody() -> None:
+    assert not HoldingsIndex(1, 3).holdings_of("w", torch.zeros(0, 3)).held
 
 
 def test_rows_that_do_not_come_out_even_leave_the_last_ranks_less_or_nothing() -> None:
@@ -44,7 +50,8 @@ def test_rows_that_do_not_come_out_even_leave_the_last_ranks_less_or_nothing() -
         Held(Box((2, 0), (2, 2)), (1,)),
         Held(Box((4, 0), (1, 2)), (2,)),
     ]
-    assert others == [first] * 3
+    assert all(other.held == first.held for other in others)
+    assert [list(one.mine) for one in (first, *others)] == [[held] for held in first.held] + [[]]
 
 
 def test_replicas_within_a_group_are_told() -> None:
@@ -76,6 +83,7 @@ def test_all_ranks_agree_and_say_what_each_of_them_holds(seed: int) -> None:
     for rank, one in enumerate(holdings):
         own = [box for box in boxes_of_rank[rank] if box.volume]
         assert [held.box for held in one.held if rank in held.ranks] == own, seed
+        assert [held.box for held in one.mine] == own, seed
         if one.is_known_to_all:
             assert one.held == holdings[0].held, seed
     covered = np.zeros(shape, dtype=bool)

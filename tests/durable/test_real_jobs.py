@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.groups import Job, LighthouseProcess, Rank, running_job
 
-from torchft_ckpt.checkpointer import checkpoints_in
+from torchft_ckpt import checkpoints_in
 
 pytestmark = pytest.mark.processes
 TRAINER = "durable_trainer.py"
@@ -110,6 +110,7 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_from_a_whole_checkpoint(
             {"position": goes_on_from, "rank": 0, "of": name} for name in GROUPS
         ]
         finish(job, again)
+        assert goes_on_from in checkpoints_in(storage)  # also where nobody had lived to see it whole
         after = digests_by_step(again)
         assert min(after) == goes_on_from + 1
         assert all(after[step] == digest for step, digest in before.items() if step in after)
@@ -286,6 +287,28 @@ def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_the_log_say
         finish(job, again)
         assert digests_by_step(again)[8] == before[8]
         assert checkpoints_in(storage) == [8, 8, 4]
+
+
+def test_a_job_of_which_every_checkpoint_is_damaged_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    job_directory = tmp_path / "job"
+    job_directory.mkdir()
+    common = {"trainer": TRAINER, "storage": str(storage), "min_replica_size": 2, "save_at": [4]}
+    with running_job(job_directory, pause_s=0.02, **common) as job:
+        ranks = start_all(job)
+        restored(ranks)
+        await_saved(ranks, 4)
+        kill_all(ranks)
+        (only_one,) = storage.iterdir()
+        damaged = flip_a_bit(only_one, "part-r0-g0-f0.json")
+
+        again = start_all(job)
+
+        # Half of the state may be in their memory by now: nothing to begin a job with.
+        for rank in again:
+            event = rank.wait_for(lambda e: e["event"] in ("refused", "restored"))
+            assert (event["event"], event.get("error")) == ("refused", "CheckpointNotFoundError"), event
+            assert only_one.name in event["message"] and damaged in event["message"]
 
 
 def test_a_group_that_lost_its_disk_is_restored_from_the_disks_of_the_others(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 import pytest
@@ -24,7 +24,7 @@ from support.savers import (
 from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, ProcessDied
 
 from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
-from torchft_ckpt.checkpointing.durable.names import METADATA
+from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY
 from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saver import SaveMode
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StorageError
@@ -75,11 +75,14 @@ def check_old(disk: Disk) -> None:
     check_state(CheckpointReader(checkpoint, num_threads=1), OLD)
 
 
-def left_by(story: Story) -> Iterator[Disk]:
-    """What others see after a kill of the processes, and what machines find that lost their power."""
-    yield story.disk
-    for seed in CRASHES:
-        yield story.disk.after_crash(seed)
+def left_by(story: Story, crashes: Iterable[int] = CRASHES) -> Iterator[Disk]:
+    """What others see after a kill of the processes, and what machines find that lost their power; what is alike, once."""
+    found: list[dict[str, bytes]] = []
+    for disk in (story.disk, *(story.disk.after_crash(seed) for seed in crashes)):
+        files = {path: content for path, content in disk.files().items() if TEMPORARY not in path}
+        if files not in found:
+            found.append(files)
+            yield disk
 
 
 def check_freed(story: Story) -> None:
@@ -94,8 +97,7 @@ def check_freed(story: Story) -> None:
 # One rank
 
 
-@pytest.mark.parametrize("death", DEATHS)
-@pytest.mark.parametrize("before", [None, OLD])
+@pytest.mark.parametrize(("death", "before"), [*((death, OLD) for death in DEATHS), (Fault.DEATH_WITHIN, None)])
 def test_death_at_any_operation_leaves_the_old_checkpoint_and_the_new_one_whole_or_invisible(
     death: Fault, before: int | None
 ) -> None:
@@ -124,26 +126,28 @@ def test_what_was_reported_as_saved_outlives_every_crash_of_the_machine() -> Non
 
 @pytest.mark.parametrize("fault", [*ERRORS, Fault.SHORT])
 def test_an_error_of_any_operation_is_named_and_the_next_save_works(fault: Fault) -> None:
-    for number in range(operations_of(ALONE, 0, OLD)):
+    for operation in save(ALONE, disk_with(OLD)).systems[0].log:
+        number = operation.number
+        if fault is Fault.SHORT and operation.name not in ("write", "read_into"):
+            continue
         story = save(ALONE, disk_with(OLD), faults={0: {number: fault}})
         error = story.errors().get(0)
         assert error is None or isinstance(error, StorageError), story.log()
         assert error is not None or newest_on(story.disk) == NEW
         assert fault is not Fault.SHORT or error is None
         check_freed(story)
-        for disk in left_by(story):
+        for disk in left_by(story, [number]):
             assert newest_on(disk) in (OLD, NEW), story.log()
-            check_old(disk)
-        after = save(Plan(step=NEXT), story.disk)
-        assert not after.errors()
-        assert newest_on(story.disk) == NEXT
-        check_old(story.disk)
+        if number % 4 == 0:
+            assert not save(Plan(step=NEXT), story.disk).errors()
+            assert newest_on(story.disk) == NEXT
+            check_old(story.disk)
 
 
 def test_a_disk_that_is_full_fails_saves_until_there_is_room() -> None:
     needed = save(ALONE, disk_with(OLD)).disk.num_bytes()
     before = disk_with(OLD).num_bytes()
-    for capacity in range(before, needed, (needed - before) // 40):
+    for capacity in range(before, needed, (needed - before) // 20):
         disk = disk_with(OLD)
         disk.capacity_bytes = capacity
         story = save(ALONE, disk)
@@ -177,7 +181,7 @@ def check_survivors(story: Story, dead: Mapping[int, object]) -> None:
     survivors = [member for member in story.plan.members if member not in dead]
     assert not [member for member in survivors if member in story.errors()], story.log()
     assert all(story.saved()[member].is_closed for member in survivors), story.log()
-    for disk in (story.disk, story.disk.after_crash(1)):
+    for disk in left_by(story, [1]):
         assert newest_on(disk) == NEW, story.log()
     assert story.time.now_s <= 3 * story.plan.fill_after_s + CLOSE_DELAYS_S + SPARE_S, story.log()
 
@@ -185,7 +189,7 @@ def check_survivors(story: Story, dead: Mapping[int, object]) -> None:
 @pytest.mark.parametrize("member", range(4))
 @pytest.mark.parametrize("death", DEATHS)
 def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoint(member: int, death: Fault) -> None:
-    for number in range(operations_of(TWO_BY_TWO, member)):
+    for number in range(0, operations_of(TWO_BY_TWO, member), 1 + member % 2):
         story = save(TWO_BY_TWO, faults={member: {number: death}})
         assert isinstance(story.errors()[member], ProcessDied)
         check_survivors(story, {member: None})
@@ -193,7 +197,7 @@ def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoin
 
 @pytest.mark.parametrize("fault", ERRORS)
 def test_one_of_four_cannot_write_and_the_others_complete_the_checkpoint(fault: Fault) -> None:
-    for number in range(operations_of(TWO_BY_TWO, 2)):
+    for number in range(0, operations_of(TWO_BY_TWO, 2), 2):
         story = save(TWO_BY_TWO, faults={2: {number: fault}})
         errors = story.errors()
         assert not errors or isinstance(errors[2], StorageError), story.log()
@@ -204,10 +208,8 @@ def test_one_of_four_cannot_write_and_the_others_complete_the_checkpoint(fault: 
 @pytest.mark.parametrize("dead", [(0, 3), (1, 2), (0, 1), (2, 3)])
 def test_two_of_four_die_and_each_rank_lives_on_in_one_group(dead: tuple[int, int]) -> None:
     dice = random.Random(sum(dead))
-    for _ in range(40):
-        faults = {
-            member: {dice.randrange(operations_of(TWO_BY_TWO, member)): dice.choice(DEATHS)} for member in dead
-        }
+    for _ in range(15):
+        faults = {member: {dice.randrange(operations_of(TWO_BY_TWO, member)): dice.choice(DEATHS)} for member in dead}
         story = save(TWO_BY_TWO, faults=faults)
         check_survivors(story, faults)
 
@@ -237,8 +239,8 @@ def test_members_that_never_begin_are_replaced(absent: tuple[int, ...]) -> None:
 def test_the_other_modes_survive_a_death_as_well(mode: SaveMode) -> None:
     plan = Plan(num_replicas=2, num_ranks=2, mode=mode)
     for member in range(4):
-        for number in range(member, operations_of(plan, member), 4):
-            story = save(plan, faults={member: {number: DEATHS[number // 4 % 3]}})
+        for number in range(member, operations_of(plan, member), 7):
+            story = save(plan, faults={member: {number: DEATHS[number // 7 % 3]}})
             check_survivors(story, {member: None})
 
 
@@ -258,7 +260,7 @@ def test_holes_that_all_survivors_can_fill_are_filled_once() -> None:
 
 def test_any_number_of_faults_in_any_job() -> None:
     """Deaths, errors and delays at random. As long as each rank lives on somewhere, the checkpoint comes about."""
-    for seed in range(250):
+    for seed in range(60):
         dice = random.Random(seed)
         shape = dice.choice([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
         plan = Plan(*shape, mode=dice.choice([*SaveMode]), timeout_s=200.0)

@@ -34,7 +34,7 @@ from train_hsdp import shard
 from torchft_ckpt import Checkpointer, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, SavedCheckpoint, Tier
 from torchft_ckpt import checkpointer as checkpointer_module
 from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage, OsSystem
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import CheckpointError, ConfigError
 from torchft_ckpt.fsdp import set_all_reduce_hook
 
 BATCH_SIZE = 4
@@ -150,7 +150,11 @@ def main() -> None:
     except ConfigError as error:
         report("refused", message=str(error))
     optimizer = Optimizer(manager, adamw)
-    restored = checkpointer.restore()
+    try:
+        restored = checkpointer.restore()
+    except CheckpointError as error:
+        report("refused", message=str(error), error=type(error).__name__)
+        raise
     report(
         "restored",
         pid=os.getpid(),

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
 from support.resharding import Layout, imagined_rank
 from support.scripted_fs import Disk, Fault, File, ScriptedSystem
 from support.spmd_double import bits_of
-
 from torchft_ckpt.checkpointing.durable.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
@@ -273,6 +273,8 @@ def save(
     faults: Mapping[int, Mapping[int, Fault]] | None = None,
     costs: Mapping[int, Mapping[int, float]] | None = None,
     starts_s: Mapping[int, float] | None = None,
+    leaves_s: Mapping[int, float] | None = None,
+    storage_class: type[LocalStorage] = LocalStorage,
 ) -> Story:
     """Have all members save; return when each has ended, one way or another.
 
@@ -282,18 +284,26 @@ def save(
         faults: by member, what happens at which of its operations.
         costs: by member, how long which of its operations takes.
         starts_s: by member, when it begins.
+        leaves_s: by member, from when on it would rather go on to its next save.
+        storage_class: what it is written by.
     """
     disk = disk or Disk()
     story = Story(plan, ImaginedTime())
     for member in plan.members:
-        system = TimedSystem(
-            story.time, (faults or {}).get(member), disk=disk, costs=(costs or {}).get(member)
-        )
+        system = TimedSystem(story.time, (faults or {}).get(member), disk=disk, costs=(costs or {}).get(member))
         story.systems[member] = system
-        story.workers[member] = worker_of(plan, member, LocalStorage(LOCATION, system), story.time)
+        story.workers[member] = worker_of(plan, member, storage_class(LOCATION, system), story.time)
     starts = starts_s or {}
-    story.time.run([(starts.get(member, 0.0), worker.run) for member, worker in story.workers.items()])
+    jobs = [(starts.get(member, 0.0), worker.run) for member, worker in story.workers.items()]
+    jobs += [(at, partial(_leave, story, member)) for member, at in (leaves_s or {}).items()]
+    story.time.run(jobs)
     return story
+
+
+def _leave(story: Story, member: int) -> None:
+    worker = story.workers[member]
+    while not worker.future.done() and not worker.leave():
+        story.time.wait(0.003)
 
 
 def plain_storage(disk: Disk) -> LocalStorage:

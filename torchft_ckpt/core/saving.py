@@ -20,6 +20,8 @@ _CLOSE_DELAY_S = 1.0
 _MAX_CLOSE_DELAYS = 10
 _FIRST_LOOK_S = 0.02
 _LAST_LOOK_S = 1.0
+_LOOKS_PER_S = 200
+"""Of all writers together, where they are many: a directory of thousands of files is not listed for nothing."""
 
 
 class Act(Enum):
@@ -112,7 +114,7 @@ class SaveWatch:
         changed_at_s = self._changed_at_s if self.num_fills else self._writers_changed_at_s
         if is_nobodys or now - changed_at_s >= self.fill_after_s:
             return Decision(Act.FILL, reason=self._waited_for(now))
-        self._look_s = min(self._look_s * 1.5, _LAST_LOOK_S)
+        self._look_s = min(self._look_s * 1.5, max(_LAST_LOOK_S, len(self.writers) / _LOOKS_PER_S))
         return Decision(Act.WAIT, min(self._look_s, self.give_up_at_s - now))
 
     def not_whole(self) -> None:

@@ -7,6 +7,7 @@ holds what, DCP's names, and plain values, which are captured at once because th
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torchft_ckpt.checkpointing.durable.records import value_record
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, read_region
-from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import box_of
@@ -71,6 +72,8 @@ class CapturedState:
 
         self.step = step
         self.holdings: list[TensorHoldings] = []
+        self._trainer_is_free = threading.Event()
+        self._trainer_is_free.set()
 
         def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             self.holdings = [index.holdings_of(path, tensor) for path, tensor in tensors]
@@ -107,6 +110,17 @@ class CapturedState:
         while self.snapshot.copy_ahead():
             pass
 
+    def detach(self) -> None:
+        """Copy aside what has not been copied yet, on the trainer's thread; see `Snapshot.detach`. Reading waits meanwhile.
+
+        Else what the save does in Python would take turns with it, of milliseconds for each block.
+        """
+        self._trainer_is_free.clear()
+        try:
+            self.snapshot.detach()
+        finally:
+            self._trainer_is_free.set()
+
     def read(self, tensor: int, box: Box, memory: memoryview) -> None:
         """Copy the elements of a box to memory of its length, in C order.
 
@@ -122,8 +136,17 @@ class CapturedState:
         strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
         base = self.manifest.segments[chunk.segment][0] + chunk.byte_offset
         at = 0
-        for piece in slices(region_of(base, strides, inner, itemsize), SLICE_BYTES, _MAX_SPAN_BYTES):
-            at += len(read_region(self.snapshot, piece, memory[at:]))
+        try:
+            for piece in slices(region_of(base, strides, inner, itemsize), SLICE_BYTES, _MAX_SPAN_BYTES):
+                self._trainer_is_free.wait()
+                at += len(read_region(self.snapshot, piece, memory[at:]))
+        except BlockGoneError as error:
+            if not self.snapshot.is_revoked(RECEIVER):
+                raise
+            raise CheckpointError(
+                f"step {self.step}: the copies of what was not written yet would have exceeded staging_budget_bytes",
+                party="staging_budget_bytes",
+            ) from error
 
     def close(self) -> None:
         """Free everything; the trainer never waits for it again."""

@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.durable.storage import Storage
 from torchft_ckpt.checkpointing.durable.together import SharedRead
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.plan import Want
-from torchft_ckpt.errors import CheckpointDamagedError, SourceLostError, SourceRefusedError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, SourceLostError, SourceRefusedError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,17 +87,25 @@ def read_newest(
         place: where the others are; None: this process reads alone.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: there is none. Its `state_overwritten` is true where one was begun to be read, and is damaged.
         CheckpointError, and what `make` raises.
     """
     damaged: dict[str, str] = {}
     bytes_from_storage = bytes_from_peers = 0
     while True:
         shared, meeting = _meet(storages, place, len(damaged))
-        if shared is None:
-            reader = CheckpointReader(newest_whole(storages, step=step, but=damaged.keys()))
-        else:
-            reader = shared.agree(step, but=damaged.keys())
+        try:
+            if shared is None:
+                reader = CheckpointReader(newest_whole(storages, step=step, but=damaged.keys()))
+            else:
+                reader = shared.agree(step, but=damaged.keys())
+        except CheckpointNotFoundError as error:
+            if not damaged:
+                raise
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
+            none_left = CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party)
+            none_left.state_overwritten = True
+            raise none_left from error
         reading = _Reading(reader, shared)
         damage: CheckpointDamagedError | None = None
         made: T | None = None

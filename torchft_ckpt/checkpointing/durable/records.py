@@ -57,8 +57,8 @@ def write_tensor(file: OutputFile, tensor: torch.Tensor) -> Record:
         passing = _Passing(file, len(view))
         try:
             torch.save(tensor, cast("IO[bytes]", passing))
-        except RuntimeError as error:  # torch's own, in place of the one that it met
-            if passing.failure is None:
+        except (RuntimeError, StorageError) as error:  # torch's own, or that of its attempt to end the file
+            if passing.failure is None or passing.failure is error:
                 raise
             raise passing.failure from error
         if passing.data_offset is None:
@@ -86,7 +86,7 @@ class _Passing:
         try:
             self._file.write(data)
         except StorageError as error:
-            self.failure = self.failure or error  # torch writes on, to finish its file
+            self.failure = self.failure or error
             raise
         return len(data)
 

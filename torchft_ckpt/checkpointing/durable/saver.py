@@ -27,6 +27,7 @@ from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError
 
 logger = logging.getLogger(__name__)
+_HEAD_START_S = 0.25
 
 
 class SaveMode(Enum):
@@ -152,6 +153,8 @@ class SaveWorker:
         ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
         ahead.start()
         try:
+            # To work the share out takes the interpreter, and the trainer may be about to wait for the rest of the copy.
+            ahead.join(_HEAD_START_S)
             share = self._own_share()
             if share is not None:
                 self._write(0, share)
@@ -302,19 +305,24 @@ class SaveWorker:
         checkpoint = read_checkpoint([self._task.storage], self._task.name)
         why_not = why_not_whole(checkpoint)
         if why_not is None:
-            self._close(checkpoint)
+            close_checkpoint(self._task.storage, checkpoint)
         else:
             logger.info("checkpoint %s is not whole yet: %s", self._task.name, why_not)
         return why_not is None
 
-    def _close(self, checkpoint: Checkpoint) -> None:
-        """Write DCP's metadata. Others may do the same at the same time: they write the same."""
-        try:
-            metadata = build_metadata(checkpoint)
-        except CheckpointDamagedError as error:
-            logger.warning("checkpoint %s is whole, but only this library can read it: %s", self._task.name, error)
-            return
-        with self._task.storage.create(f"{self._task.name}/{METADATA}") as file:
-            file.write(metadata)
-            file.commit()
-        logger.info("checkpoint %s is whole: %d parts", self._task.name, len(checkpoint.parts))
+
+def close_checkpoint(storage: Storage, checkpoint: Checkpoint) -> None:
+    """Write DCP's metadata of a whole checkpoint. Others may do the same at the same time: they write the same.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    try:
+        metadata = build_metadata(checkpoint)
+    except CheckpointDamagedError as error:
+        logger.warning("checkpoint %s is whole, but only this library can read it: %s", checkpoint.name, error)
+        return
+    with storage.create(f"{checkpoint.name}/{METADATA}") as file:
+        file.write(metadata)
+        file.commit()
+    logger.info("checkpoint %s is whole: %d parts", checkpoint.name, len(checkpoint.parts))

@@ -1,0 +1,291 @@
+"""One save of a job: who writes what, how often, and what its files look like to others."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.savers import (
+    FILL_AFTER_S,
+    Plan,
+    check_state,
+    newest_step,
+    no_threads_left,
+    plain_storage,
+    put_on,
+    save,
+    state_of,
+    worker_of,
+)
+from support.scripted_fs import Disk, Fault
+from support.spmd_double import bits_of
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole, why_not_whole
+from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.durable.names import METADATA, parse_part
+from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saver import SaveMode
+from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError
+
+LAYOUTS = [(1, 1), (3, 1), (1, 2), (2, 2), (4, 2)]
+TWO_BY_TWO = Plan(num_replicas=2, num_ranks=2)
+
+
+def read_by_dcp(directory: Path) -> dict[str, Any]:
+    """What plain DCP loads into memory of its own, without a process group."""
+    state: dict[str, Any] = state_of(1)
+    for key, tensor in state["model"].items():
+        state["model"][key] = torch.zeros_like(tensor)
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def assert_same(read: dict[str, Any], step: int) -> None:
+    expected = state_of(step)
+    for key, tensor in expected["model"].items():
+        assert np.array_equal(bits_of(read["model"][key]).numpy(), bits_of(tensor).numpy()), key
+    assert read["optimizer"]["step"].item() == step
+    assert (read["optimizer"]["lr"], tuple(read["optimizer"]["betas"])) == (0.1 * step, (0.9, 0.99))
+    assert (read["name"], read["array"].tolist()) == (expected["name"], expected["array"].tolist())
+
+
+def bytes_of_tensors(disk: Disk) -> int:
+    checkpoint = newest_whole([plain_storage(disk)])
+    return sum(
+        piece.box.volume * tensor.dtype.itemsize for tensor in checkpoint.tensors.values() for piece in tensor.pieces
+    )
+
+
+UNIQUE_BYTES = sum(tensor.nbytes for tensor in state_of(1)["model"].values()) + 8 + 40
+LARGEST_STEP_BYTES = 64 * 1024
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_every_byte_is_written_once_and_evenly(shape: tuple[int, int]) -> None:
+    story = save(Plan(*shape))
+    assert not story.errors()
+    assert newest_step(story.disk) == 120
+    assert bytes_of_tensors(story.disk) == UNIQUE_BYTES
+    written = [saved.written_bytes for saved in story.saved().values()]
+    assert sum(written) == sum(
+        len(content) for path, content in story.disk.files().items() if not path.endswith(METADATA)
+    )
+    if len(written) <= 4:  # else shares are smaller than what is cut
+        assert max(written) - min(written) <= 2 * LARGEST_STEP_BYTES
+    assert all(saved.num_fills == 0 for saved in story.saved().values())
+
+
+@pytest.mark.parametrize(("mode", "copies"), [(SaveMode.ONE_GROUP, 1), (SaveMode.EVERY_GROUP, 3)])
+def test_one_group_alone_or_every_group_a_copy(mode: SaveMode, copies: int) -> None:
+    story = save(Plan(num_replicas=3, num_ranks=2, mode=mode))
+    assert not story.errors()
+    assert newest_step(story.disk) == 120
+    assert bytes_of_tensors(story.disk) == copies * UNIQUE_BYTES
+    written = [saved.written_bytes > 0 for saved in story.saved().values()]
+    assert written == ([True, True] + [mode is SaveMode.EVERY_GROUP] * 4)
+
+
+def test_every_group_of_its_own_copy_is_whole_by_itself() -> None:
+    """On disks that only one host can read: what the others wrote is gone."""
+    disk = save(Plan(num_replicas=2, num_ranks=2, mode=SaveMode.EVERY_GROUP)).disk
+    for lost in (0, 1):
+        rest = Disk()
+        for path, content in disk.files().items():
+            if f"r{lost}" not in path.rsplit("/", 1)[1]:
+                rest.put(path, content)
+        assert newest_step(rest) == 120
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_plain_dcp_reads_it(shape: tuple[int, int], tmp_path: Path) -> None:
+    plan = Plan(*shape)
+    directory = put_on(save(plan).disk, tmp_path) / str(plan.name)
+    assert_same(read_by_dcp(directory), 120)
+    dcp_to_torch_save(directory, tmp_path / "all.pt")
+    assert_same(torch.load(tmp_path / "all.pt", weights_only=False), 120)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plain_dcp_reads_what_was_filled_and_what_a_slow_writer_wrote_twice(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    plan = Plan(num_replicas=3, num_ranks=2, absent=frozenset([dice.randrange(6)]))
+    slow = dice.choice(plan.members)
+    story = save(plan, costs={slow: {7: 3 * FILL_AFTER_S}})
+    assert not story.errors(), story.log()
+    assert bytes_of_tensors(story.disk) >= UNIQUE_BYTES
+    directory = put_on(story.disk, tmp_path) / str(plan.name)
+    assert_same(read_by_dcp(directory), 120)
+
+
+def test_a_slow_writer_finds_the_checkpoint_closed_and_adds_what_is_its_own() -> None:
+    story = save(TWO_BY_TWO, costs={3: {4: 5 * FILL_AFTER_S}})
+    assert all(saved.is_closed for saved in story.saved().values())
+    checkpoint = newest_whole([plain_storage(story.disk)])
+    reader = CheckpointReader(checkpoint)
+    check_state(reader, 120)
+    for member in range(4):
+        replica, rank = divmod(member, 2)
+        assert reader.own(f"group_{replica}", rank) == {"user": [120, member], "random": None}
+    assert not checkpoint.divergent
+    assert not checkpoint.left_aside
+
+
+def test_a_writer_whose_file_still_grows_is_waited_for() -> None:
+    """However long it takes: nothing is written twice."""
+    plain = save(TWO_BY_TWO)
+    writes = [operation.number for operation in plain.systems[3].log if operation.name == "write"]
+    assert len(writes) > 5
+    story = save(TWO_BY_TWO, costs={3: dict.fromkeys(writes, 0.7 * FILL_AFTER_S)})
+    assert story.time.now_s > 3 * FILL_AFTER_S
+    assert not story.errors()
+    assert all(saved.num_fills == 0 and saved.is_closed for saved in story.saved().values())
+    assert bytes_of_tensors(story.disk) == UNIQUE_BYTES
+
+
+def test_the_metadata_is_written_once_where_all_goes_well() -> None:
+    story = save(Plan(num_replicas=4, num_ranks=2))
+    writers = [
+        member
+        for member, system in story.systems.items()
+        if any(operation.name == "rename" and METADATA in operation.path for operation in system.log)
+    ]
+    assert writers == [0]
+
+
+def test_nothing_is_waited_for_where_only_this_host_sees_the_files() -> None:
+    disk = Disk()
+    worker = worker_of(Plan(num_replicas=2, num_ranks=2, mode=SaveMode.EVERY_GROUP), 1, plain_storage(disk))
+    worker._task = dataclasses.replace(worker._task, is_storage_shared=False)
+    worker.run()
+    saved = worker.future.result(0)
+    assert (saved.is_closed, saved.num_fills) == (False, 0)
+    assert sorted(path.rsplit("/", 1)[1] for path in disk.files()) == ["__r0_g1_f0.distcp", "part-r0-g1-f0.json"]
+
+
+# Going on to the next save
+
+
+def test_who_still_writes_its_share_cannot_leave() -> None:
+    disk = Disk()
+    worker = worker_of(TWO_BY_TWO, 0, plain_storage(disk))
+    assert not worker.leave()
+    worker._cancelled.set()
+    worker.run()
+    assert isinstance(worker.future.exception(0), CheckpointError)
+    assert not [path for path in disk.files() if parse_part(path.rsplit("/", 1)[1])]
+
+
+def test_who_only_waits_for_others_leaves_and_frees_its_copies() -> None:
+    plan = Plan(num_replicas=2, num_ranks=2, absent=frozenset([3]), fill_after_s=60.0)
+    story = save(plan, leaves_s={member: 1.0 for member in plan.members})
+    assert not story.errors()
+    assert not any(saved.is_closed for saved in story.saved().values())
+    assert story.time.now_s < 4.0
+    assert all(worker._state.snapshot.closed for worker in story.workers.values())
+
+
+def test_whenever_they_leave_the_last_writer_closes_the_checkpoint() -> None:
+    for seed in range(60):
+        dice = random.Random(seed)
+        plan = Plan(*dice.choice([(2, 1), (2, 2), (3, 2)]))
+        starts = {member: dice.choice([0.0, dice.uniform(0.0, 3.0)]) for member in plan.members}
+        leaves = {member: at + dice.uniform(0.0, 2.0) for member, at in starts.items() if dice.random() < 0.8}
+        story = save(plan, starts_s=starts, leaves_s=leaves)
+        assert not story.errors(), (seed, story.log())
+        assert METADATA in plain_storage(story.disk).names(str(plan.name)), (seed, story.log())
+        assert newest_step(story.disk) == 120
+
+
+def test_who_leaves_while_one_has_died_leaves_the_hole_to_those_who_stay() -> None:
+    for seed in range(30):
+        dice = random.Random(seed)
+        plan = Plan(num_replicas=3, num_ranks=2)
+        dead, leaving = dice.sample(range(6), 2)
+        while leaving % 2 == dead % 2:
+            dead, leaving = dice.sample(range(6), 2)
+        story = save(
+            plan,
+            faults={dead: {dice.randrange(12): Fault.DEATH_WITHIN}},
+            leaves_s={leaving: dice.uniform(0.0, 3 * FILL_AFTER_S)},
+        )
+        assert set(story.errors()) <= {dead}, (seed, story.log())
+        assert newest_step(story.disk) == 120, seed
+
+
+# Giving up
+
+
+def test_a_save_that_is_given_up_ends_at_once_and_frees_everything() -> None:
+    story_plan = Plan(num_replicas=2, num_ranks=2, absent=frozenset([1, 3]))
+    worker = worker_of(story_plan, 0, plain_storage(Disk()))
+    with no_threads_left():
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        while worker._needs_state:
+            pass
+        worker.cancel()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "given up" in str(worker.future.exception(0))
+    assert worker._state.snapshot.closed
+    assert worker._state.snapshot._pool.held_bytes() == 0
+
+
+def test_who_gives_up_names_the_missing_and_says_that_its_share_is_there() -> None:
+    story = save(Plan(num_replicas=2, num_ranks=2, absent=frozenset([1, 3]), timeout_s=30.0))
+    for error in story.errors().values():
+        assert isinstance(error, CheckpointDamagedError)
+        assert "replica 0 rank 1, replica 1 rank 1" in str(error)
+        assert "this rank's share is there" in str(error)
+    assert len(story.errors()) == 2
+
+
+def test_a_part_that_was_damaged_before_it_was_closed_is_written_by_another_one() -> None:
+    """Somebody's disk lies: the file has another length than its manifest says. All parts are there, nobody is waited for."""
+    plan = TWO_BY_TWO
+    disk = Disk()
+
+    class Cutting(LocalStorage):
+        """Loses the end of what member 2 wrote, before the others look."""
+
+        def names(self, directory: str = "") -> list[str]:
+            found = super().names(directory)
+            path = f"/c/{plan.name}/__r1_g0_f0.distcp"
+            files = disk.files()
+            if "part-r1-g0-f0.json" in found and path in files and len(files[path]) > 100:
+                disk.put(path, files[path][:100])
+            return found
+
+    story = save(plan, disk, storage_class=Cutting)
+    assert not story.errors(), story.log()
+    checkpoint = newest_whole([plain_storage(disk)])
+    assert why_not_whole(checkpoint) is None
+    assert checkpoint.left_aside
+    assert newest_step(disk) == 120
+    assert story.time.now_s < 2 * FILL_AFTER_S
+
+
+def test_shares_are_known_without_asking_anybody() -> None:
+    """Each member alone writes; together it is whole, though none has seen another's files."""
+    whole_disk = Disk()
+    for member in range(4):
+        alone = Disk()
+        plan = Plan(num_replicas=2, num_ranks=2, absent=frozenset(range(4)) - {member}, timeout_s=1.0)
+        save(plan, alone)
+        for path, content in alone.files().items():
+            whole_disk.put(path, content)
+    checkpoint = newest_whole([plain_storage(whole_disk)])
+    assert newest_step(whole_disk) == 120
+    boxes: dict[str, list[Box]] = {
+        fqn: [piece.box for piece in tensor.pieces] for fqn, tensor in checkpoint.tensors.items()
+    }
+    assert all(len(set(of_tensor)) == len(of_tensor) for of_tensor in boxes.values())
