@@ -7,13 +7,14 @@ a state from in `core/ladder.py`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,7 @@ from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker, close_checkpoint
 from torchft_ckpt.checkpointing.durable.storage import Storage, open_storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.local_state import LocalState
@@ -58,6 +60,7 @@ from torchft_ckpt.manager.saving import (
     save_identity,
     state_to_save,
     template_to_load,
+    with_managers_state,
 )
 from torchft_ckpt.manager.still import hold_still
 
@@ -67,6 +70,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STAGING_SHARE = 4
+_FILLS = 3
+_TO_CLOSE = timedelta(seconds=10)
 
 
 class Tier(Enum):
@@ -165,13 +170,14 @@ class Checkpointer:
         if reuse_buffers:
             self._pool.open("checkpointer")
         self._guarded: list[torch.optim.Optimizer] = []
-        self._in_flight: CapturedState | None = None
+        self._in_flight: list[CapturedState] = []
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
         self._threads: list[threading.Thread] = []
         self._last: tuple[tuple[CheckpointName, Tier], Future[SavedCheckpoint]] | None = None
         self._num_loads = self._num_saves = 0
         self._lock.add_before_write(self._detach)
+        atexit.register(self.shutdown)  # the thread of a save ends with the interpreter: the last save would be lost
 
     def __repr__(self) -> str:
         what = "saving" if self._is_busy() else "idle"
@@ -230,23 +236,25 @@ class Checkpointer:
             return future
         name = checkpoint_name(identity.step, identity.save_id)
         if self._manager is not None and self._last is not None and self._last[0] == (name, tier):
-            return self._last[1]  # a step that was discarded since has not changed the state
+            last = self._last[1]
+            if not last.done() or last.exception() is None:
+                return last  # a step that was discarded since has not changed the state
         if self._worker is not None and self._is_busy() and not self._worker.leave():
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
             return future
         state = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
-        if self._manager is None:
-            self._lock.release_write()  # a guarded step that raised has kept it, and the next one would not tell the snapshot
+        # A guarded step that raised has kept the lock, and the next one would not tell the snapshot.
+        will_not_be_told = self._lock.held_for_write() or (self._manager is None and not self._guarded)
         with self._lock.read():
             if state_dict is not None and self._guarded:
                 state = hold_still(state, self._guarded)
             captured = CapturedState(
                 state, step=identity.step, own=kept, lock=self._lock, pool=self._pool, index=self._index
             )
-            if self._manager is None and not self._guarded:
-                captured.snapshot.detach()  # nobody would tell us that it is about to change
+            if will_not_be_told:
+                captured.snapshot.detach()
         task = SaveTask(
             storage=self._storages[tier],
             name=name,
@@ -258,17 +266,26 @@ class Checkpointer:
             timeout_s=self._timeout.total_seconds(),
         )
         worker = SaveWorker(task, captured, on_progress=self._on_progress)
-        self._in_flight, self._worker = captured, worker
         thread = threading.Thread(target=self._run, args=(worker, task), name="torchft_ckpt-save", daemon=True)
+        self._in_flight = [*(one for one in self._in_flight if not one.snapshot.closed), captured]
+        try:
+            thread.start()
+        except RuntimeError as error:
+            captured.close()
+            future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
+            return future
+        self._worker = worker
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         self._last = (name, tier), worker.future
-        thread.start()
         return worker.future
 
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""
         worker.run()
-        if worker.future.exception() is None and (not task.is_storage_shared or task.member == Member(0, 0)):
+        if worker.future.exception() is not None:
+            return
+        is_next = worker.future.result().is_closed if task.is_storage_shared else True
+        if is_next and (not task.is_storage_shared or task.member == Member(0, 0)):
             try:
                 self._remove_old(task)
             except StorageError as error:
@@ -279,12 +296,16 @@ class Checkpointer:
         if keep_last is None:
             return
         storage = task.storage
-        names = list_checkpoints(storage)
-        # Of a disk that only this host sees it is not to be seen who else has a part.
+        # Of later steps are those that a job left behind which went back on purpose: they count for nothing here.
+        names = [name for name in list_checkpoints(storage) if name.step <= task.name.step]
         whole = [name for name in names if not task.is_storage_shared or METADATA in storage.names(str(name))]
-        for name in plan_removals(
-            names, keep_last=keep_last, keep_every=keep_every, whole=whole, in_flight=[task.name]
-        ):
+        removals = plan_removals(names, keep_last=keep_last, keep_every=keep_every, whole=whole, in_flight=[task.name])
+        if not task.is_storage_shared:
+            # Whether others have their parts of these is not to be seen from here. So nothing goes but what is older than a
+            # checkpoint that is known to be whole.
+            newest = _newest(self._storages[Tier.STORAGE], is_closed=True)
+            removals = [name for name in removals if newest is not None and name.step <= newest]
+        for name in removals:
             logger.info("checkpoint %s is removed", name)
             storage.remove_tree(str(name))
 
@@ -296,10 +317,17 @@ class Checkpointer:
         return not any(thread.is_alive() for thread in self._threads)
 
     def shutdown(self, *, wait: bool = True) -> None:
-        """End: let the save in flight finish, or give it up. May be called twice."""
-        if not wait and self._worker is not None:
-            self._worker.cancel()
+        """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
+
+        Others are waited for no longer than it takes to fill what a lost one left out.
+        """
+        worker = self._worker
+        if worker is not None and self._is_busy():
+            if wait and worker.wait_written(self._timeout.total_seconds()):
+                self.wait(_FILLS * self._fill_after + _TO_CLOSE)
+            worker.cancel()
         self.wait()
+        atexit.unregister(self.shutdown)
         self._lock.remove_before_write(self._detach)
         self._pool.close("checkpointer")
 
@@ -307,14 +335,13 @@ class Checkpointer:
         return self._worker is not None and not self._worker.future.done()
 
     def _detach(self) -> None:
-        captured = self._in_flight
-        if captured is not None:
+        for captured in self._in_flight:
             captured.detach()
 
     def _state_of(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
         if state_dict is not None:
             state = {key: state_of_value(value) for key, value in state_dict.items()}
-            return state if self._manager is None else {**state, "torchft": self._manager.state_dict()}
+            return state if self._manager is None else with_managers_state(state, self._manager)
         if self._manager is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
         return state_to_save(self._manager)
@@ -350,10 +377,13 @@ class Checkpointer:
             step: of that step only.
 
         Raises:
+            ConfigError: there is a Manager: use `restore`, which has all ranks of all groups take the same one.
             CheckpointNotFoundError: there is none.
             StateMismatchError: what is wanted is not in it, or of another shape or dtype.
             StorageError: the storage failed.
         """
+        if self._manager is not None:
+            raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
         template = {key: state_of_value(value) for key, value in state_dict.items()}
 
         def make(reader: CheckpointReader, read: ReadWants) -> None:
@@ -363,7 +393,7 @@ class Checkpointer:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
         give_back(state_dict, template)
         rank = self._place()[0]
-        own = outcome.checkpoint_reader.own("", rank) if self._alone is None or self._alone.replica == 0 else None
+        own = self._own_of(outcome.checkpoint_reader, "", rank)
         rung = self._rung_of(outcome.checkpoint)
         return _said(self._restored(rung, outcome, own, f"step {outcome.step} from {rung.value}"))
 
@@ -402,9 +432,16 @@ class Checkpointer:
         rank = manager.group_rank
         name = group_name(manager)
 
+        is_touched = False
+
         def make(reader: CheckpointReader, read: ReadWants) -> dict[str, Any]:
+            def read_in_place(wants: Sequence[Want]) -> None:
+                nonlocal is_touched
+                is_touched = True
+                read(wants)
+
             local = LocalState(template_to_load(manager))
-            return load_state(reader.checkpoint, read, local, replica_id=name, rank=rank, in_place=True)
+            return load_state(reader.checkpoint, read_in_place, local, replica_id=name, rank=rank, in_place=True)
 
         place = None
         if gathering is not None and gathering.store is not None and isinstance(manager.transport, HTTPTransport):
@@ -416,19 +453,23 @@ class Checkpointer:
             )
         try:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
-        except CheckpointNotFoundError as error:
-            if step is not None or error.state_overwritten:
+            load_saved(manager, outcome.made)
+        except CheckpointError as error:
+            if is_touched:  # so that it is not taken for a state, should the script go on
+                manager.report_torn_state()
+            if step is not None or is_touched or not isinstance(error, CheckpointNotFoundError):
                 raise
             nothing = Choice(Rung.NOTHING, None, f"there is no state to go on from: {error}")
             return _said(Restored(rung=nothing.rung, step=None, reason=nothing.reason))
-        if step is None and peers is not None and peers >= outcome.step:  # what was newer is not whole
-            manager.report_torn_state()
-            reason = f"step {peers} from peers: the newest that can be read from disks is {outcome.step}"
-            return _said(Restored(rung=Rung.PEERS, step=peers, reason=reason))
-        load_saved(manager, outcome.made)
+        if step is not None and any(other is not None and other > step for other in found.values()):
+            logger.warning(
+                "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
+                "that the job is to forget",
+                step,
+            )
         if gathering is None or gathering.member == 0:
             self._close_if_open(outcome.checkpoint)
-        own = outcome.checkpoint_reader.own(name, rank)
+        own = self._own_of(outcome.checkpoint_reader, name, rank)
         chosen = self._rung_of(outcome.checkpoint)
         found[Tier.LOCAL if chosen is Rung.LOCAL_DISK else Tier.STORAGE] = outcome.step
         reason = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
@@ -443,6 +484,19 @@ class Checkpointer:
                 close_checkpoint(storage, checkpoint)
         except StorageError as error:
             logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
+
+    def _own_of(self, reader: CheckpointReader, replica_id: str, rank: int) -> object:
+        """Return what this rank saved as its own; None, with a line in the log, where the work is divided otherwise now."""
+        part = reader.checkpoint.own_part(replica_id, rank)
+        if part is None or part.manifest.num_ranks != self._place()[1]:
+            logger.info(
+                "rank %d of %r did not save step %d: its random state and what was its own are not restored",
+                rank,
+                replica_id,
+                reader.checkpoint.name.step,
+            )
+            return None
+        return reader.own(replica_id, rank)
 
     def _restored(self, rung: Rung, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
         kept = own if isinstance(own, dict) else {}

@@ -66,7 +66,8 @@ def measure(run: Run) -> Section:
     ]
     notes = [
         f"{unique / 1e6:.0f} MB of unique state, saved on HSDP 2 x 2, wanted whole by 4 processes, each a group of one "
-        "rank; what the operating system returned of all files counts, manifests and digests too; the system's cache was dropped before, all bits checked",
+        "rank; what the operating system returned of all files counts, manifests and digests too; the "
+        "system's cache was dropped before, all bits checked",
         f"median of {num_repeats}; on one machine with one disk reading once saves nothing but bytes: the rest travels "
         f"over loopback ({sum(peers) / 1e6:.0f} MB), which costs the same cores",
     ]

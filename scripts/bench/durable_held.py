@@ -149,7 +149,7 @@ def measure(run: Run) -> Section:
         "a copy: torch's copy_ of all tensors that the rank holds, one by one, into memory that was written to before, on one "
         "thread of torch as torchrun sets it; before or after the save in turn; the hook copies on up to 4 threads",
         f"ranks in turn, so that each has the cores for itself, as trainers have: with all of them on {os.cpu_count()} cores "
-        "it is the scheduler that is measured; DCP's saves need all ranks at the same time, so ours is measured that way as well, "
+        "it is the scheduler that is measured; DCP's saves need all ranks at the same time, so ours is measured that way too, "
         "without a bar; DCP: until async_save returns",
         f"median of {num_repeats * NUM_RANKS} pairs, ratios {spread(measured[OURS, _AT_ONCE].over_copy())}, "
         f"{spread(measured[OURS, _AFTER_PASSES].over_copy())} and {spread(measured[OURS, _TOGETHER].over_copy())}",

@@ -60,6 +60,7 @@ def measure(run: Run) -> Section:
                 )
     notes = [
         f"{job.unique_bytes / 1e6:.0f} MB of unique state, each library's own checkpoint; needed: what the 4 ranks "
-        "hold, added up; read: what the operating system returned of all files, manifests, digests and metadata too; all bits checked",
+        "hold, added up; read: what the operating system returned of all files, manifests, digests and metadata too; "
+        "all bits checked",
     ]
     return Section(name="reshard", title="Bytes read over bytes needed, re-sharding", rows=rows, notes=notes, raw=raw)

@@ -180,8 +180,8 @@ def measure_wall(run: Run) -> Section:
         ),
     ]
     notes = [
-        f"{job.unique_bytes / 1e6:.0f} MB of unique state, 4 processes on one disk, fsync on in both, a clean directory each time; "
-        "from the common start until the last rank knows that it is closed; ours writes in the background, nobody trains meanwhile",
+        f"{job.unique_bytes / 1e6:.0f} MB of unique state, 4 processes on one disk, fsync on in both, a clean directory each "
+        "time; from the common start until the last rank knows that it is closed; nobody trains meanwhile",
         f"median of {num_repeats} alternating pairs, ratios {spread(ratios)}; "
         f"ours {job.unique_bytes / MIB / (median(times[OURS]) or 1):.0f} MiB/s",
     ]

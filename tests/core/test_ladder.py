@@ -16,8 +16,8 @@ from torchft_ckpt.core.ladder import Rung, choose_rung
         ((None, 120, 120, 120), Rung.PEERS, 120),
         ((None, None, 120, 120), Rung.LOCAL_DISK, 120),
         ((None, None, None, 120), Rung.STORAGE, 120),
-        ((100, 101, 102, 103), Rung.STORAGE, 103),
-        ((100, 101, 103, 102), Rung.LOCAL_DISK, 103),
+        ((100, None, 102, 103), Rung.STORAGE, 103),
+        ((100, None, 103, 102), Rung.LOCAL_DISK, 103),
         ((100, 103, 101, 102), Rung.PEERS, 103),
         ((103, 100, 101, 102), Rung.MEMORY, 103),
         ((0, None, None, None), Rung.MEMORY, 0),
@@ -28,6 +28,10 @@ def test_the_newest_step_wins_and_among_equals_the_nearest(
     held: tuple[int | None, int | None, int | None, int | None], rung: Rung, step: int | None
 ) -> None:
     assert choose_rung(*held)[:2] == (rung, step)
+
+
+def test_what_disks_have_beyond_a_living_job_is_of_a_history_that_it_left() -> None:
+    assert choose_rung(None, 390, 400, 500)[:2] == (Rung.PEERS, 390)
 
 
 def test_the_reason_names_what_the_others_hold() -> None:
@@ -50,6 +54,9 @@ def test_no_rung_holds_more_than_the_chosen_one_and_no_nearer_one_as_much() -> N
         if choice.rung is Rung.NOTHING:
             assert held == (None,) * 4
             continue
+        if held[1] is not None:  # a job lives: disks do not count
+            assert choice.rung in (Rung.MEMORY, Rung.PEERS)
+            held = (*held[:2], None, None)
         place = rungs.index(choice.rung)
         assert choice.step == held[place]
         assert all(step is None or step < held[place] for step in held[:place])

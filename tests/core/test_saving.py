@@ -52,11 +52,14 @@ def test_the_next_one_closes_a_second_later_if_the_first_has_not() -> None:
     assert watch.observe(seen(A, B), 6.0).act is Act.CLOSE
 
 
-def test_nobody_waits_more_than_ten_seconds_for_those_before_it() -> None:
+def test_of_a_thousand_one_after_the_other_reads_what_is_there_and_nobody_beside_it() -> None:
     writers = tuple(Member(replica, 0) for replica in range(1000))
-    watch = watch_of(writers[-1], writers=writers)
-    assert watch.observe(seen(*writers), 0.0).act is Act.WAIT
-    assert watch.observe(seen(*writers), 10.0).act is Act.CLOSE
+    for place, turn_s in ((0, 0.0), (1, 20.0), (2, 40.0)):
+        watch = watch_of(writers[place], writers=writers)
+        if turn_s:
+            assert watch.observe(seen(*writers), 0.0).act is Act.WAIT
+            assert watch.observe(seen(*writers), turn_s - 0.1).act is Act.WAIT
+        assert watch.observe(seen(*writers), turn_s).act is Act.CLOSE
 
 
 def test_it_is_done_when_somebody_has_closed_it() -> None:

@@ -82,7 +82,7 @@ def members_read(directory: Path, num_members: int) -> list[object]:
                 store=PrefixStore("test", client), member=member, num_members=num_members, transport=transport
             )
             outcomes[member] = read(directory, place)
-        except BaseException as error:  # noqa: BLE001 - compared below
+        except BaseException as error:
             outcomes[member] = error
         finally:
             transport.shutdown()

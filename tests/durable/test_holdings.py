@@ -13,34 +13,41 @@ from support.spmd_double import SpmdAdapter, SpmdTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchft_ckpt.checkpointing.durable.holdings import Held, HoldingsIndex, TensorHoldings
+from torchft_ckpt.checkpointing.durable.holdings import Held, HoldingsIndex, TensorHoldings, layout_of
+from torchft_ckpt.checkpointing.durable.holdings import Layout as TensorLayout
 from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
 from torchft_ckpt.core.boxes import Box, whole
+
+
+def of(fqn: str, tensor: torch.Tensor) -> tuple[TensorLayout, list[Box]]:
+    """What a save knows of a tensor: its layout, and the boxes that are here."""
+    adapter = adapter_of(tensor)
+    return layout_of(fqn, tensor), [whole(tuple(tensor.shape))] if adapter is None else adapter.boxes(tensor, fqn)
 
 
 def of_all_ranks(layout: Layout, full: torch.Tensor, num_ranks: int) -> list[TensorHoldings]:
     found = []
     for rank in range(num_ranks):
         with imagined_rank(rank, num_ranks):
-            found.append(HoldingsIndex(rank, num_ranks).holdings_of("w", layout.make(full, rank)))
+            found.append(HoldingsIndex(rank, num_ranks).holdings_of(*of("w", layout.make(full, rank))))
     return found
 
 
 def test_a_plain_tensor_is_held_by_all_ranks() -> None:
-    found = HoldingsIndex(1, 3).holdings_of("w", torch.zeros(4, 3, dtype=torch.bfloat16))
+    found = HoldingsIndex(1, 3).holdings_of(*of("w", torch.zeros(4, 3, dtype=torch.bfloat16)))
     held = [Held(whole((4, 3)), (0, 1, 2))]
     assert (found.fqn, found.shape, found.itemsize) == ("w", (4, 3), 2)
     assert (found.held, found.mine, found.is_known_to_all) == (held, held, True)
 
 
 def test_a_plain_tensor_of_a_pipeline_stage_is_its_ranks_own() -> None:
-    found = HoldingsIndex(1, 3, is_replicated=False).holdings_of("w", torch.zeros(4))
+    found = HoldingsIndex(1, 3, is_replicated=False).holdings_of(*of("w", torch.zeros(4)))
     held = [Held(whole((4,)), (1,))]
     assert (found.held, found.mine, found.is_known_to_all) == (held, held, False)
 
 
 def test_an_empty_tensor_is_held_by_nobody() -> None:
-    assert not HoldingsIndex(1, 3).holdings_of("w", torch.zeros(0, 3)).held
+    assert not HoldingsIndex(1, 3).holdings_of(*of("w", torch.zeros(0, 3))).held
 
 
 def test_rows_that_do_not_come_out_even_leave_the_last_ranks_less_or_nothing() -> None:
@@ -73,7 +80,7 @@ def test_all_ranks_agree_and_say_what_each_of_them_holds(seed: int) -> None:
         with imagined_rank(rank, num_ranks):
             tensor = layout.make(numbers, rank)
             try:
-                holdings.append(HoldingsIndex(rank, num_ranks).holdings_of("w", tensor))
+                holdings.append(HoldingsIndex(rank, num_ranks).holdings_of(*of("w", tensor)))
             except Exception as error:
                 pytest.skip(f"no boxes: {error}")  # of strided shards
             adapter = adapter_of(tensor)
@@ -97,7 +104,7 @@ def test_a_mesh_that_reaches_beyond_the_group_is_known_in_part() -> None:
     with imagined_rank(1, 4):
         mesh = DeviceMesh("cpu", torch.arange(4))
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
-        holdings = HoldingsIndex(1, 2).holdings_of("w", tensor)
+        holdings = HoldingsIndex(1, 2).holdings_of(*of("w", tensor))
     assert holdings.held == [Held(Box((2, 0), (2, 3)), (1,))]
     assert not holdings.is_known_to_all
 
@@ -126,7 +133,7 @@ def test_layouts_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
         index = HoldingsIndex(0, 2)
         for number in range(20):
             tensor = DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(number % 2)], run_check=False)
-            index.holdings_of(f"w{number}", tensor)
+            index.holdings_of(*of(f"w{number}", tensor))
     assert len(calls) == 2
 
 
@@ -135,7 +142,7 @@ def test_of_a_class_with_an_adapter_a_rank_knows_its_own_boxes() -> None:
     register_shard_adapter(adapter)
     try:
         tensor = SpmdTensor.of(torch.zeros(8, 3), SpmdLayout((4, 1), held=(1, 2)))
-        holdings = HoldingsIndex(2, 4).holdings_of("w", tensor)
+        holdings = HoldingsIndex(2, 4).holdings_of(*of("w", tensor))
     finally:
         unregister_shard_adapter(adapter)
     assert holdings.held == [Held(Box((2, 0), (2, 3)), (2,)), Held(Box((4, 0), (2, 3)), (2,))]

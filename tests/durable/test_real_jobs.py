@@ -125,7 +125,13 @@ def test_wherever_a_job_is_killed_it_goes_on_from_a_step_that_it_had_saved(tmp_p
     known: dict[int, str] = {}
     step = 0
     with running_job(
-        job_directory, trainer=TRAINER, storage=str(storage), save_every=3, min_replica_size=2, pause_s=0.01
+        job_directory,
+        trainer=TRAINER,
+        storage=str(storage),
+        save_every=3,
+        min_replica_size=2,
+        pause_s=0.01,
+        waits_for_saves=False,
     ) as job:
         for _ in range(4):
             ranks = start_all(job)
@@ -172,11 +178,11 @@ def test_a_group_that_hears_late_of_the_end_of_a_save_takes_part_in_the_next(tmp
     storage = tmp_path / "storage"
     job_directory = tmp_path / "job"
     job_directory.mkdir()
-    steps = [4, 8, 50]
-    common = {"trainer": TRAINER, "storage": str(storage), "save_at": steps, "pause_s": 0.03, "min_replica_size": 2}
-    with running_job(job_directory, **common) as job:
-        # When it has written its share of step 4, it looks for the others', and hears nothing for a second.
-        late = {"step": 4, "operation": "list", "file": "part-r1-", "for_s": 1.0}
+    steps = [4, 20, 60]
+    common = {"trainer": TRAINER, "storage": str(storage), "save_at": steps, "pause_s": 0.05, "min_replica_size": 2}
+    with running_job(job_directory, waits_for_saves=False, **common) as job:
+        # When it has written its share of step 4, it looks for the others', and hears nothing for two seconds.
+        late = {"step": 4, "operation": "list", "file": "part-r1-", "for_s": 2.0}
         ranks = [*job.start("a"), *job.start("b", hang=late)]
         restored(ranks)
 

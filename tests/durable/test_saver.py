@@ -90,8 +90,11 @@ def test_one_group_alone_or_every_group_a_copy(mode: SaveMode, copies: int) -> N
     assert not story.errors()
     assert newest_step(story.disk) == 120
     assert bytes_of_tensors(story.disk) == copies * UNIQUE_BYTES
-    written = [saved.written_bytes > 0 for saved in story.saved().values()]
-    assert written == ([True, True] + [mode is SaveMode.EVERY_GROUP] * 4)
+    with_data = {path.rsplit("/", 1)[1][:7] for path in story.disk.files() if path.endswith(".distcp")}
+    groups = range(3) if mode is SaveMode.EVERY_GROUP else range(1)
+    assert with_data == {f"__r{group}_g{rank}" for group in groups for rank in range(2)}
+    with_own = {path.rsplit("/", 1)[1] for path in story.disk.files() if path.endswith(".json")}
+    assert with_own == {f"part-r{group}-g{rank}-f0.json" for group in range(3) for rank in range(2)}
 
 
 def test_every_group_of_its_own_copy_is_whole_by_itself() -> None:

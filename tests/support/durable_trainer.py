@@ -3,10 +3,10 @@
 All groups learn from the same batches, which the step names: so the digest of all full tensors after a step is the same in every
 life of a job and for every group, and a state that was restored can be told from any other. (Not for every size of a group.)
 
-Options, beside those of `Job.start`: `storage` and `local` (places), `tier`, `save_at` or `save_every` (steps), `layout`
-(`plain`, or `sharded` over the group's ranks), `restores_early` (before the Manager knows the optimizer), and `hang`: {step,
-operation, file}: this rank's save of that step never returns from that operation on a file of whose name that is a part, or not
-for so long (`for_s`). It says `hanging` then, and may be killed.
+Options, beside those of `Job.start`: `storage` and `local` (places), `tier`, `save_at` or `save_every` (steps), `waits_for_saves`
+(for the one before to end), `layout` (`plain`, or `sharded` over the group's ranks), `restores_early` (before the Manager knows
+the optimizer), and `hang`: {step, operation, file}: this rank's save of that step never returns from that operation on a file of
+whose name that is a part, or not for so long (`for_s`). It says `hanging` then, and may be killed.
 """
 
 from __future__ import annotations
@@ -187,10 +187,6 @@ def main() -> None:
             optimizer.step()
             after = manager.statistics()
             step, is_committed = manager.current_step(), after.num_committed > before.num_committed
-            if is_committed and (step in save_at or (save_every and step % save_every == 0)):
-                own = {"position": step, "rank": rank, "of": options["replica_id"]}
-                future = checkpointer.save(own=own, tier=Tier(options.get("tier", "storage")))
-                future.add_done_callback(lambda done, step=step: report_saved(step, done))
             report(
                 "step",
                 step=step,
@@ -200,6 +196,12 @@ def main() -> None:
                 healed=after.num_healed,
                 digest=digest_of(**state_dict()),
             )
+            if is_committed and (step in save_at or (save_every and step % save_every == 0)):
+                if options.get("waits_for_saves", True):  # else one that is slow here is refused
+                    checkpointer.wait()
+                own = {"position": step, "rank": rank, "of": options["replica_id"]}
+                future = checkpointer.save(own=own, tier=Tier(options.get("tier", "storage")))
+                future.add_done_callback(lambda done, step=step: report_saved(step, done))
         checkpointer.shutdown()
         report("done", step=manager.current_step(), digest=digest_of(**state_dict()))
         if num_ranks > 1:

@@ -1,6 +1,7 @@
 """This file decides where a rank that starts takes its state from. It looks at step numbers alone; nobody is asked here.
 
-The newest step wins, wherever it is. Where several hold it, the nearest does: what is in memory costs nothing, peers cost the
+The newest step wins, wherever it is; but where peers live and hold a state the job goes on from that one, and what disks have of
+later steps is of a history that it left. Where several hold it, the nearest does: what is in memory costs nothing, peers cost the
 network, a local disk its own speed, and storage is shared by everybody.
 """
 
@@ -65,8 +66,9 @@ def choose_rung(
         Rung.LOCAL_DISK: local_step,
         Rung.STORAGE: storage_step,
     }
-    newest = max((step for step in held.values() if step is not None), default=None)
-    chosen = next((rung for rung, step in held.items() if step is not None and step == newest), Rung.NOTHING)
+    alive = {rung: step for rung, step in held.items() if peers_step is None or rung in (Rung.MEMORY, Rung.PEERS)}
+    newest = max((step for step in alive.values() if step is not None), default=None)
+    chosen = next((rung for rung, step in alive.items() if step is not None and step == newest), Rung.NOTHING)
     others = ", ".join(
         _NOT_HELD[rung] if step is None else _HELD[rung].format(step) for rung, step in held.items() if rung != chosen
     )

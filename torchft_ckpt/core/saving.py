@@ -17,7 +17,8 @@ from enum import Enum
 from typing import NamedTuple
 
 _CLOSE_DELAY_S = 1.0
-_MAX_CLOSE_DELAYS = 10
+_WRITERS_READ_PER_DELAY = 50
+"""Who closes reads all manifests first: where they are many, the next in turn waits for that."""
 _FIRST_LOOK_S = 0.02
 _LAST_LOOK_S = 1.0
 _LOOKS_PER_S = 200
@@ -106,13 +107,14 @@ class SaveWatch:
         if now >= self.give_up_at_s:
             return Decision(Act.GIVE_UP, reason=self._waited_for(now))
         has_ended = not self.missing or self.num_fills > 0
-        turn_s = min(self.place, _MAX_CLOSE_DELAYS) * _CLOSE_DELAY_S
+        turn_s = self.place * _CLOSE_DELAY_S * max(1.0, len(self.writers) / _WRITERS_READ_PER_DELAY)
         if has_ended and not self._is_in_vain and now - self._changed_at_s >= turn_s:
             return Decision(Act.CLOSE)
         is_nobodys = not self.missing and self._is_in_vain and not self.num_fills
         # The first time each fills what is its own to fill, and need not wait for those who look earlier.
         changed_at_s = self._changed_at_s if self.num_fills else self._writers_changed_at_s
-        if is_nobodys or now - changed_at_s >= self.fill_after_s:
+        may_have_holes = bool(self.missing) or self._is_in_vain
+        if is_nobodys or (may_have_holes and now - changed_at_s >= self.fill_after_s):
             return Decision(Act.FILL, reason=self._waited_for(now))
         self._look_s = min(self._look_s * 1.5, max(_LAST_LOOK_S, len(self.writers) / _LOOKS_PER_S))
         return Decision(Act.WAIT, min(self._look_s, self.give_up_at_s - now))

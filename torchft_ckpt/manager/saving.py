@@ -67,8 +67,19 @@ def state_to_save(manager: Manager) -> dict[str, Any]:
 
     What was registered under `default` is at the root, where it is a dict: names are those that the script's `state_dict` gave.
     """
-    captured = manager._registry.capture_to_serve()
-    state = _at_root(captured)
+    return with_managers_state(_at_root(manager._registry.capture_to_serve()), manager)
+
+
+def with_managers_state(state: dict[str, Any], manager: Manager) -> dict[str, Any]:
+    """Return a state with the Manager's own beside it.
+
+    Raises:
+        ConfigError: the state has something of its own under that name.
+    """
+    if MANAGERS_KEY in state:
+        raise ConfigError(
+            f"the state has the key {MANAGERS_KEY!r}, which is the Manager's in a checkpoint", "state_dict"
+        )
     return {**state, MANAGERS_KEY: manager.state_dict()}
 
 
@@ -79,14 +90,14 @@ _DEFAULT = "default"
 def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
     default = captured.get(_DEFAULT)
     others = {key: value for key, value in captured.items() if key != _DEFAULT}
-    if type(default) is dict and not default.keys() & {*others, MANAGERS_KEY}:
+    if type(default) is dict and not default.keys() & {*others, MANAGERS_KEY, _DEFAULT}:
         return {**default, **others}
     return captured
 
 
 def template_to_load(manager: Manager) -> dict[str, Any]:
     """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
-    return {**_at_root(manager._registry.capture_to_receive()), MANAGERS_KEY: manager.state_dict()}
+    return with_managers_state(_at_root(manager._registry.capture_to_receive()), manager)
 
 
 def check_optimizers_known(manager: Manager) -> None:

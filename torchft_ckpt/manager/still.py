@@ -17,7 +17,7 @@ MAX_COPIED_BYTES = 1024 * 1024
 
 
 def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
-    """Return the state with copies of its small CPU tensors that none of the optimizers owns, and of its small arrays.
+    """Return the state with copies of its small tensors that none of the optimizers owns, and of its small arrays.
 
     Containers are dicts, lists and tuples; tensors that are one here are one in the result. Without optimizers nothing is
     known of who changes what, and the state itself is returned.
@@ -39,7 +39,7 @@ def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 def _copy(value: Any, owned: set[int], copies: dict[tuple[object, ...], torch.Tensor]) -> Any:
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Buffer:
-        if not value.is_cpu or value.layout is not torch.strided or value.nbytes > MAX_COPIED_BYTES:
+        if value.is_meta or value.layout is not torch.strided or value.nbytes > MAX_COPIED_BYTES:
             return value
         address = value.data_ptr()
         if address in owned or not value.nbytes:

@@ -6,6 +6,7 @@ holds what, DCP's names, and plain values, which are captured at once because th
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex, TensorHoldings
+from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.durable.manifest import PlainValue, decode_value, encode_value
 from torchft_ckpt.checkpointing.durable.records import value_record
 from torchft_ckpt.checkpointing.lock import StateDictLock
@@ -71,12 +72,13 @@ class CapturedState:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         self.step = step
-        self.holdings: list[TensorHoldings] = []
+        self._index = index
+        self._layouts: list[Layout] = []
         self._trainer_is_free = threading.Event()
         self._trainer_is_free.set()
 
         def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-            self.holdings = [index.holdings_of(path, tensor) for path, tensor in tensors]
+            self._layouts = [layout_of(path, tensor) for path, tensor in tensors]
 
         try:
             flat, self.paths = flatten_state_dict(state)
@@ -89,12 +91,21 @@ class CapturedState:
             if not isinstance(value, torch.Tensor)
         ]
         self.snapshot = Snapshot(state, step=step, lock=lock, pool=pool, num_expected=0, see_tensors=see)
-        names = [held.fqn for held in self.holdings]
+        names = [layout.fqn for layout in self._layouts]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             self.snapshot.close()
             raise UnsupportedValueError(f"state dict: two tensors are named {twice!r}", twice)
         self.snapshot.register(RECEIVER)
+
+    @functools.cached_property
+    def holdings(self) -> list[TensorHoldings]:
+        """Who holds what, in the order of the manifest; worked out when it is first asked for, on the save's thread."""
+        layouts, self._layouts = self._layouts, []
+        return [
+            self._index.holdings_of(layout, (box_of(chunk) for chunk in entry.chunks))
+            for layout, entry in zip(layouts, self.manifest.tensors, strict=True)
+        ]
 
     @property
     def manifest(self) -> Manifest:

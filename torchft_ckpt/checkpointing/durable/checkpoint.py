@@ -156,9 +156,10 @@ class Checkpoint:
         return Holes([rank for rank in range(num_ranks) if rank not in ranks], boxes, values, conflicts)
 
     def own_part(self, replica_id: str, rank: int) -> Part | None:
-        """Return the share that a rank of a named replica group wrote; None where there is none."""
+        """Return the share that a rank of a named replica group wrote; None where there is none, or several have no name."""
         for part in self.parts:
-            if (part.manifest.replica_id, *part.name[1:]) == (replica_id, rank, 0):
+            is_named = bool(replica_id) or part.manifest.num_replicas == 1
+            if is_named and (part.manifest.replica_id, *part.name[1:]) == (replica_id, rank, 0):
                 return part
         return None
 

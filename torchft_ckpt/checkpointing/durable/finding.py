@@ -7,16 +7,17 @@ go on with the next older one, so that no two ranks hold states of different ste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole, read_checkpoint, why_not_whole
 from torchft_ckpt.checkpointing.durable.exchange import Meeting, StoreExchange
 from torchft_ckpt.checkpointing.durable.loading import ReadWants
+from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
 from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage import Storage
 from torchft_ckpt.checkpointing.durable.together import SharedRead
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _VERDICT_PATIENCE_S = 60.0
 _MAX_REASON = 2000
-_FINE, _DAMAGED = b"fine", b"damaged"
+_FINE, _DAMAGED = "fine", "damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,39 +93,71 @@ def read_newest(
     """
     damaged: dict[str, str] = {}
     bytes_from_storage = bytes_from_peers = 0
+    settled: str | None = None
     while True:
-        shared, meeting = _meet(storages, place, len(damaged))
-        try:
-            if shared is None:
-                reader = CheckpointReader(newest_whole(storages, step=step, but=damaged.keys()))
-            else:
-                reader = shared.agree(step, but=damaged.keys())
-        except CheckpointNotFoundError as error:
-            if not damaged:
-                raise
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-            none_left = CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party)
-            none_left.state_overwritten = True
-            raise none_left from error
+        shared, meeting = _meet(storages, None if settled else place, len(damaged))
+        reader = _find(storages, shared, step=step, damaged=damaged, settled=settled)
         reading = _Reading(reader, shared)
         damage: CheckpointDamagedError | None = None
         made: T | None = None
         try:
             made = make(reader, reading.read)
         except CheckpointDamagedError as error:
+            if settled:
+                raise  # the others go on with it
             damage = error
         bytes_from_storage += reader.bytes_read
         bytes_from_peers += reading.bytes_from_peers
-        reason = _settle(meeting, shared, damage)
-        if reason is None:
+        outcome = _settle(meeting, shared, str(reader.checkpoint.name), damage)
+        if outcome.name == str(reader.checkpoint.name) and not outcome.damage:
             return ReadTogether(
                 made=made,  # type: ignore[arg-type]
                 checkpoint_reader=reader,
                 bytes_from_storage=bytes_from_storage,
                 bytes_from_peers=bytes_from_peers,
             )
-        logger.warning("%s is skipped: %s", reader.location, reason)
-        damaged[str(reader.checkpoint.name)] = reason
+        if not outcome.damage:
+            logger.warning(
+                "the others took %s, while %s was read here: it is read again", outcome.name, reader.location
+            )
+            settled = outcome.name
+        else:
+            logger.warning("checkpoint %s is skipped: %s", outcome.name, outcome.damage)
+            damaged[outcome.name] = outcome.damage
+
+
+def _find(
+    storages: Sequence[Storage],
+    shared: SharedRead | None,
+    *,
+    step: int | None,
+    damaged: Mapping[str, str],
+    settled: str | None,
+) -> CheckpointReader:
+    """Return a reader of the newest one, or of the one that the others have settled on.
+
+    Raises:
+        CheckpointNotFoundError: see `read_newest`.
+    """
+    try:
+        if settled is not None:
+            name = parse_checkpoint(settled)
+            checkpoint = None if name is None else read_checkpoint(storages, name)
+            if checkpoint is None or (why_not := why_not_whole(checkpoint)) is not None:
+                raise CheckpointNotFoundError(
+                    f"the others read {settled[:200]}, which is not whole here: {why_not}", settled
+                )
+            return CheckpointReader(checkpoint)
+        if shared is None:
+            return CheckpointReader(newest_whole(storages, step=step, but=damaged.keys()))
+        return shared.agree(step, but=damaged.keys())
+    except CheckpointNotFoundError as error:
+        if not damaged and settled is None:
+            raise
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
+        none_left = CheckpointNotFoundError(f"{error}; damaged: {reasons or 'none'}", error.party)
+        none_left.state_overwritten = True
+        raise none_left from error
 
 
 class _Reading:
@@ -159,28 +192,42 @@ def _meet(
     return shared, (exchange, Meeting(exchange, place.member, place.num_members, _VERDICT_PATIENCE_S))
 
 
+class _Outcome(NamedTuple):
+    """What all members go on with; or what they skip, and why."""
+
+    name: str
+    damage: str = ""
+
+
 def _settle(
-    place: tuple[StoreExchange, Meeting] | None, shared: SharedRead | None, damage: CheckpointDamagedError | None
-) -> str | None:
-    """Return why all members go on with an older one; None where all go on with this one.
+    place: tuple[StoreExchange, Meeting] | None,
+    shared: SharedRead | None,
+    name: str,
+    damage: CheckpointDamagedError | None,
+) -> _Outcome:
+    """Return what the first who had heard all says for all: this checkpoint is fine, or damaged for somebody.
 
     Raises:
         CheckpointDamagedError: the others did not wait for this member, and go on with what is damaged for it.
     """
+    own = "" if damage is None else str(damage)[:_MAX_REASON] or "damaged"
     if place is None or shared is None:
-        return None if damage is None else str(damage)
+        return _Outcome(name, own)
     exchange, meeting = place
     meeting.addresses.update(shared.addresses)
     try:
-        meeting.say("found", _Verdict(damage="" if damage is None else str(damage)[:_MAX_REASON] or "damaged"))
-        others = meeting.hear("found", _decode_verdict, shared.members) if damage is None else {}
-        reason = str(damage) if damage is not None else next((one.damage for one in others.values() if one.damage), "")
-        is_damaged = exchange.settle("outcome", _DAMAGED if reason else _FINE) == _DAMAGED
+        meeting.say("found", _Verdict(damage=own))
+        others = meeting.hear("found", _decode_verdict, shared.members) if not own else {}
+        reason = own or next((one.damage for one in others.values() if one.damage), "")
+        told = exchange.settle("outcome", f"{_DAMAGED if reason else _FINE} {name}".encode()).decode(errors="replace")
     except (SourceLostError, SourceRefusedError) as error:
         logger.warning("whether the others could read it as well is not known: %s", error)
-        is_damaged, reason = False, ""
-    if is_damaged:
-        return reason or "another member could not read it"
-    if damage is not None:
+        if damage is not None:
+            raise damage from error
+        return _Outcome(name)
+    verdict, _, settled = told.partition(" ")
+    if verdict == _DAMAGED:
+        return _Outcome(settled, reason or "another member could not read it")
+    if damage is not None and settled == name:
         raise damage
-    return None
+    return _Outcome(settled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -17,7 +17,9 @@ from torchft_ckpt.checkpointing.state.shards import adapter_of, is_dtensor
 from torchft_ckpt.core.boxes import Box, whole
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 class Held(NamedTuple):
@@ -41,6 +43,28 @@ class TensorHoldings(NamedTuple):
     """Every rank of the group comes to the same `held`."""
 
 
+class Layout(NamedTuple):
+    """What there is to know of a tensor's layout, without its memory."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_whole: bool
+    """It is not sharded."""
+    mesh: DeviceMesh | None = None
+    """Of a DTensor."""
+    placements: tuple[Placement, ...] = ()
+
+
+def layout_of(fqn: str, tensor: torch.Tensor) -> Layout:
+    """Return the layout of a tensor. Quick, because the trainer waits for it."""
+    is_whole = adapter_of(tensor) is None
+    if not is_whole and is_dtensor(tensor):
+        dtensor = cast("DTensor", tensor)
+        return Layout(fqn, tensor.shape, tensor.element_size(), False, dtensor.device_mesh, tuple(dtensor.placements))
+    return Layout(fqn, tensor.shape, tensor.element_size(), is_whole)
+
+
 class HoldingsIndex:
     """Works holdings out, and remembers them by layout: a model has few. For one thread.
 
@@ -60,20 +84,19 @@ class HoldingsIndex:
             weakref.WeakKeyDictionary()
         )
 
-    def holdings_of(self, fqn: str, tensor: torch.Tensor) -> TensorHoldings:
-        """Return who holds what of a tensor. From its layout alone; no data are moved.
+    def holdings_of(self, layout: Layout, boxes: Iterable[Box]) -> TensorHoldings:
+        """Return who holds what of a tensor.
 
-        Raises:
-            UnsupportedValueError: what is here of it is no box.
+        Args:
+            layout: of the tensor.
+            boxes: what this rank holds of it.
         """
-        shape = tuple(tensor.shape)
-        itemsize = tensor.element_size()
-        adapter = adapter_of(tensor)
-        if adapter is None:
+        fqn, shape, itemsize = layout.fqn, tuple(layout.shape), layout.itemsize
+        if layout.is_whole:
             held, mine = self._whole(shape)
             return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated)
-        own = [box for box in adapter.boxes(tensor, fqn) if box.volume]
-        on_mesh = self._on_mesh(cast("DTensor", tensor)) if is_dtensor(tensor) else None
+        own = [box for box in boxes if box.volume]
+        on_mesh = None if layout.mesh is None else self._on_mesh(shape, layout.mesh, layout.placements)
         if on_mesh is not None and [held.box for held in on_mesh[1]] == own:
             return TensorHoldings(fqn, shape, itemsize, *on_mesh, True)
         alone = [Held(box, (self._rank,)) for box in own]
@@ -86,12 +109,13 @@ class HoldingsIndex:
             self._known[shape] = held, held
         return self._known[shape]
 
-    def _on_mesh(self, tensor: DTensor) -> tuple[list[Held], list[Held]] | None:
-        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    def _on_mesh(
+        self, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> tuple[list[Held], list[Held]] | None:
         known = self._of_meshes.setdefault(mesh, {})
-        key = (tuple(tensor.shape), placements)
+        key = (shape, placements)
         if key not in known:
-            held = _boxes_on_mesh(tuple(tensor.shape), mesh.mesh, placements, self._num_ranks)
+            held = _boxes_on_mesh(shape, mesh.mesh, placements, self._num_ranks)
             known[key] = None if held is None else (held, [one for one in held if self._rank in one.ranks])
         return known[key]
 

@@ -103,7 +103,10 @@ class SaveWorker:
         self._needs_state = True
         """This rank writes, its own share or what others left out."""
         self._leaves = False
+        self._written = threading.Event()
+        """It needs no state any more, or has ended."""
         self.future: Future[SavedCheckpoint] = Future()
+        self.future.set_running_or_notify_cancel()  # nobody but this worker ends it: it reads live memory until it is done
 
     def cancel(self) -> None:
         """Have `run` end soon; what it has not written stays unwritten."""
@@ -122,8 +125,18 @@ class SaveWorker:
         self._state.close()
         return True
 
+    def wait_written(self, timeout_s: float) -> bool:
+        """Wait until this rank's share is written, or will not be. Return whether that is so. Any thread."""
+        return self._written.wait(timeout_s)
+
     def run(self) -> None:
         """Do it; the outcome is in `future`."""
+        try:
+            self._run()
+        finally:
+            self._written.set()
+
+    def _run(self) -> None:
         task = self._task
         try:
             num_fills, is_closed = self._save()
@@ -155,15 +168,14 @@ class SaveWorker:
         try:
             # To work the share out takes the interpreter, and the trainer may be about to wait for the rest of the copy.
             ahead.join(_HEAD_START_S)
-            share = self._own_share()
-            if share is not None:
-                self._write(0, share)
+            self._write(0, self._own_share())
         finally:
             ahead.join()
         if not task.is_storage_shared:
             return 0, False
         with self._lock:
             self._needs_state = False
+        self._written.set()
         return self._see_to_the_others()
 
     def _check_not_there(self) -> None:
@@ -186,11 +198,11 @@ class SaveWorker:
 
     # Own share
 
-    def _own_share(self) -> PartShare | None:
-        """Return what this rank writes in the first place; None where it writes nothing unless others are lost."""
+    def _own_share(self) -> PartShare:
+        """Return what this rank writes in the first place; nothing but what is its own, where another group writes."""
         task = self._task
         if task.mode is SaveMode.ONE_GROUP and task.member.replica != 0:
-            return None
+            return PartShare([], [])
         replicas = range(task.writers.num_replicas) if task.mode is SaveMode.SHARED else [task.member.replica]
         return own_share(self._state, task.writers, task.member, replicas)
 

@@ -130,6 +130,8 @@ class Snapshot:
         # All below belong to `_changed`.
         self._phase = Phase.LIVE
         self._copies: dict[int, Buffer] = {}
+        self._copied = 0
+        """The blocks of `_copies`, as a bit set."""
         self._receivers = Receivers(self.num_blocks, num_expected)
         self._sent = 0
         self._num_lent_live = 0
@@ -265,9 +267,7 @@ class Snapshot:
             with self._changed:
                 if self._phase is not Phase.LIVE or self._pool.num_available() == 0:
                     return False
-                wanted = self._receivers.needed() & self._live_blocks()
-                for block in self._copies:
-                    wanted &= ~(1 << block)
+                wanted = self._receivers.needed() & self._live_blocks() & ~self._copied
                 if not wanted:
                     return False
                 memories = self._memories
@@ -275,7 +275,7 @@ class Snapshot:
             buffer = self._copy_aside(block, memories)
             with self._changed:
                 if self._phase is Phase.LIVE:
-                    self._copies[block] = buffer
+                    self._keep(block, buffer)
                 else:  # the source may have changed under the copy
                     self._pool.give(buffer)
         return True
@@ -425,10 +425,9 @@ class Snapshot:
 
     def _fit_into_budget(self) -> None:
         num_available = self._pool.num_available()
-        copied = sum(1 << block for block in self._copies)
         while (
             num_available is not None
-            and (self._receivers.needed() & self._live_blocks() & ~copied).bit_count() > num_available
+            and (self._receivers.needed() & self._live_blocks() & ~self._copied).bit_count() > num_available
         ):
             revoked = self._receivers.revoke_slowest()
             if revoked is None:
@@ -448,8 +447,13 @@ class Snapshot:
         for block in [block for block in self._copies if not needed >> block & 1]:
             self._free(block)
 
+    def _keep(self, block: int, buffer: Buffer) -> None:
+        self._copies[block] = buffer
+        self._copied |= 1 << block
+
     def _free(self, block: int) -> None:
         buffer = self._copies.pop(block)
+        self._copied &= ~(1 << block)
         self._pool.give(None if self._lent[block] else buffer)
 
     def _copy_all_aside(self) -> None:
@@ -474,7 +478,7 @@ class Snapshot:
         buffer = self._copy_aside(block, memories)
         with self._changed:
             if self._phase is Phase.DETACHING:
-                self._copies[block] = buffer
+                self._keep(block, buffer)
             else:
                 self._pool.give(buffer)
 

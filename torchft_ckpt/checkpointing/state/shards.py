@@ -54,6 +54,13 @@ class ShardAdapter(ABC):
         Raises: as `boxes`.
         """
 
+    def boxes_and_data(self, tensor: torch.Tensor, path: str) -> tuple[list[Box], list[torch.Tensor]]:
+        """Return `boxes` and `data` together, where that is less work.
+
+        Raises: as these.
+        """
+        return self.boxes(tensor, path), self.data(tensor, path)
+
     @abstractmethod
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of the class and layout of `like` that holds these shards, all of them, one for each of its boxes.
@@ -75,17 +82,20 @@ class DTensorAdapter(ShardAdapter):
         return [] if box is None else [box]
 
     def data(self, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
+        return self.boxes_and_data(tensor, path)[1]
+
+    def boxes_and_data(self, tensor: torch.Tensor, path: str) -> tuple[list[Box], list[torch.Tensor]]:
         dtensor = cast("DTensor", tensor)
         box = _box_of(dtensor, path)
         if box is None:
-            return []
+            return [], []
         local = _local_of(dtensor)
         if tuple(local.shape) != box.sizes:
             raise UnsupportedValueError(
                 f"state dict at {path!r}: the local shard has shape {tuple(local.shape)}, its placements say {box.sizes}",
                 path,
             )
-        return [local]
+        return [box], [local]
 
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
@@ -149,16 +159,18 @@ def _local_of(tensor: DTensor) -> torch.Tensor:
 
 def _box_of(tensor: DTensor, path: str) -> Box | None:
     """Return the box of a DTensor that this rank holds; None outside of its mesh."""
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    coordinate = mesh.get_coordinate()
+    known = _known_boxes.get(mesh)
+    if known is None:
+        known = _known_boxes.setdefault(mesh, {})
+    # Meshes are equal whatever rank this is; a process that joins again may be another.
+    key = (None if coordinate is None else tuple(coordinate), tensor.shape, placements)
+    if key in known:
+        return known[key]
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    coordinate = mesh.get_coordinate()
-    known = _known_boxes.setdefault(mesh, {})
-    # Meshes are equal whatever rank this is; a process that joins again may be another.
-    key = (None if coordinate is None else tuple(coordinate), tuple(tensor.shape), placements)
-    if key in known:
-        return known[key]
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedValueError(f"state dict at {path!r}: a DTensor with unreduced (Partial) values", path)
     box: Box | None = None

@@ -188,8 +188,7 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
             pieces.append(_piece(len(pieces), path, tensor, None))
             counts.append(1)
             continue
-        boxes = adapter.boxes(tensor, path)
-        data = adapter.data(tensor, path)
+        boxes, data = adapter.boxes_and_data(tensor, path)
         counts.append(len(boxes))
         for box, local in zip(boxes, data, strict=True):
             if local.dtype != tensor.dtype or tuple(local.shape) != box.sizes:
