@@ -23,13 +23,13 @@ from support.durable_parts import PartsDouble
 
 from torchft_ckpt import Checkpointer
 from torchft_ckpt.__main__ import main
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, read_checkpoint
-from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata
-from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.manifest import PieceEntry
+from torchft_ckpt.checkpointing.durable.format.manifest import PieceEntry
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, parse_checkpoint
-from torchft_ckpt.checkpointing.durable.storage import open_storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata
+from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.storage.contract import open_storage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.cli import checkpoint_content
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import StorageError

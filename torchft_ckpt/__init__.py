@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         TransferProgress,
         register_shard_adapter,
     )
-    from torchft_ckpt.checkpointing.durable.directory import checkpoints_in, load_checkpoint
-    from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode
+    from torchft_ckpt.checkpointing.durable.reading.directory import checkpoints_in, load_checkpoint
+    from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode
     from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
     from torchft_ckpt.checkpointing.resharding.peer_reader import PeerReader
     from torchft_ckpt.coordination import LighthouseServer
@@ -52,16 +52,16 @@ _HOME = {
     "ProcessGroupNCCL": ("torchft_ckpt.process_group", "ProcessGroupNCCL"),
     "ProgressBar": ("torchft_ckpt.checkpointing", "ProgressBar"),
     "Restored": ("torchft_ckpt.checkpointer", "Restored"),
-    "SaveMode": ("torchft_ckpt.checkpointing.durable.saver", "SaveMode"),
-    "SavedCheckpoint": ("torchft_ckpt.checkpointing.durable.saver", "SavedCheckpoint"),
+    "SaveMode": ("torchft_ckpt.checkpointing.durable.saving.saver", "SaveMode"),
+    "SavedCheckpoint": ("torchft_ckpt.checkpointing.durable.saving.saver", "SavedCheckpoint"),
     "ShardAdapter": ("torchft_ckpt.checkpointing", "ShardAdapter"),
     "ShardLoadPlanner": ("torchft_ckpt.checkpointing.planners", "ShardLoadPlanner"),
     "ShardSavePlanner": ("torchft_ckpt.checkpointing.planners", "ShardSavePlanner"),
     "Tier": ("torchft_ckpt.checkpointer", "Tier"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
-    "checkpoints_in": ("torchft_ckpt.checkpointing.durable.directory", "checkpoints_in"),
-    "load_checkpoint": ("torchft_ckpt.checkpointing.durable.directory", "load_checkpoint"),
+    "checkpoints_in": ("torchft_ckpt.checkpointing.durable.reading.directory", "checkpoints_in"),
+    "load_checkpoint": ("torchft_ckpt.checkpointing.durable.reading.directory", "load_checkpoint"),
     "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
     "set_all_reduce_hook": ("torchft_ckpt.fsdp", "set_all_reduce_hook"),
 }

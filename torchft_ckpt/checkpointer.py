@@ -24,18 +24,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, list_checkpoints
-from torchft_ckpt.checkpointing.durable.directory import give_back, state_of_value
-from torchft_ckpt.checkpointing.durable.finding import MeetingPlace, ReadTogether, read_newest
-from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
-from torchft_ckpt.checkpointing.durable.loading import ReadWants, load_into, load_state
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, checkpoint_name
-from torchft_ckpt.checkpointing.durable.part_writer import Writers
-from torchft_ckpt.checkpointing.durable.random_state import get_random_state, set_random_state
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker, close_checkpoint
-from torchft_ckpt.checkpointing.durable.storage import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, list_checkpoints
+from torchft_ckpt.checkpointing.durable.reading.directory import give_back, state_of_value
+from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.saving.part_writer import Writers
+from torchft_ckpt.checkpointing.durable.saving.random_state import get_random_state, set_random_state
+from torchft_ckpt.checkpointing.durable.saving.saver import (
+    SavedCheckpoint,
+    SaveMode,
+    SaveTask,
+    SaveWorker,
+    close_checkpoint,
+)
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from torchft_ckpt.checkpointing.durable.local_storage import OsSystem
+from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 
 
 class Count:

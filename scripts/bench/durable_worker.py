@@ -26,14 +26,14 @@ from bench.durable_model import Model
 from bench.wire import Commands, Reporter
 from torchft_ckpt import Checkpointer
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.finding import read_newest
-from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
-from torchft_ckpt.checkpointing.durable.loading import load_into
 from torchft_ckpt.checkpointing.durable.names import checkpoint_name
-from torchft_ckpt.checkpointing.durable.part_writer import Writers
-from torchft_ckpt.checkpointing.durable.saver import SaveMode, SaveTask, SaveWorker
-from torchft_ckpt.checkpointing.durable.storage import open_storage
+from torchft_ckpt.checkpointing.durable.reading.loading import load_into
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.saving.part_writer import Writers
+from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode, SaveTask, SaveWorker
+from torchft_ckpt.checkpointing.durable.storage.contract import open_storage
+from torchft_ckpt.checkpointing.durable.together.finding import read_newest
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.core.saving import Member

@@ -14,7 +14,7 @@ from bench.durable_counting import CountingReader, counting_ours
 from bench.durable_model import WHOLE, Model
 from bench.durable_save import Stored, written_by
 
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 
 
 @pytest.fixture(scope="module")

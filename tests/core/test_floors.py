@@ -169,6 +169,23 @@ def test_inside_of_checkpointing_imports_point_down_too(folder: str) -> None:
             )
 
 
+DURABLE_FLOORS = [["names"], ["storage"], ["format"], ["reading"], ["saving", "together"]]
+
+
+@pytest.mark.parametrize("floor", range(len(DURABLE_FLOORS)))
+def test_inside_of_durable_imports_point_down_too(floor: int) -> None:
+    prefix = "torchft_ckpt.checkpointing.durable."
+    for mine in DURABLE_FLOORS[floor]:
+        inside = [module for module in MODULES if module.startswith(f"checkpointing/durable/{mine}")]
+        assert inside
+        above = {other for others in DURABLE_FLOORS[floor:] for other in others} - {mine}
+        for module in inside:
+            for name in imports(module):
+                assert not name.startswith(prefix) or name.removeprefix(prefix).split(".")[0] not in above, (
+                    f"{module} imports {name}"
+                )
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_decoders_are_made_when_a_module_is_imported(module: str) -> None:
     """msgspec looks at a class when it first decodes one; two threads that do so at once crash the process."""

@@ -14,7 +14,16 @@ import pytest
 import torch
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 
-from torchft_ckpt.checkpointing.durable.checkpoint import (
+from torchft_ckpt.checkpointing.durable.format.manifest import (
+    BoxEntry,
+    PartManifest,
+    PieceEntry,
+    PlainValue,
+    TensorEntry,
+    encode_part,
+)
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     Part,
     PieceIndex,
@@ -24,17 +33,8 @@ from torchft_ckpt.checkpointing.durable.checkpoint import (
     read_checkpoint,
     why_not_whole,
 )
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.manifest import (
-    BoxEntry,
-    PartManifest,
-    PieceEntry,
-    PlainValue,
-    TensorEntry,
-    encode_part,
-)
-from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.core.boxes import Box, contains, intersect, refine, whole
 from torchft_ckpt.core.coverage import missing_boxes

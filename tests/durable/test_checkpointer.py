@@ -21,9 +21,9 @@ from support.spmd_double import random_bits
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchft_ckpt import Checkpointer, Tier, checkpoints_in
-from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.core.boxes import whole

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole, read_checkpoint
-from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata, load_metadata, load_record
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata, load_record
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from torchft_ckpt.checkpointing.durable.exchange import MAX_BLOB_BYTES, Meeting, StoreExchange
+from torchft_ckpt.checkpointing.durable.together.exchange import MAX_BLOB_BYTES, Meeting, StoreExchange
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.core.boxes import Box, whole

@@ -15,11 +15,11 @@ import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from support.scripted_fs import ScriptedSystem
 
-from torchft_ckpt.checkpointing.durable import fsspec_storage, local_storage
-from torchft_ckpt.checkpointing.durable.fsspec_storage import FsspecStorage
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.durable.names import TEMPORARY
-from torchft_ckpt.checkpointing.durable.storage import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.storage import fsspec_storage, local_storage
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import FsspecStorage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.errors import ConfigError, StorageError
 
 KINDS = ["directory", "scripted", "file", "memory", "objects"]

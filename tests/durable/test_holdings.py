@@ -13,8 +13,8 @@ from support.spmd_double import SpmdAdapter, SpmdTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchft_ckpt.checkpointing.durable.holdings import Held, HoldingsIndex, TensorHoldings, layout_of
-from torchft_ckpt.checkpointing.durable.holdings import Layout as TensorLayout
+from torchft_ckpt.checkpointing.durable.saving.holdings import Held, HoldingsIndex, TensorHoldings, layout_of
+from torchft_ckpt.checkpointing.durable.saving.holdings import Layout as TensorLayout
 from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
 from torchft_ckpt.core.boxes import Box, whole
 
@@ -123,7 +123,7 @@ def test_another_place_in_the_same_mesh_has_another_box() -> None:
 
 
 def test_layouts_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchft_ckpt.checkpointing.durable import holdings as module
+    from torchft_ckpt.checkpointing.durable.saving import holdings as module
 
     calls: list[object] = []
     work_out = module._boxes_on_mesh

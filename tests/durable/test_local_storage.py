@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, ProcessDied, ScriptedSystem
 
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage, OsSystem
 from torchft_ckpt.checkpointing.durable.names import TEMPORARY
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage, OsSystem
 from torchft_ckpt.errors import StorageError
 
 OLD = {"/c/step/.metadata": b"old" * 700}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, Part, newest_whole, read_checkpoint
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.manifest import PartManifest
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Part, newest_whole, read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.space import as_bytes

@@ -12,10 +12,10 @@ import torch
 import xxhash
 from support.scripted_fs import Disk, Fault, ScriptedSystem
 
-from torchft_ckpt.checkpointing.durable import records
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.manifest import DIGEST_BLOCK_BYTES, digest_table_bytes, table_of
-from torchft_ckpt.checkpointing.durable.records import Record, value_record, write_tensor
+from torchft_ckpt.checkpointing.durable.format import records
+from torchft_ckpt.checkpointing.durable.format.manifest import DIGEST_BLOCK_BYTES, digest_table_bytes, table_of
+from torchft_ckpt.checkpointing.durable.format.records import Record, value_record, write_tensor
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.errors import CheckpointError, StorageError
 
 SMALL, LARGE = 100, 3 * DIGEST_BLOCK_BYTES + 8

@@ -23,10 +23,10 @@ from support.savers import (
 )
 from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, ProcessDied
 
-from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saver import SaveMode
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StorageError
 
 CRASHES = range(4)

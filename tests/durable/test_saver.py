@@ -28,11 +28,11 @@ from support.scripted_fs import Disk, Fault
 from support.spmd_double import bits_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole, why_not_whole
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.durable.names import METADATA, parse_part
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saver import SaveMode
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, why_not_whole
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError
 

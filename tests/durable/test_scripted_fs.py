@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.scripted_fs import DEATHS, Disk, Fault, ProcessDied, ScriptedSystem
 
-from torchft_ckpt.checkpointing.durable.local_storage import OsSystem, System
+from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem, System
 
 NUM_OPERATIONS = 60
 KINDS = ["new", "write", "read", "close", "rename", "mkdir", "list", "kind", "size", "unlink", "rmdir", "sync"]

@@ -19,14 +19,14 @@ from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.checkpointing.durable.agreement import _decode_shown, _settle_whole, _show, _Union
-from torchft_ckpt.checkpointing.durable.checkpoint import read_checkpoint
-from torchft_ckpt.checkpointing.durable.dealing import deal_reading
-from torchft_ckpt.checkpointing.durable.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage import Storage
-from torchft_ckpt.checkpointing.durable.together import SharedRead
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.together.agreement import _decode_shown, _settle_whole, _show, _Union
+from torchft_ckpt.checkpointing.durable.together.dealing import deal_reading
+from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
+from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import (

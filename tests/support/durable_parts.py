@@ -15,8 +15,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.manifest import (
+from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
     FileEntry,
     PartManifest,
@@ -26,9 +25,10 @@ from torchft_ckpt.checkpointing.durable.manifest import (
     encode_part,
     encode_value,
 )
+from torchft_ckpt.checkpointing.durable.format.records import value_record, write_tensor
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
-from torchft_ckpt.checkpointing.durable.records import value_record, write_tensor
-from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder

@@ -33,7 +33,7 @@ from train_hsdp import shard
 
 from torchft_ckpt import Checkpointer, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, SavedCheckpoint, Tier
 from torchft_ckpt import checkpointer as checkpointer_module
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage, OsSystem
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage, OsSystem
 from torchft_ckpt.errors import CheckpointError, ConfigError
 from torchft_ckpt.fsdp import set_all_reduce_hook
 

@@ -24,15 +24,15 @@ import torch
 from support.resharding import Layout, imagined_rank
 from support.scripted_fs import Disk, Fault, File, ScriptedSystem
 from support.spmd_double import bits_of
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.checkpoint import newest_whole
-from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex
-from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
-from torchft_ckpt.checkpointing.durable.part_writer import Writers
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker
-from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.saving.part_writer import Writers
+from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from torchft_ckpt.checkpointing.durable.local_storage import System
+from torchft_ckpt.checkpointing.durable.storage.local_storage import System
 
 CRASH_BLOCK_BYTES = 512
 

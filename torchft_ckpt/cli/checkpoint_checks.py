@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint
-from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata, load_metadata
-from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
-from torchft_ckpt.checkpointing.durable.manifest import digest_table_bytes
+from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
+from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.cli.checkpoint_content import outlines_of, read_in_order, reason_of, values_of
 from torchft_ckpt.cli.checkpoint_places import Opened
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError, UnsupportedValueError

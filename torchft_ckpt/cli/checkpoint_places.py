@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, why_not_whole
-from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, parse_checkpoint
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+    why_not_whole,
+)
+from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
 from torchft_ckpt.cli.summary import format_bytes
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
 

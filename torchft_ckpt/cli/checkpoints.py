@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
-    from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
+    from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+    from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
     from torchft_ckpt.cli.checkpoint_checks import Verdict
     from torchft_ckpt.cli.checkpoint_places import Opened
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.manifest import (
+from torchft_ckpt.checkpointing.durable.format.manifest import (
     MAX_MANIFEST_BYTES,
     PartManifest,
     PieceEntry,
@@ -35,7 +35,7 @@ from torchft_ckpt.core.coverage import missing_boxes, subtract
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.storage import Storage
+    from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 
 logger = logging.getLogger(__name__)
 

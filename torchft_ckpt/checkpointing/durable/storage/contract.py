@@ -135,8 +135,8 @@ def open_storage(location: str | os.PathLike[str], **storage_options: object) ->
         ConfigError: fsspec does not know the scheme, what it needs is not installed, or it refuses the options.
         StorageError: fsspec connects at once to such a place, and could not.
     """
-    from torchft_ckpt.checkpointing.durable.fsspec_storage import FsspecStorage
-    from torchft_ckpt.checkpointing.durable.local_storage import LocalStorage
+    from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import FsspecStorage
+    from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 
     text = os.fspath(location)
     if "://" in text or "::" in text:

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchft_ckpt.checkpointing.durable.local_storage import OsSystem
-from torchft_ckpt.checkpointing.durable.storage import (
+from torchft_ckpt.checkpointing.durable.storage.contract import (
     OutputFile,
     Storage,
     as_byte_view,
@@ -29,6 +28,7 @@ from torchft_ckpt.checkpointing.durable.storage import (
     temporary_path,
     without_credentials,
 )
+from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 from torchft_ckpt.errors import ConfigError, StorageError
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,18 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole, read_checkpoint, why_not_whole
-from torchft_ckpt.checkpointing.durable.exchange import Meeting, StoreExchange
-from torchft_ckpt.checkpointing.durable.loading import ReadWants
 from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage import Storage
-from torchft_ckpt.checkpointing.durable.together import SharedRead
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    Checkpoint,
+    newest_whole,
+    read_checkpoint,
+    why_not_whole,
+)
+from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.together.exchange import Meeting, StoreExchange
+from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, SourceLostError, SourceRefusedError

@@ -17,17 +17,17 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from torchft_ckpt.checkpointing.durable.checkpoint import (
+from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest, decode_part, encode_part
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     Part,
     list_checkpoints,
     read_checkpoint,
     why_not_whole,
 )
-from torchft_ckpt.checkpointing.durable.exchange import Meeting
-from torchft_ckpt.checkpointing.durable.manifest import PartManifest, decode_part, encode_part
-from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
-from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.together.exchange import Meeting
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, SourceRefusedError, StorageError
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Reads boxes of tensors out of a durable checkpoint: only the bytes that are needed, and none that does not have its digest.
 
 Every 64 KiB block is compared with its digest before any of it is put into a target. Where a piece is damaged or cannot be read,
-others that have the same elements are taken (`reading`). Memory is bounded: some megabytes for each thread, whatever the size of
+others that have the same elements are taken (`pieces`). Memory is bounded: some megabytes for each thread, whatever the size of
 a tensor. It knows pieces and blocks; it does not know meshes, and it unpickles nothing.
 """
 
@@ -16,9 +16,8 @@ import torch
 import xxhash
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from torchft_ckpt.checkpointing.durable.archive import record_problems
-from torchft_ckpt.checkpointing.durable.checkpoint import NUM_THREADS, Checkpoint, Part, Path, Piece, SavedTensor
-from torchft_ckpt.checkpointing.durable.manifest import (
+from torchft_ckpt.checkpointing.durable.format.archive import record_problems
+from torchft_ckpt.checkpointing.durable.format.manifest import (
     DIGEST_BLOCK_BYTES,
     PartManifest,
     ValueEntry,
@@ -26,7 +25,15 @@ from torchft_ckpt.checkpointing.durable.manifest import (
     digest_table_bytes,
     table_of,
 )
-from torchft_ckpt.checkpointing.durable.reading import (
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    NUM_THREADS,
+    Checkpoint,
+    Part,
+    Path,
+    Piece,
+    SavedTensor,
+)
+from torchft_ckpt.checkpointing.durable.reading.pieces import (
     GAP_BYTES,
     RUN_BYTES,
     SMALL_BYTES,
@@ -48,7 +55,7 @@ from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.storage import Storage
+    from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 
 __all__ = ["CheckpointReader", "StateReader"]
 

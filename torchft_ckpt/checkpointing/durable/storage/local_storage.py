@@ -13,7 +13,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 
-from torchft_ckpt.checkpointing.durable.storage import (
+from torchft_ckpt.checkpointing.durable.storage.contract import (
     OutputFile,
     Storage,
     as_byte_view,

@@ -14,14 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, read_checkpoint, why_not_whole
-from torchft_ckpt.checkpointing.durable.dcp_metadata import build_metadata
-from torchft_ckpt.checkpointing.durable.dividing import own_share
-from torchft_ckpt.checkpointing.durable.holes import share_of_holes
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, PartName, parse_part
-from torchft_ckpt.checkpointing.durable.part_writer import PartShare, Writers, write_part
-from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint, why_not_whole
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.dividing import own_share
+from torchft_ckpt.checkpointing.durable.saving.holes import share_of_holes
+from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers, write_part
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError

@@ -20,11 +20,16 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from torchft_ckpt.checkpointing.durable.archive import ArchiveError, PlainTensor, plain_tensor
-from torchft_ckpt.checkpointing.durable.checkpoint import NUM_THREADS, Path, SavedTensor
-from torchft_ckpt.checkpointing.durable.dcp_metadata import MAX_METADATA_BYTES, box_of, load_metadata, load_record
+from torchft_ckpt.checkpointing.durable.format.archive import ArchiveError, PlainTensor, plain_tensor
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reading import (
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, Path, SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
+    MAX_METADATA_BYTES,
+    box_of,
+    load_metadata,
+    load_record,
+)
+from torchft_ckpt.checkpointing.durable.reading.pieces import (
     GAP_BYTES,
     RUN_BYTES,
     SMALL_BYTES,
@@ -50,7 +55,7 @@ from torchft_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.storage import Storage
+    from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 
 _RANK_LOCAL = re.compile(r"\A__(0|[1-9][0-9]{0,6})\.metadata\Z")
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.archive import record_problems
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
-from torchft_ckpt.checkpointing.durable.inert_pickle import InertPickleError, Made, Mapping, Name, read_pickle
+from torchft_ckpt.checkpointing.durable.format.archive import record_problems
+from torchft_ckpt.checkpointing.durable.format.inert_pickle import InertPickleError, Made, Mapping, Name, read_pickle
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import MAX_DIMS

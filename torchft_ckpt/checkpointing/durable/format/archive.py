@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.inert_pickle import InertPickleError, Made, Name, Persistent, read_pickle
+from torchft_ckpt.checkpointing.durable.format.inert_pickle import InertPickleError, Made, Name, Persistent, read_pickle
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.errors import StorageError

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint
-from torchft_ckpt.checkpointing.durable.manifest import PartManifest
-from torchft_ckpt.checkpointing.durable.reader import StateReader
+from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.reading.reader import StateReader
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype

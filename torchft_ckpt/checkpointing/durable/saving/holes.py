@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint
-from torchft_ckpt.checkpointing.durable.part_writer import PartShare, Writers
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.core.boxes import Box, contains, intersect
 from torchft_ckpt.core.filling import deal_holes, deal_names

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
-from torchft_ckpt.checkpointing.durable.manifest import PlainValue, decode_value, encode_value
-from torchft_ckpt.checkpointing.durable.records import value_record
+from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue, decode_value, encode_value
+from torchft_ckpt.checkpointing.durable.format.records import value_record
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, read_region

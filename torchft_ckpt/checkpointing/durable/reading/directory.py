@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from torchft_ckpt.checkpointing.durable.checkpoint import list_checkpoints, read_checkpoint, why_not_whole
-from torchft_ckpt.checkpointing.durable.foreign import ForeignReader
-from torchft_ckpt.checkpointing.durable.loading import load_into
 from torchft_ckpt.checkpointing.durable.names import METADATA, parse_checkpoint
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.reading import StateReader
-from torchft_ckpt.checkpointing.durable.storage import open_storage
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import list_checkpoints, read_checkpoint, why_not_whole
+from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.reading.loading import load_into
+from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.contract import open_storage
 from torchft_ckpt.errors import CheckpointDamagedError
 
 

@@ -28,14 +28,14 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.durable.agreement import Agreement, agree
-from torchft_ckpt.checkpointing.durable.boxed import BoxedTensor
-from torchft_ckpt.checkpointing.durable.checkpoint import Checkpoint, newest_whole
-from torchft_ckpt.checkpointing.durable.dealing import Boxes, deal_reading, fits
-from torchft_ckpt.checkpointing.durable.exchange import Exchange, Meeting
-from torchft_ckpt.checkpointing.durable.manifest import BoxEntry
-from torchft_ckpt.checkpointing.durable.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage import Storage
+from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.together.agreement import Agreement, agree
+from torchft_ckpt.checkpointing.durable.together.boxed import BoxedTensor
+from torchft_ckpt.checkpointing.durable.together.dealing import Boxes, deal_reading, fits
+from torchft_ckpt.checkpointing.durable.together.exchange import Exchange, Meeting
 from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,

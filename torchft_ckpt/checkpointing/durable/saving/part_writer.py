@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.manifest import (
+from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
     FileEntry,
     PartManifest,
@@ -20,9 +19,10 @@ from torchft_ckpt.checkpointing.durable.manifest import (
     ValueEntry,
     encode_part,
 )
+from torchft_ckpt.checkpointing.durable.format.records import write_tensor
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
-from torchft_ckpt.checkpointing.durable.records import write_tensor
-from torchft_ckpt.checkpointing.durable.storage import OutputFile, Storage
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.storage.contract import OutputFile, Storage
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.shares import MAX_PIECE_BYTES, pieces_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from torchft_ckpt.checkpointing.durable.checkpoint import SavedTensor
 from torchft_ckpt.checkpointing.durable.names import PartName
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
 from torchft_ckpt.core.boxes import Box, contains, refine, whole
 from torchft_ckpt.core.shares import Item, deal_shares
 

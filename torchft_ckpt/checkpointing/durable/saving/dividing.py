@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from torchft_ckpt.checkpointing.durable.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.holdings import Held, TensorHoldings
-from torchft_ckpt.checkpointing.durable.part_writer import PartShare, Writers
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.holdings import Held, TensorHoldings
+from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.saving import Member
 from torchft_ckpt.core.shares import Item, cut_by_quotas, level_quotas

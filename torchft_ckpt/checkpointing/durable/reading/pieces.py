@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.durable.checkpoint import NUM_THREADS, Path, PieceIndex, SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, Path, PieceIndex, SavedTensor
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides

@@ -13,8 +13,8 @@ from typing import IO, NamedTuple, cast
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.durable.manifest import table_of
-from torchft_ckpt.checkpointing.durable.storage import OutputFile
+from torchft_ckpt.checkpointing.durable.format.manifest import table_of
+from torchft_ckpt.checkpointing.durable.storage.contract import OutputFile
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.errors import CheckpointError, StorageError
 

@@ -1,0 +1,1 @@
+"""Many ranks that read one checkpoint: each byte leaves storage once."""
