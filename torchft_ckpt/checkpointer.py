@@ -288,10 +288,7 @@ class Checkpointer:
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""
         worker.run()
-        if worker.future.exception() is not None:
-            return
-        is_next = worker.future.result().is_closed if task.is_storage_shared else True
-        if is_next and (not task.is_storage_shared or task.member == Member(0, 0)):
+        if worker.future.exception() is None and (not task.is_storage_shared or task.member == Member(0, 0)):
             try:
                 self._remove_old(task)
             except StorageError as error:

@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter, OrderedDict
 from datetime import timedelta
@@ -602,4 +604,39 @@ def test_the_newest_of_local_disk_and_storage_is_loaded(tmp_path: Path) -> None:
     )
     assert checkpointer.load({"w": w}, step=6).rung is Rung.LOCAL_DISK
     assert checkpointer.load({"w": w}, step=4).rung is Rung.STORAGE
+    checkpointer.shutdown()
+
+
+def test_a_save_cannot_be_cancelled_by_its_future(tmp_path: Path) -> None:
+    """It reads live memory until it has ended; only that tells the next one that it may begin."""
+    checkpointer = Checkpointer(tmp_path)
+    future = checkpointer.save({"w": torch.ones(1000)}, step=1)
+    assert not future.cancel()
+    assert future.result(LONG_S).is_closed
+    checkpointer.shutdown()
+
+
+def test_the_last_save_is_not_lost_with_the_end_of_the_script(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from torchft_ckpt import Checkpointer; "
+        "Checkpointer(sys.argv[1]).save({'w': torch.ones(20_000_000)}, step=3)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert checkpoints_in(tmp_path) == [3]
+
+
+def test_a_step_that_raised_and_kept_the_lock_does_not_let_the_next_one_into_the_save(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    parameter = torch.nn.Parameter(torch.zeros(300_000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    checkpointer.guard_optimizer(optimizer)
+    checkpointer._lock.acquire_write()  # as a pre-step hook does, and a step that raises never gives it back
+    future = checkpointer.save({"w": parameter}, step=1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    future.result(LONG_S)
+    target = {"w": torch.full((300_000,), 7.0)}
+    checkpointer.load(target)
+    assert not target["w"].any()
     checkpointer.shutdown()

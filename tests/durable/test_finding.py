@@ -15,6 +15,7 @@ from torchft_ckpt import Checkpointer, HTTPTransport
 from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import open_storage
+from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.errors import CheckpointNotFoundError
 
@@ -69,10 +70,12 @@ def test_where_all_are_damaged_each_is_named(directory: Path) -> None:
         read(directory)
 
 
-def members_read(directory: Path, num_members: int) -> list[object]:
-    """Read as so many members, each with a transport of its own."""
+def members_read(directory: Path, num_members: int, *, settled: str | None = None) -> list[object]:
+    """Read as so many members, each with a transport of its own; `settled`: what others settled before they came."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     outcomes: list[object] = [None] * num_members
+    if settled is not None:
+        StoreExchange(PrefixStore("verdict/0", PrefixStore("test", server))).settle("outcome", settled.encode())
 
     def run(member: int) -> None:
         client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
@@ -109,6 +112,21 @@ def test_members_take_the_same_one_and_read_it_once(directory: Path, damaged: li
     if not damaged:
         from_storage = [outcome[2].bytes_from_storage for outcome in outcomes if isinstance(outcome, tuple)]
         assert sum(from_storage) <= 1.1 * SIZE * 4
+
+
+def test_members_that_found_another_one_than_was_settled_read_that_one(directory: Path) -> None:
+    (older,) = directory.glob("step-000000000002.*")
+    for outcome in members_read(directory, 2, settled=f"fine {older.name}"):
+        assert isinstance(outcome, tuple), outcome
+        step, state, _ = outcome
+        assert step == 2
+        assert all(torch.equal(state[name], value) for name, value in state_of(2).items())
+
+
+def test_what_was_settled_and_is_not_there_is_an_error_that_says_that_memory_was_written_to(directory: Path) -> None:
+    outcomes = members_read(directory, 2, settled="fine step-000000000009.gone")
+    assert [type(outcome) for outcome in outcomes] == [CheckpointNotFoundError] * 2
+    assert all(outcome.state_overwritten for outcome in outcomes if isinstance(outcome, CheckpointNotFoundError))
 
 
 def test_members_that_find_none_that_can_be_read_all_say_so(directory: Path) -> None:
