@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.groups import free_port
+from support.stores import hosted_store
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.checkpointing.serving.snapshot import Phase, Snapshot
@@ -488,16 +489,17 @@ def test_received_in_place_where_nothing_of_worth_is_here(
 
 
 def two_ranks(replicas: list[Replica], lighthouse: LighthouseServer, name: str) -> list[Replica]:
-    port = free_port()
+    store = hosted_store()
     pair = together(
         *(
             lambda rank=rank: Replica(  # type: ignore[misc]
-                lighthouse, name, seed=rank, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=port
+                lighthouse, name, seed=rank, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port
             )
             for rank in range(2)
         )
     )
     replicas.extend(pair)
+    pair[0].store = store
     return pair
 
 

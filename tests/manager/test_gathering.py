@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.durable_parts import NAME, PartsDouble, storage_in
-from support.groups import free_port
+from support.stores import hosted_store
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
@@ -178,10 +178,10 @@ def test_who_finds_nobody_to_gather_with_is_told_so_in_time(start: Callable[...,
 
 
 def test_all_ranks_of_two_groups_have_numbers_of_their_own(start: Callable[..., Rank]) -> None:
-    ports = {name: free_port() for name in "ab"}
+    stores = {name: hosted_store() for name in "ab"}
 
     def begin(name: str, rank: int) -> Rank:
-        return start(name, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=ports[name])
+        return start(name, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=stores[name].port)
 
     with ThreadPoolExecutor(4) as pool:
         ranks = [future.result(30) for future in [pool.submit(begin, name, rank) for name in "ab" for rank in range(2)]]

@@ -204,6 +204,7 @@ def running_job(directory: Path, *, lighthouse: LighthouseProcess | None = None,
 
 
 def free_port() -> int:
+    """Return a port that is free now; another server may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
