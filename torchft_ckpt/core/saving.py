@@ -19,7 +19,9 @@ from typing import NamedTuple
 _CLOSE_DELAY_S = 1.0
 _WRITERS_READ_PER_DELAY = 50
 """Who closes reads all manifests first: where they are many, the next in turn waits for that."""
-_FIRST_LOOK_S = 0.02
+_FIRST_LOOK_S = 0.01
+_LOOK_SHARE = 0.05
+"""Of the time that nothing has changed so far."""
 _LAST_LOOK_S = 1.0
 _LOOKS_PER_S = 200
 """Of all writers together, where they are many: a directory of thousands of files is not listed for nothing."""
@@ -88,7 +90,6 @@ class SaveWatch:
     """When something of a writer's own share was last seen to change, whatever others filled since."""
     _is_in_vain: bool = False
     """What is there now was seen not to be whole."""
-    _look_s: float = _FIRST_LOOK_S
 
     def observe(self, seen: Seen, now: float) -> Decision:
         """Return what to do next, given what is to be seen now."""
@@ -103,7 +104,6 @@ class SaveWatch:
         state = (seen.parts, growth)
         if state != self._last:
             self._last, self._changed_at_s, self._is_in_vain = state, now, False
-            self._look_s = _FIRST_LOOK_S
         if now >= self.give_up_at_s:
             return Decision(Act.GIVE_UP, reason=self._waited_for(now))
         has_ended = not self.missing or self.num_fills > 0
@@ -116,8 +116,9 @@ class SaveWatch:
         may_have_holes = bool(self.missing) or self._is_in_vain
         if is_nobodys or (may_have_holes and now - changed_at_s >= self.fill_after_s):
             return Decision(Act.FILL, reason=self._waited_for(now))
-        self._look_s = min(self._look_s * 1.5, max(_LAST_LOOK_S, len(self.writers) / _LOOKS_PER_S))
-        return Decision(Act.WAIT, min(self._look_s, self.give_up_at_s - now))
+        longest_s = max(_LAST_LOOK_S, len(self.writers) / _LOOKS_PER_S)
+        look_s = min(max((now - self._changed_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), longest_s)
+        return Decision(Act.WAIT, min(look_s, self.give_up_at_s - now))
 
     def not_whole(self) -> None:
         """Say that the manifests that are there do not make it whole."""

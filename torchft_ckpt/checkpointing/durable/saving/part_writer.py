@@ -75,7 +75,7 @@ def write_part(
             pieces = _write_pieces(file, state, share.boxes, on_written)
             values = [_write_value(file, state, place) for place in share.values]
             files = [FileEntry(name=part.data, num_bytes=file.position)]
-            file.commit()
+            file.commit(sync_directory=False)  # without the manifest, which comes next, it counts for nothing
     manifest = PartManifest(
         checkpoint=str(checkpoint),
         step=checkpoint.step,

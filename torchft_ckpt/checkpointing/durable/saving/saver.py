@@ -27,7 +27,10 @@ from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError
 
 logger = logging.getLogger(__name__)
-_HEAD_START_S = 0.25
+_HEAD_START_S = 0.01
+"""For a trainer that steps at once: what is worked out here in Python takes turns with its copying."""
+_COPY_AHEAD_AFTER_S = 0.25
+"""What is written by then needs no copy, unless the trainer steps sooner."""
 
 
 class SaveMode(Enum):
@@ -105,6 +108,7 @@ class SaveWorker:
         self._leaves = False
         self._written = threading.Event()
         """It needs no state any more, or has ended."""
+        self._share_over = threading.Event()
         self.future: Future[SavedCheckpoint] = Future()
         self.future.set_running_or_notify_cancel()  # nobody but this worker ends it: it reads live memory until it is done
 
@@ -138,14 +142,20 @@ class SaveWorker:
 
     def _run(self) -> None:
         task = self._task
+        ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
         try:
-            num_fills, is_closed = self._save()
+            ahead.start()
+            try:
+                num_fills, is_closed = self._save()
+            finally:
+                self._share_over.set()
+                self._state.close()
+                ahead.join()
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
             self._state.close()
             logger.warning("checkpoint %s was not saved by this rank: %s", task.name, error)
             self.future.set_exception(error)
             return
-        self._state.close()
         took_s = self._clock() - self._began_s
         logger.info("checkpoint %s: %d bytes written in %.2f s", task.name, self._written_bytes, took_s)
         self.future.set_result(
@@ -163,19 +173,14 @@ class SaveWorker:
         task = self._task
         task.storage.make_directory(str(task.name))
         self._check_not_there()
-        ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
-        ahead.start()
-        try:
-            # To work the share out takes the interpreter, and the trainer may be about to wait for the rest of the copy.
-            ahead.join(_HEAD_START_S)
-            self._write(0, self._own_share())
-        finally:
-            ahead.join()
+        self._cancelled.wait(_HEAD_START_S)
+        self._write(0, self._own_share())
         if not task.is_storage_shared:
             return 0, False
         with self._lock:
             self._needs_state = False
         self._written.set()
+        self._share_over.set()
         return self._see_to_the_others()
 
     def _check_not_there(self) -> None:
@@ -191,6 +196,8 @@ class SaveWorker:
                 )
 
     def _copy_ahead(self) -> None:
+        """Copy the rest aside for holes that are to be filled later; also what is not written soon, as the trainer steps then."""
+        self._share_over.wait(_COPY_AHEAD_AFTER_S)
         try:
             self._state.copy_ahead()
         except (CheckpointError, MemoryError, OSError) as error:

@@ -41,8 +41,11 @@ class OutputFile(ABC):
         """
 
     @abstractmethod
-    def commit(self) -> None:
+    def commit(self, *, sync_directory: bool = True) -> None:
         """Make the file appear under its name, in place of what was there, so that it outlives a crash of the machine.
+
+        Args:
+            sync_directory: False: until another file of the directory is committed, a crash may take the name back.
 
         Raises:
             StorageError: something failed. What is under the name then is what was there before, or all of the new file.

@@ -183,7 +183,7 @@ class _FsspecOutputFile(OutputFile):
         self._sound = True
         return len(view)
 
-    def commit(self) -> None:
+    def commit(self, *, sync_directory: bool = True) -> None:
         self._check_writable()
         try:
             with _errors(self._location, self._path, "committing"):
