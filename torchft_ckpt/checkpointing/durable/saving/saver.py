@@ -27,7 +27,7 @@ from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError
 
 logger = logging.getLogger(__name__)
-_HEAD_START_S = 0.01
+_HEAD_START_S = 0.03
 """For a trainer that steps at once: what is worked out here in Python takes turns with its copying."""
 _COPY_AHEAD_AFTER_S = 0.25
 """What is written by then needs no copy, unless the trainer steps sooner."""
