@@ -57,6 +57,16 @@ def contains(outer: Box, inner: Box) -> bool:
     )
 
 
+def fits(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box is one of a tensor of this shape."""
+    return len(box.offsets) == len(box.sizes) == len(shape) and contains(whole(shape), box)
+
+
+def relative_to(box: Box, outer: Box) -> Box:
+    """Return a box as seen from one that it lies within: its offsets counted from the first element of that one."""
+    return Box(tuple(low - base for low, base in zip(box.offsets, outer.offsets, strict=True)), box.sizes)
+
+
 def refine(wanted: Box, chunks: Sequence[Box]) -> list[Box]:
     """Cut a box so that each piece lies wholly inside or wholly outside of every chunk.
 

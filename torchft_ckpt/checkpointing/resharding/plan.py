@@ -17,7 +17,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.regions import Region, region_of
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
-from torchft_ckpt.core.boxes import Box, contains, refine, split
+from torchft_ckpt.core.boxes import Box, contains, refine, relative_to, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 
 PART_BYTES = 4 * 1024 * 1024
@@ -220,8 +220,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
                 if contains(place.box, cell)
             ]
             for box in split(cell, PART_BYTES // itemsize):
-                inner = tuple(low - base for low, base in zip(box.offsets, want.box.offsets, strict=True))
-                region = region_of(0, strides, Box(inner, box.sizes), itemsize)
+                region = region_of(0, strides, relative_to(box, want.box), itemsize)
                 for name, place in able:
                     holders.setdefault(name, {})[len(parts)] = place
                 parts.append(PlannedPart(want.name, box, want.target, memory, region))

@@ -15,10 +15,10 @@ from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.serving.served import Served
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, slices
-from torchft_ckpt.core.boxes import Box, contains
+from torchft_ckpt.core.boxes import Box, contains, relative_to
 
 SLICE_BYTES = 1024 * 1024
 _MAX_SPAN_BYTES = 4 * 1024 * 1024
@@ -43,10 +43,14 @@ def _region(manifest: Manifest, part: Part) -> Region:
     box, held = Box(tuple(part.offsets), tuple(part.sizes)), box_of(chunk)
     if not len(box.offsets) == len(box.sizes) == len(held.sizes) or not box.volume or not contains(held, box):
         raise ValueError(f"{box} is not within {held} of tensor {part.tensor}")
-    inner = Box(tuple(low - base for low, base in zip(box.offsets, held.offsets, strict=True)), box.sizes)
-    strides = c_strides(held.sizes) if chunk.strides is None else chunk.strides
+    return region_in_chunk(manifest, entry, chunk, box)
+
+
+def region_in_chunk(manifest: Manifest, entry: TensorEntry, chunk: Chunk, box: Box) -> Region:
+    """Return where in the byte space a box of a tensor lies that is within one of its chunks."""
+    strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
     base = manifest.segments[chunk.segment][0] + chunk.byte_offset
-    return region_of(base, strides, inner, parse_dtype(entry.dtype).itemsize)
+    return region_of(base, strides, relative_to(box, box_of(chunk)), parse_dtype(entry.dtype).itemsize)
 
 
 class _End(Enum):
@@ -152,10 +156,15 @@ def digest_parts(served: Served, regions: Sequence[Region], seeds: Sequence[int]
     digests = []
     for region, seed in zip(regions, seeds, strict=True):
         hasher = xxhash.xxh3_128(seed=seed)
-        for piece in slices(region, SLICE_BYTES, _MAX_SPAN_BYTES):
+        for piece in slices_of(region):
             hasher.update(read_region(served, piece, scratch))
         digests.append(hasher.digest())
     return digests
+
+
+def slices_of(region: Region) -> Iterator[Region]:
+    """Yield a region in slices that `read_region` takes, in C order."""
+    return slices(region, SLICE_BYTES, _MAX_SPAN_BYTES)
 
 
 def read_region(served: Served, region: Region, scratch: memoryview) -> memoryview:
@@ -170,5 +179,5 @@ def read_region(served: Served, region: Region, scratch: memoryview) -> memoryvi
 def _with_ends(regions: Sequence[Region]) -> Iterator[Region | None]:
     """Yield the slices of all regions, and None after the last one of each."""
     for region in regions:
-        yield from slices(region, SLICE_BYTES, _MAX_SPAN_BYTES)
+        yield from slices_of(region)
         yield None

@@ -44,7 +44,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import c_strides, region_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes import Box, relative_to
 from torchft_ckpt.core.coverage import missing_boxes
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
@@ -293,10 +293,7 @@ class ForeignReader(PieceReader[ForeignPiece]):
         for cell in cells:
             crc = 0
             for box in cut_by_span(cell.box, strides, itemsize, RUN_BYTES):
-                inner = Box(
-                    tuple(at - base for at, base in zip(box.offsets, piece.box.offsets, strict=True)), box.sizes
-                )
-                region = region_of(0, strides, inner, itemsize)
+                region = region_of(0, strides, relative_to(box, piece.box), itemsize)
                 memory = new_memory(region.stop - region.start)
                 for low, high in spans_of(region, GAP_BYTES):
                     part = memory[low - region.start : high - region.start]

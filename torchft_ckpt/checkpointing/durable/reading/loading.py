@@ -8,14 +8,14 @@ read is the reader's business; this file says which boxes go where.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
-from torchft_ckpt.checkpointing.durable.reading.reader import StateReader
+from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -108,7 +108,8 @@ def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: R
         CheckpointError: as the reader raises it; `state_overwritten` says whether tensors were written to.
     """
     local = LocalState(state_dict)
-    leaves = _leaves(state_dict)
+    places = list(_leaves(state_dict))
+    leaves = [fqn for fqn, _, _ in places]
     values = reader.values(set(leaves))
     in_leaves = tuple(f"{fqn}." for fqn in leaves)
     paths = [path for path in local.paths() if not path.startswith(in_leaves)]  # tensors in tuples come with these
@@ -144,7 +145,8 @@ def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: R
                 held.given.copy_(held.adapter.rebuild(held.given, targets))
         given = [cast("HeldTensor", local.get(path)).given for path in paths]
         torch.autograd.graph.increment_version([tensor for tensor in given if not tensor.is_inference()])
-    _replace(state_dict, "", {fqn: value for fqn, (_, value) in values.items()})
+    for fqn, container, key in places:
+        container[key] = values[fqn][1]
     more = len(set(reader.tensors) - set(paths))
     if more:
         logger.info("%s has %d tensors that were not asked for", reader.location, more)
@@ -169,27 +171,13 @@ def _is_leaf(value: object) -> bool:
     )
 
 
-def _children(value: Mapping[Any, Any] | list[Any]) -> list[tuple[Any, Any]]:
-    return list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
-
-
-def _leaves(value: object, fqn: str = "") -> list[str]:
-    """Return the names of the leaves that are no tensors."""
-    if isinstance(value, torch.Tensor):
-        return []
-    if _is_leaf(value):
-        return [fqn]
-    children = _children(cast("Mapping[Any, Any]", value))
-    return [name for key, item in children for name in _leaves(item, f"{fqn}.{key}" if fqn else str(key))]
-
-
-def _replace(container: Any, fqn: str, values: Mapping[str, object]) -> None:
-    """Put the values in the places of the leaves."""
-    for key, item in _children(container):
+def _leaves(container: Any, fqn: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the leaves that are no tensors: the name of each, what it is in, and its key there."""
+    for key, item in container.items() if isinstance(container, Mapping) else enumerate(container):
         name = f"{fqn}.{key}" if fqn else str(key)
         if isinstance(item, torch.Tensor):
             continue
         if _is_leaf(item):
-            container[key] = values[name]
+            yield name, container, key
         else:
-            _replace(item, name, values)
+            yield from _leaves(item, name)

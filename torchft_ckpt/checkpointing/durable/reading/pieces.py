@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
-from torchft_ckpt.core.boxes import Box, contains, intersect, whole
+from torchft_ckpt.core.boxes import Box, fits, intersect
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ def target_of(want: Want, tensor: SavedTensor | None, location: str) -> Target:
     if tensor is None:
         raise StateMismatchError(f"{want.name[:120]} is not in {location}; nothing was read", location)
     given = want.target
-    if len(want.box.sizes) != len(tensor.shape) or not contains(whole(tensor.shape), want.box):
+    if not fits(want.box, tensor.shape):
         raise StateMismatchError(
             f"{want.name[:120]} is of shape {[*tensor.shape]} in {location}, which has no {want.box}; nothing was read",
             location,

@@ -40,7 +40,6 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     Cell,
     PieceReader,
     Reading,
-    StateReader,
     Target,
     copy_box,
     cut_by_span,
@@ -51,13 +50,11 @@ from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes import Box, relative_to, whole
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-
-__all__ = ["CheckpointReader", "StateReader"]
 
 _DIGEST_BYTES = 16
 _UNIT_BYTES = 32 * 1024 * 1024
@@ -191,8 +188,7 @@ class _Source:
 
     def region_of(self, box: Box) -> Region:
         """Return where in its data a box of the tensor lies that is within the piece."""
-        offsets = tuple(low - base for low, base in zip(box.offsets, self.piece.box.offsets, strict=True))
-        return region_of(0, self.strides, Box(offsets, box.sizes), self.itemsize)
+        return region_of(0, self.strides, relative_to(box, self.piece.box), self.itemsize)
 
     def fetch(self, start: int, memory: memoryview) -> None:
         """Read bytes, from `start` bytes after where the data begin; unchecked."""

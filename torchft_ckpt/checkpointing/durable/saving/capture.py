@@ -7,7 +7,6 @@ holds what, DCP's names, and plain values, which are captured at once because th
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,17 +18,15 @@ from torchft_ckpt.checkpointing.durable.format.records import value_record
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, read_region
+from torchft_ckpt.checkpointing.serving.parts import read_region, region_in_chunk, slices_of
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import box_of
-from torchft_ckpt.checkpointing.state.regions import c_strides, region_of, slices
 from torchft_ckpt.core.boxes import Box, contains
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 RECEIVER = "save"
-_MAX_SPAN_BYTES = 4 * 1024 * 1024
 
 
 class CapturedValue(NamedTuple):
@@ -143,12 +140,9 @@ class CapturedState:
         chunk = next((chunk for chunk in entry.chunks if contains(box_of(chunk), box)), None)
         if chunk is None or len(memory) != box.volume * itemsize:
             raise CheckpointError(f"{box} of {entry.fqn[:120]!r} is not held by this rank", party="save")
-        inner = Box(tuple(low - base for low, base in zip(box.offsets, chunk.offsets, strict=True)), box.sizes)
-        strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
-        base = self.manifest.segments[chunk.segment][0] + chunk.byte_offset
         at = 0
         try:
-            for piece in slices(region_of(base, strides, inner, itemsize), SLICE_BYTES, _MAX_SPAN_BYTES):
+            for piece in slices_of(region_in_chunk(self.manifest, entry, chunk, box)):
                 self._trainer_is_free.wait()
                 at += len(read_region(self.snapshot, piece, memory[at:]))
         except BlockGoneError as error:
@@ -163,11 +157,3 @@ class CapturedState:
         """Free everything; the trainer never waits for it again."""
         self.snapshot.finish(RECEIVER)
         self.snapshot.close()
-
-    def num_bytes(self) -> int:
-        """How many bytes of tensors are held here."""
-        return sum(
-            math.prod(chunk.sizes) * parse_dtype(entry.dtype).itemsize
-            for entry in self.manifest.tensors
-            for chunk in entry.chunks
-        )

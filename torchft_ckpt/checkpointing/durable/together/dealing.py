@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torchft_ckpt.checkpointing.durable.names import PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
-from torchft_ckpt.core.boxes import Box, contains, refine, whole
+from torchft_ckpt.core.boxes import Box, contains, fits, refine, whole
 from torchft_ckpt.core.shares import Item, deal_shares
 
 Boxes = Mapping[str, Sequence[Box]]
@@ -53,11 +53,6 @@ def deal_reading(
                     items.append(Item(name, cell, tensor.dtype.itemsize, tensor.shape, tuple(sorted(holders))))
     shares = deal_shares(items, num_members)
     return [[(items[share.item].name, share.box) for share in of_member] for of_member in shares]
-
-
-def fits(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box is one of a tensor of this shape."""
-    return len(box.sizes) == len(box.offsets) == len(shape) and contains(whole(shape), box)
 
 
 def _apart(shape: Sequence[int], wanted: Mapping[Box, set[int]]) -> Iterable[tuple[Box, frozenset[int]]]:

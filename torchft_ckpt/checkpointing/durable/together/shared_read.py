@@ -34,7 +34,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.together.agreement import Agreement, agree
 from torchft_ckpt.checkpointing.durable.together.boxed import BoxedTensor
-from torchft_ckpt.checkpointing.durable.together.dealing import Boxes, deal_reading, fits
+from torchft_ckpt.checkpointing.durable.together.dealing import Boxes, deal_reading
 from torchft_ckpt.checkpointing.durable.together.exchange import Exchange, Meeting
 from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
@@ -45,8 +45,9 @@ from torchft_ckpt.checkpointing.fetching.options import (
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.config import TOKEN, resolve
-from torchft_ckpt.core.boxes import Box, contains
+from torchft_ckpt.core.boxes import Box, contains, fits, relative_to
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError
 
@@ -370,7 +371,7 @@ class _Own:
     def wants_of(self, share: Sequence[tuple[str, Box]]) -> list[Want]:
         """Return what of a share is wanted here, and where it goes."""
         return [
-            Want(name, box, _view(target, outer, box))
+            Want(name, box, view_of(target.detach(), relative_to(box, outer)))
             for name, box in share
             for outer, target in self._by_name.get(name, {}).items()
             if contains(outer, box)
@@ -384,7 +385,7 @@ class _Own:
                 if name in self._by_name:
                     dealt.setdefault(name, []).append(box)
         return [
-            Want(name, box, _view(target, outer, box))
+            Want(name, box, view_of(target.detach(), relative_to(box, outer)))
             for name, targets in self._by_name.items()
             for outer, target in targets.items()
             for box in subtract([outer], dealt.get(name, ()))
@@ -421,12 +422,6 @@ def _read_share(reader: CheckpointReader, own: _Own, share: Sequence[tuple[str, 
         name: BoxedTensor(reader.tensors[name].shape, reader.tensors[name].dtype, of_name)
         for name, of_name in pieces.items()
     }
-
-
-def _view(target: torch.Tensor, outer: Box, box: Box) -> torch.Tensor:
-    """Return the part of a box's tensor that is another box, which lies within it."""
-    places = zip(box.offsets, outer.offsets, box.sizes, strict=True)
-    return target.detach()[tuple(slice(low - base, low - base + size) for low, base, size in places)]
 
 
 def _is_there(want: Want, reader: CheckpointReader) -> bool:
