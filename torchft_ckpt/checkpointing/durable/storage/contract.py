@@ -27,7 +27,14 @@ class OutputFile(ABC):
         position: how many bytes were written.
     """
 
-    position: int = 0
+    def __init__(self, location: str, path: str) -> None:
+        self.position: int = 0
+        self._location = location
+        self._path = path
+        self._is_sound = True
+        """No write has failed."""
+        self._is_over = False
+        """It was committed or abandoned."""
 
     @abstractmethod
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -57,6 +64,13 @@ class OutputFile(ABC):
 
         Raises no `StorageError`: what is left behind is logged.
         """
+
+    def _check_writable(self) -> None:
+        where = f"{self._location}/{self._path}"
+        if self._is_over:
+            raise StorageError(f"{where}: it was committed or abandoned before", where)
+        if not self._is_sound:
+            raise StorageError(f"{where}: a write failed, it can only be abandoned", where)
 
     def __enter__(self) -> OutputFile:
         return self
@@ -189,13 +203,13 @@ def without_credentials(location: str) -> str:
 
 
 @contextmanager
-def storage_errors(location: str, path: str, doing: str) -> Iterator[None]:
-    """Turn each OSError in the block into a `StorageError` that says where, and doing what."""
+def storage_errors(location: str, path: str, doing: str, *, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Turn each error of a kind in the block into a `StorageError` that says where, and doing what."""
     try:
         yield
     except StorageError:
         raise
-    except OSError as error:
+    except kind as error:
         raise failed(location, path, doing, error) from error
 
 

@@ -10,12 +10,11 @@ Listings are never taken from fsspec's cache.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
 import posixpath
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torchft_ckpt.checkpointing.durable.storage.contract import (
@@ -25,6 +24,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import (
     failed,
     path_below,
     removal_order,
+    storage_errors,
     temporary_path,
     without_credentials,
 )
@@ -38,14 +38,8 @@ _WRITE_BYTES = 64 * 1024 * 1024
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
-@contextmanager
-def _errors(location: str, path: str, doing: str) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except Exception as error:  # of a client library: botocore's, aiohttp's and others are no OSErrors
-        raise failed(location, path, doing, error) from error
+_errors = functools.partial(storage_errors, kind=Exception)
+"""Those of client libraries (botocore's, aiohttp's and others) are no OSErrors."""
 
 
 class FsspecStorage(Storage):
@@ -159,8 +153,7 @@ class FsspecStorage(Storage):
 
 class _FsspecOutputFile(OutputFile):
     def __init__(self, location: str, path: str, full: str, fs: Any) -> None:
-        self._location = location
-        self._path = path
+        super().__init__(location, path)
         self._final = full
         self._fs = fs
         self._is_upload = not _renames(fs)
@@ -168,19 +161,17 @@ class _FsspecOutputFile(OutputFile):
         # `memory://` shows a file from its first byte on, so there it is gathered here; uploads appear when they are closed.
         self._gathered = io.BytesIO() if _is_memory(fs) else None
         self._file: Any = self._gathered or fs.open(self._written, "wb")
-        self._sound = True
-        self._is_over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         self._check_writable()
         view = as_byte_view(data)
-        self._sound = False
+        self._is_sound = False
         with _errors(self._location, self._path, "writing"):
             for at in range(0, len(view), _WRITE_BYTES):
                 part = view[at : at + _WRITE_BYTES]
                 self._file.write(part)
                 self.position += len(part)
-        self._sound = True
+        self._is_sound = True
         return len(view)
 
     def commit(self, *, sync_directory: bool = True) -> None:
@@ -230,13 +221,6 @@ class _FsspecOutputFile(OutputFile):
             logger.warning(
                 "%s/%s: it was abandoned, and something may be left", self._location, self._path, exc_info=True
             )
-
-    def _check_writable(self) -> None:
-        where = f"{self._location}/{self._path}"
-        if self._is_over:
-            raise StorageError(f"{where}: it was committed or abandoned before", where)
-        if not self._sound:
-            raise StorageError(f"{where}: a write failed, it can only be abandoned", where)
 
 
 def _is_local(fs: Any) -> bool:

@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 from abc import ABC, abstractmethod
+from typing import cast
 
 from torchft_ckpt.checkpointing.durable.storage.contract import (
     OutputFile,
@@ -307,14 +308,11 @@ class LocalStorage(Storage):
 
 class _LocalOutputFile(OutputFile):
     def __init__(self, location: str, path: str, full: str, system: System) -> None:
-        self._location = location
-        self._path = path
+        super().__init__(location, path)
         self._final = full
         self._temporary = temporary_path(full)
         self._system = system
         self._handle: int | None = system.open_new(self._temporary)
-        self._sound = True
-        self._is_over = False
         self._begun = 0
         """So many bytes the disk was told to begin with."""
 
@@ -322,7 +320,7 @@ class _LocalOutputFile(OutputFile):
         handle = self._writable()
         view = as_byte_view(data)
         done = 0
-        self._sound = False
+        self._is_sound = False
         with storage_errors(self._location, self._path, "writing"):
             while done < len(view):
                 count = self._system.write(handle, view[done : done + _MAX_TRANSFER_BYTES])
@@ -330,7 +328,7 @@ class _LocalOutputFile(OutputFile):
                     raise OSError(errno.EIO, "nothing was written")
                 done += count
                 self.position += count
-        self._sound = True
+        self._is_sound = True
         if self.position - self._begun >= _WRITEBACK_BYTES:
             self._system.begin_writeback(handle, self._begun, self.position - self._begun)
             self._begun = self.position
@@ -369,9 +367,5 @@ class _LocalOutputFile(OutputFile):
             logger.warning("%s", failed(self._location, self._path, f"removing {self._temporary}", error))
 
     def _writable(self) -> int:
-        where = f"{self._location}/{self._path}"
-        if self._is_over or self._handle is None:
-            raise StorageError(f"{where}: it was committed or abandoned before", where)
-        if not self._sound:
-            raise StorageError(f"{where}: a write failed, it can only be abandoned", where)
-        return self._handle
+        self._check_writable()
+        return cast("int", self._handle)  # closed by what ends the file alone
