@@ -12,6 +12,7 @@ A name that ends in `.tmp-` and digits is of a file that is being written, or ne
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchft_ckpt.errors import ConfigError
@@ -49,6 +50,11 @@ class PartName(NamedTuple):
     def data(self) -> str:
         """The name of its file of records."""
         return f"__r{self.replica}_g{self.rank}_f{self.fill}.distcp"
+
+
+def parts_in(names: Iterable[str]) -> list[PartName]:
+    """Return the parts whose manifests are among the files of a checkpoint."""
+    return [part for name in names if (part := parse_part(name)) is not None]
 
 
 def checkpoint_name(step: int, save_id: str) -> CheckpointName:

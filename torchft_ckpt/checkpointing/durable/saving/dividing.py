@@ -14,9 +14,8 @@ from torchft_ckpt.checkpointing.durable.saving.holdings import Held, TensorHoldi
 from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.saving import Member
-from torchft_ckpt.core.shares import Item, cut_by_quotas, level_quotas
+from torchft_ckpt.core.shares import Holders, Item, cut_by_quotas, level_quotas
 
-Holders = tuple[int, ...]
 _VALUE_BYTES = 1024
 """What the record of a plain value is counted as."""
 
@@ -30,17 +29,16 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
         member: this rank.
         replicas: the replica groups that divide the work; this rank's is one of them.
     """
-    num_ranks = writers.num_ranks
 
     def members(ranks: Sequence[int]) -> Holders:
-        return tuple(replica * num_ranks + rank for replica in replicas for rank in ranks)
+        return tuple(writers.number_of(replica, rank) for replica in replicas for rank in ranks)
 
-    me = member.replica * num_ranks + member.rank
-    everybody = members(range(num_ranks))
+    me = writers.number_of(*member)
+    everybody = members(range(writers.num_ranks))
     totals = _totals(state.holdings, members)
     if state.values:
         totals[everybody] += _VALUE_BYTES * len(state.values)
-    quotas = level_quotas(totals, writers.num_replicas * num_ranks)
+    quotas = level_quotas(totals, writers.num_members)
     classes: dict[Holders, list[tuple[int, Item]]] = {}
     alone: list[tuple[int, Item]] = []
     for number, tensor in enumerate(state.holdings):
@@ -65,7 +63,7 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
             else:
                 values.append(number - num_tensors)
     for number, item in alone:
-        even = level_quotas({item.holders: item.num_bytes}, writers.num_replicas * num_ranks)[item.holders]
+        even = level_quotas({item.holders: item.num_bytes}, writers.num_members)[item.holders]
         boxes += [(number, share.box) for share in cut_by_quotas([item], even)[item.holders.index(me)]]
     return PartShare(sorted(boxes), values)
 

@@ -28,7 +28,7 @@ def share_of_holes(
     Raises:
         ValueError: boxes of the manifests are those of no mesh.
     """
-    me = member.replica * writers.num_ranks + member.rank
+    me = writers.number_of(*member)
     numbers = {tensor.fqn: number for number, tensor in enumerate(state.holdings)}
     values = {value.fqn: number for number, value in enumerate(state.values)}
     mine = {entry.fqn: [box_of(chunk) for chunk in entry.chunks] for entry in state.manifest.tensors}
@@ -52,7 +52,7 @@ def share_of_holes(
         for fqn in values:
             holds_value.setdefault(fqn, set()).add(me)
         sizes = {fqn: (state.holdings[numbers[fqn]].shape, state.holdings[numbers[fqn]].itemsize) for fqn in to_deal}
-        dealt = deal_holes(to_deal, held, sizes, writers.num_replicas * writers.num_ranks)[me]
+        dealt = deal_holes(to_deal, held, sizes, writers.num_members)[me]
         writer_of = deal_names(values_to_deal, {fqn: sorted(members) for fqn, members in holds_value.items()})
         share = PartShare(
             [
@@ -92,7 +92,7 @@ def _known_holders(
         manifest = part.manifest
         if manifest.rank >= writers.num_ranks or manifest.replica >= writers.num_replicas:
             continue
-        member = manifest.replica * writers.num_ranks + manifest.rank
+        member = writers.number_of(manifest.replica, manifest.rank)
         for entry in manifest.tensors:
             held.setdefault(entry.fqn, {})[member] = [box.box for box in entry.boxes]
         for fqn in manifest.holds_values:

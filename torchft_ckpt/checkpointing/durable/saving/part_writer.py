@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.storage.contract import OutputFile, Storage
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.core.boxes import Box
-from torchft_ckpt.core.shares import MAX_PIECE_BYTES, pieces_of
+from torchft_ckpt.core.shares import pieces_of
 
 
 class PartShare(NamedTuple):
@@ -41,6 +41,15 @@ class Writers(NamedTuple):
     num_replicas: int
     num_ranks: int
     replica_id: str
+
+    @property
+    def num_members(self) -> int:
+        """How many ranks save."""
+        return self.num_replicas * self.num_ranks
+
+    def number_of(self, replica: int, rank: int) -> int:
+        """Return the number of a rank of a replica among all that save, from 0."""
+        return replica * self.num_ranks + rank
 
 
 def write_part(
@@ -113,7 +122,7 @@ def _write_pieces(
         for piece in pieces_of(box, entry.shape, dtype.itemsize):
             cut.append((tensor, piece, dtype))
             longest = max(longest, piece.volume * dtype.itemsize)
-    buffer = bytearray(max(longest, min(MAX_PIECE_BYTES, 1)))
+    buffer = bytearray(max(longest, 1))
     for tensor, piece, dtype in cut:
         num_bytes = piece.volume * dtype.itemsize
         # A view of its own length: torch saves all of a storage.

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, PartName, parse_part
+from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, PartName, parts_in
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint, why_not_whole
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
@@ -106,9 +106,8 @@ class SaveWorker:
         self._needs_state = True
         """This rank writes, its own share or what others left out."""
         self._leaves = False
-        self._written = threading.Event()
-        """It needs no state any more, or has ended."""
         self._share_over = threading.Event()
+        """This rank's share is written, or will not be."""
         self.future: Future[SavedCheckpoint] = Future()
         self.future.set_running_or_notify_cancel()  # nobody but this worker ends it: it reads live memory until it is done
 
@@ -131,16 +130,10 @@ class SaveWorker:
 
     def wait_written(self, timeout_s: float) -> bool:
         """Wait until this rank's share is written, or will not be. Return whether that is so. Any thread."""
-        return self._written.wait(timeout_s)
+        return self._share_over.wait(timeout_s)
 
     def run(self) -> None:
         """Do it; the outcome is in `future`."""
-        try:
-            self._run()
-        finally:
-            self._written.set()
-
-    def _run(self) -> None:
         task = self._task
         ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
         try:
@@ -152,6 +145,7 @@ class SaveWorker:
                 self._state.close()
                 ahead.join()
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
+            self._share_over.set()
             self._state.close()
             logger.warning("checkpoint %s was not saved by this rank: %s", task.name, error)
             self.future.set_exception(error)
@@ -179,18 +173,16 @@ class SaveWorker:
             return 0, False
         with self._lock:
             self._needs_state = False
-        self._written.set()
         self._share_over.set()
         return self._see_to_the_others()
 
     def _check_not_there(self) -> None:
         """See that no other save has this name: its parts may be of another state."""
         task = self._task
-        for name in task.storage.names(str(task.name)):
-            part = parse_part(name)
-            if part is not None and part[:2] == task.member:
+        for part in parts_in(task.storage.names(str(task.name))):
+            if part[:2] == task.member:
                 raise CheckpointError(
-                    f"checkpoint {task.name}: {name} of this rank is there already, from a save of the same name; "
+                    f"checkpoint {task.name}: {part.manifest} of this rank is there already, from a save of the same name; "
                     "nothing was written",
                     party="save",
                 )
@@ -246,7 +238,7 @@ class SaveWorker:
         num_ranks = task.writers.num_ranks
         replicas = range(1) if task.mode is SaveMode.ONE_GROUP else range(task.writers.num_replicas)
         watch = SaveWatch(
-            place=task.member.replica * num_ranks + task.member.rank,
+            place=task.writers.number_of(*task.member),
             writers=frozenset(Member(replica, rank) for replica in replicas for rank in range(num_ranks)),
             fill_after_s=task.fill_after_s,
             give_up_at_s=self._began_s + task.timeout_s,
@@ -286,9 +278,7 @@ class SaveWorker:
         """Return what the directory shows now. Lengths are asked for only of what is not finished, of those who are missing."""
         task = self._task
         names = task.storage.names(str(task.name))
-        parts = frozenset(
-            (part.replica, part.rank, part.fill) for name in names if (part := parse_part(name)) is not None
-        )
+        parts = frozenset((part.replica, part.rank, part.fill) for part in parts_in(names))
         growth: dict[Member, int] = {}
         for name in names:
             if TEMPORARY in name or name.endswith(".distcp"):
@@ -307,8 +297,7 @@ class SaveWorker:
         share = share_of_holes(checkpoint, self._state, task.writers, task.member, alone=watch.num_fills > 0)
         if share is None:
             return 0
-        names = task.storage.names(str(task.name))
-        parts = [part for name in names if (part := parse_part(name)) is not None]
+        parts = parts_in(task.storage.names(str(task.name)))
         fill = 1 + max((part.fill for part in parts if part[:2] == task.member), default=0)
         logger.warning(
             "checkpoint %s: %s; this rank writes %d boxes and %d values in their place",
