@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
-from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, checkpoint_name
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, list_checkpoints
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, list_checkpoints
 from torchft_ckpt.checkpointing.durable.reading.directory import give_back, state_of_value
 from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
@@ -42,12 +42,13 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
+from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.core.ladder import Choice, Rung, choose_rung
+from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals
 from torchft_ckpt.core.saving import Member
 from torchft_ckpt.errors import (
@@ -170,13 +171,13 @@ class Checkpointer:
         self._index = HoldingsIndex(rank, num_ranks, is_replicated=is_replicated)
         self._lock = StateDictLock() if manager is None else manager.state_dict_lock
         budget = staging_budget_bytes
-        if budget is None and (memory := _physical_memory_bytes()) is not None:
+        if budget is None and (memory := physical_memory_bytes()) is not None:
             budget = memory // _STAGING_SHARE
         self._pool = BufferPool(DEFAULT_BLOCK_BYTES, budget)
         if reuse_buffers:
             self._pool.open("checkpointer")
         self._guarded: list[torch.optim.Optimizer] = []
-        self._in_flight: list[CapturedState] = []
+        self._in_flight: CapturedState | None = None
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
         self._threads: list[threading.Thread] = []
@@ -273,7 +274,7 @@ class Checkpointer:
         )
         worker = SaveWorker(task, captured, on_progress=self._on_progress)
         thread = threading.Thread(target=self._run, args=(worker, task), name="torchft_ckpt-save", daemon=True)
-        self._in_flight = [*(one for one in self._in_flight if not one.snapshot.closed), captured]
+        self._in_flight = captured
         try:
             thread.start()
         except RuntimeError as error:
@@ -301,12 +302,12 @@ class Checkpointer:
         storage = task.storage
         # Of later steps are those that a job left behind which went back on purpose: they count for nothing here.
         names = [name for name in list_checkpoints(storage) if name.step <= task.name.step]
-        whole = [name for name in names if not task.is_storage_shared or METADATA in storage.names(str(name))]
+        whole = [name for name in names if not task.is_storage_shared or is_closed(storage, name)]
         removals = plan_removals(names, keep_last=keep_last, keep_every=keep_every, whole=whole, in_flight=[task.name])
         if not task.is_storage_shared:
             # Whether others have their parts of these is not to be seen from here. So nothing goes but what is older than a
             # checkpoint that is known to be whole.
-            newest = _newest(self._storages[Tier.STORAGE], is_closed=True)
+            newest = _newest(self._storages[Tier.STORAGE], whole=True)
             removals = [name for name in removals if newest is not None and name.step <= newest]
         for name in removals:
             logger.info("checkpoint %s is removed", name)
@@ -338,8 +339,8 @@ class Checkpointer:
         return self._worker is not None and not self._worker.future.done()
 
     def _detach(self) -> None:
-        for captured in self._in_flight:
-            captured.detach()
+        if self._in_flight is not None:
+            self._in_flight.detach()
 
     def _state_of(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
         if state_dict is not None:
@@ -428,7 +429,7 @@ class Checkpointer:
         gathering = manager.gather(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
         peers = gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)
-        found = {tier: _newest(storage, is_closed=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
+        found = {tier: _newest(storage, whole=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
         choice = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
         if step is None and choice.rung in (Rung.MEMORY, Rung.PEERS):
             return _said(Restored(rung=choice.rung, step=choice.step, reason=choice.reason))
@@ -462,8 +463,7 @@ class Checkpointer:
                 manager.report_torn_state()
             if step is not None or is_touched or not isinstance(error, CheckpointNotFoundError):
                 raise
-            nothing = Choice(Rung.NOTHING, None, f"there is no state to go on from: {error}")
-            return _said(Restored(rung=nothing.rung, step=None, reason=nothing.reason))
+            return _said(Restored(rung=Rung.NOTHING, step=None, reason=f"there is no state to go on from: {error}"))
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(
                 "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
@@ -482,8 +482,7 @@ class Checkpointer:
         """Close what is whole, and whose writers died before they saw it: else it would not count for retention, nor for DCP."""
         storage = self._storages[Tier.STORAGE]
         try:
-            is_open = METADATA not in storage.names(str(checkpoint.name))
-            if is_open and all(part.storage is storage for part in checkpoint.parts):
+            if not is_closed(storage, checkpoint.name) and all(part.storage is storage for part in checkpoint.parts):
                 close_checkpoint(storage, checkpoint)
         except StorageError as error:
             logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
@@ -549,25 +548,18 @@ def _said(restored: Restored) -> Restored:
     return restored
 
 
-def _newest(storage: Storage, *, is_closed: bool) -> int | None:
-    """Return the newest step that there is, without reading it; `is_closed`: that somebody has seen to be whole.
+def _newest(storage: Storage, *, whole: bool) -> int | None:
+    """Return the newest step that there is, without reading it; `whole`: that somebody has seen to be whole.
 
     A storage that fails has none: whether that matters depends on who else holds a state.
     """
     try:
         for name in list_checkpoints(storage):
-            if not is_closed or METADATA in storage.names(str(name)):
+            if not whole or is_closed(storage, name):
                 return name.step
     except StorageError as error:
         logger.warning("what is in %s is not known: %s", storage.location, error)
     return None
-
-
-def _physical_memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _default_store() -> torch.distributed.Store | None:

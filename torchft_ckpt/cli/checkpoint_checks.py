@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
@@ -66,7 +66,7 @@ def _verify_own(opened: Opened, reader: CheckpointReader) -> Verdict:
     checkpoint = reader.checkpoint
     notes: list[str] = []
     found = reader.verify()
-    has_metadata = METADATA in opened.place.storage.names(str(checkpoint.name))
+    has_metadata = is_closed(opened.place.storage, checkpoint.name)
     if has_metadata and opened.why_not_whole is None:
         found += _metadata_problems(checkpoint, opened.place.storage, notes)
     elif opened.why_not_whole is None:

@@ -26,7 +26,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
     ValueEntry,
     decode_part,
 )
-from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.local_state import some_of
@@ -250,6 +250,15 @@ def list_checkpoints(storage: Storage) -> list[CheckpointName]:
         StorageError: the storage failed.
     """
     return sorted((name for entry in storage.names() if (name := parse_checkpoint(entry)) is not None), reverse=True)
+
+
+def is_closed(storage: Storage, name: CheckpointName) -> bool:
+    """Whether somebody has seen a checkpoint whole, and said so.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    return METADATA in storage.names(str(name))
 
 
 def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_threads: int = NUM_THREADS) -> Checkpoint:

@@ -6,8 +6,13 @@ import os
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from torchft_ckpt.checkpointing.durable.names import METADATA, parse_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import list_checkpoints, read_checkpoint, why_not_whole
+from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    is_closed,
+    list_checkpoints,
+    read_checkpoint,
+    why_not_whole,
+)
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
@@ -53,7 +58,7 @@ def load_checkpoint(
 def checkpoints_in(location: str | os.PathLike[str], **storage_options: Any) -> Sequence[int]:
     """Return the steps of the whole checkpoints of a place, the newest first."""
     storage = open_storage(location, **storage_options)
-    return [name.step for name in list_checkpoints(storage) if METADATA in storage.names(str(name))]
+    return [name.step for name in list_checkpoints(storage) if is_closed(storage, name)]
 
 
 def state_of_value(value: Any) -> Any:
