@@ -80,7 +80,9 @@ class ProgressBar:
             if self._bar is not None and (progress.step != self._step or done_bytes < self._bar.n):
                 self._close()  # another transfer, or the same from the beginning
             if self._bar is None:
-                self._bar = _make_bar(progress, self._file or sys.stderr)
+                title, out = f"step {progress.step}", self._file or sys.stderr
+                self._bar = make_bar(title, progress.total_bytes, out, done_bytes=progress.skipped_bytes)
+                self._bar.start_t -= progress.elapsed_s  # the transfer began before its bar
                 self._step = progress.step
             self._bar.total = progress.total_bytes
             self._bar.set_postfix_str(_describe(progress), refresh=False)
@@ -115,17 +117,26 @@ def _describe(progress: TransferProgress) -> str:
     return what
 
 
-def _make_bar(progress: TransferProgress, file: TextIO) -> Any:
+def make_bar(title: str, total_bytes: int, file: TextIO, *, done_bytes: int = 0, stays: bool = True) -> Any:
+    """Return a `tqdm` bar of bytes.
+
+    Args:
+        title: to the left of it.
+        total_bytes: when it is full.
+        file: where it is drawn. Where that is no terminal, a line is drawn every few seconds at most.
+        done_bytes: what is done already, which says nothing about the rate.
+        stays: when it is closed.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):
         monitor_interval = 0  # else tqdm starts a thread that outlives the bar
 
     size = shutil.get_terminal_size() if file.isatty() else None
-    bar = Bar(
-        desc=f"step {progress.step}",
-        total=progress.total_bytes,
-        initial=progress.skipped_bytes,  # these say nothing about the rate
+    return Bar(
+        desc=title,
+        total=total_bytes,
+        initial=done_bytes,
         unit="iB",
         unit_scale=True,
         unit_divisor=1024,
@@ -133,7 +144,6 @@ def _make_bar(progress: TransferProgress, file: TextIO) -> Any:
         mininterval=_TERMINAL_INTERVAL_S if size else _FILE_INTERVAL_S,
         ncols=size.columns if size else None,  # told, because tqdm draws nothing where a terminal says 0
         nrows=size.lines if size else None,
+        leave=stays,
         file=file,
     )
-    bar.start_t -= progress.elapsed_s  # the transfer began before its bar
-    return bar

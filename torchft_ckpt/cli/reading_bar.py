@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+from torchft_ckpt.checkpointing.progress import make_bar
+
 _INTERVAL_S = 0.1
-_FILE_INTERVAL_S = 5.0
 
 
 class Counts(Protocol):
@@ -29,25 +29,7 @@ def reading_bar(title: str, total_bytes: int, reader: Counts) -> Iterator[None]:
         total_bytes: about how much that is.
         reader: what reads it.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    class Bar(tqdm):
-        monitor_interval = 0  # else tqdm starts a thread that outlives the bar
-
-    size = shutil.get_terminal_size() if sys.stderr.isatty() else None
-    bar = Bar(
-        desc=title,
-        total=total_bytes,
-        unit="iB",
-        unit_scale=True,
-        unit_divisor=1024,
-        miniters=1,
-        mininterval=_INTERVAL_S if size else _FILE_INTERVAL_S,
-        ncols=size.columns if size else None,  # told, because tqdm draws nothing where a terminal says 0
-        nrows=size.lines if size else None,
-        leave=size is None,
-        file=sys.stderr,
-    )
+    bar = make_bar(title, total_bytes, sys.stderr, stays=not sys.stderr.isatty())
     first = reader.bytes_read
     is_over = threading.Event()
 

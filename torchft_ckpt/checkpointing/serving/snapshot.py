@@ -267,7 +267,7 @@ class Snapshot:
             with self._changed:
                 if self._phase is not Phase.LIVE or self._pool.num_available() == 0:
                     return False
-                wanted = self._receivers.needed() & self._live_blocks() & ~self._copied
+                wanted = self._to_copy()
                 if not wanted:
                     return False
                 memories = self._memories
@@ -420,15 +420,16 @@ class Snapshot:
             return self.num_blocks
         return count_blocks(self._starts[self._num_on_cpu], self.block_bytes) if self._num_on_cpu else 0
 
+    def _to_copy(self) -> int:
+        """Blocks that a receiver needs, that the trainer would change, and that were not copied yet; a bit for each."""
+        return self._receivers.needed() & self._live_blocks() & ~self._copied
+
     def _live_blocks(self) -> int:
         return (1 << self._num_live_blocks()) - 1
 
     def _fit_into_budget(self) -> None:
         num_available = self._pool.num_available()
-        while (
-            num_available is not None
-            and (self._receivers.needed() & self._live_blocks() & ~self._copied).bit_count() > num_available
-        ):
+        while num_available is not None and self._to_copy().bit_count() > num_available:
             revoked = self._receivers.revoke_slowest()
             if revoked is None:
                 return

@@ -308,8 +308,9 @@ def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
     adapter = adapter_of(tensor)
     if adapter is None:
         return HeldTensor(tensor, None, [whole(tuple(tensor.shape))], [tensor])
-    boxes = adapter.boxes(tensor, path)
-    return HeldTensor(tensor, adapter, boxes, adapter.data(tensor, path) if adapter.shares_memory else [])
+    if not adapter.shares_memory:
+        return HeldTensor(tensor, adapter, adapter.boxes(tensor, path), [])
+    return HeldTensor(tensor, adapter, *adapter.boxes_and_data(tensor, path))
 
 
 def _is_alike(held: HeldTensor, entry: TensorEntry) -> bool:
