@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,6 +64,20 @@ def _store(job: Ranks, how: str, root: Path, step: int, ranks_of_group: int = NU
     )
 
 
+def _rows(figure: str, stored: dict[str, Stored], value_of: Callable[[Stored], float], bar: float) -> list[Row]:
+    theirs = f"{value_of(stored[DCP]):.3f}x; rank-local {value_of(stored[DCP_LOCAL]):.3f}x"
+    return [
+        Row(
+            figure=f"  {figure}, {name}",
+            ours=f"{value_of(stored[how]):.4f}x",
+            reference=reference,
+            bar=f"<= {bar}x",
+            verdict=judge_at_most(value_of(stored[how]), bar),
+        )
+        for how, name, reference in ((OURS, "one world of 4", theirs), (GROUPS, "two groups of 2", ""))
+    ]
+
+
 def measure_size(run: Run) -> Section:
     """Save each way once; what is on disk is loaded and checked, ours by DCP too."""
     stored: dict[str, Stored] = {}
@@ -89,37 +103,10 @@ def measure_size(run: Run) -> Section:
             job.load(ALONE, ours, 4)
     for how, one in stored.items():
         run.say(f"{how}: {one}, {one.over_unique:.4f}, {one.most_loaded:.4f}")
-    rows = []
-    for how, name, theirs in (
-        (
-            OURS,
-            "one world of 4 ranks",
-            f"{stored[DCP].over_unique:.3f}x; rank-local {stored[DCP_LOCAL].over_unique:.3f}x",
-        ),
-        (GROUPS, "two groups of 2 ranks", ""),
-    ):
-        rows.append(
-            Row(
-                figure=f"  bytes on disk over unique bytes, {name}",
-                ours=f"{stored[how].over_unique:.4f}x",
-                reference=theirs,
-                bar=f"<= {SIZE_BAR}x",
-                verdict=judge_at_most(stored[how].over_unique, SIZE_BAR),
-            )
-        )
-    for how, name, theirs in (
-        (OURS, "one world", f"{stored[DCP].most_loaded:.3f}x; rank-local {stored[DCP_LOCAL].most_loaded:.3f}x"),
-        (GROUPS, "two groups", ""),
-    ):
-        rows.append(
-            Row(
-                figure=f"  bytes written by the most loaded rank over mean, {name}",
-                ours=f"{stored[how].most_loaded:.4f}x",
-                reference=theirs,
-                bar=f"<= {LOADED_BAR}x",
-                verdict=judge_at_most(stored[how].most_loaded, LOADED_BAR),
-            )
-        )
+    rows = [
+        *_rows("bytes on disk over unique bytes", stored, lambda one: one.over_unique, SIZE_BAR),
+        *_rows("bytes written by the most loaded rank over mean", stored, lambda one: one.most_loaded, LOADED_BAR),
+    ]
     notes = [
         f"HSDP 2 x 2, {stored[OURS].unique_bytes / 1e6:.0f} MB of unique state ({held / 1e6:.0f} MB held by the 4 ranks): "
         "parameters and Adam's moments in float32, sharded over 2 and replicated over 2; norms and a bfloat16 table plain, on "

@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from bench.durable_counting import CountingReader, counting_ours
 from bench.durable_model import Model
-from bench.wire import Commands, Reporter
+from bench.wire import Reporter, serve
 from torchft_ckpt import Checkpointer
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.durable.names import checkpoint_name
@@ -257,16 +256,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # as torchrun does where a machine has several ranks
     worker = Worker(**json.loads(sys.argv[1]))
-    commands = Commands()
-    reporter.emit("answer")
-    while True:
-        command = commands.next()
-        try:
-            answer = getattr(worker, command.pop("do"))(**command)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        reporter.emit("answer", **answer)
+    serve(worker, reporter)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from bench import sharded_layouts
 from bench.sharded_layouts import Held, Layout
-from bench.wire import Commands, Reporter
+from bench.wire import Reporter, serve
 from torchft_ckpt.checkpointing import HTTPTransport
 
 Answer = dict[str, Any]
@@ -138,16 +137,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)  # threads that have filled a tensor would spin into the transfer that follows
     worker = Worker()
-    commands = Commands()
-    reporter.emit("answer", **worker.hello())
-    while True:
-        command = commands.next()
-        try:
-            answer = getattr(worker, command.pop("do"))(**command)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        reporter.emit("answer", **answer)
+    serve(worker, reporter, **worker.hello())
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import os
 import sys
 import threading
 import time
-import traceback
 from typing import Any
 
 from bench import transport_links, transport_raw, transport_states
 from bench.transport_adapter import Transport
 from bench.transport_memory import PeakMemory
 from bench.transport_trainer import BY_HOOK, Trainer
-from bench.wire import Commands, Reporter
+from bench.wire import Reporter, serve
 
 Answer = dict[str, Any]
 _AFTER_ALL_STEPS = 1 << 20
@@ -206,16 +205,7 @@ def main() -> None:
     if namespace:
         transport_links.enter(namespace)
     worker = Worker(reporter, **options)
-    commands = Commands()
-    reporter.emit("answer", **worker.hello())
-    while True:
-        command = commands.next()
-        try:
-            answer = getattr(worker, command.pop("do"))(**command)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        reporter.emit("answer", **answer)
+    serve(worker, reporter, **worker.hello())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 
 class Reporter:
@@ -52,3 +53,23 @@ class Commands:
             return self._queue.get_nowait()
         except queue.Empty:
             return None
+
+
+def serve(worker: object, reporter: Reporter, **hello: Any) -> NoReturn:
+    """Say hello, then do what each command says and answer it, until the parent is gone.
+
+    Args:
+        worker: its methods are the commands; their keyword arguments and answers are plain values.
+        reporter: where answers go.
+        hello: the first answer.
+    """
+    commands = Commands()
+    reporter.emit("answer", **hello)
+    while True:
+        command = commands.next()
+        try:
+            answer = getattr(worker, command.pop("do"))(**command)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        reporter.emit("answer", **answer)
