@@ -67,9 +67,8 @@ from torchft_ckpt.manager.saving import (
     save_identity,
     state_to_save,
     template_to_load,
-    with_managers_state,
 )
-from torchft_ckpt.manager.still import hold_still
+from torchft_ckpt.manager.still import StateHeld, hold_still
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -79,6 +78,7 @@ T = TypeVar("T")
 _STAGING_SHARE = 4
 _FILLS = 3
 _TO_CLOSE = timedelta(seconds=10)
+_TO_GIVE_UP = timedelta(seconds=30)
 
 
 class Tier(Enum):
@@ -181,7 +181,8 @@ class Checkpointer:
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
         self._threads: list[threading.Thread] = []
-        self._last: tuple[tuple[CheckpointName, Tier], Future[SavedCheckpoint]] | None = None
+        self._last: tuple[CheckpointName, Future[SavedCheckpoint]] | None = None
+        self._is_over = False
         self._num_loads = self._num_saves = 0
         self._lock.add_before_write(self._detach)
         atexit.register(self.shutdown)  # the thread of a save ends with the interpreter: the last save would be lost
@@ -195,9 +196,9 @@ class Checkpointer:
 
         State that other code changes (BatchNorm's statistics) is copied at once if it is small.
         """
-        self._guarded.append(optimizer)
         if self._manager is not None:
             return
+        self._guarded.append(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self._lock.acquire_write())
         optimizer.register_step_post_hook(lambda *_: self._lock.release_write())
 
@@ -231,7 +232,10 @@ class Checkpointer:
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
             ConfigError: an argument is missing or cannot be used.
+            CheckpointError: `shutdown` was called.
         """
+        if self._is_over:
+            raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
         self._num_saves += 1
@@ -241,8 +245,10 @@ class Checkpointer:
             logger.info("this rank has no part in a save: %s", identity.reason)
             future.set_exception(CheckpointError(f"this rank has no part in the save: {identity.reason}", "save"))
             return future
-        name = checkpoint_name(identity.step, identity.save_id)
-        if self._manager is not None and self._last is not None and self._last[0] == (name, tier):
+        # A name of its own, because it is put together with what is in other places: its parts are others than in storage.
+        save_id = identity.save_id if tier is Tier.STORAGE else f"{identity.save_id}-{tier.value}"
+        name = checkpoint_name(identity.step, save_id)
+        if self._manager is not None and self._last is not None and self._last[0] == name:
             last = self._last[1]
             if not last.done() or last.exception() is None:
                 return last  # a step that was discarded since has not changed the state
@@ -250,15 +256,19 @@ class Checkpointer:
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
             return future
-        state = self._state_of(state_dict)
+        held = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
         # A guarded step that raised has kept the lock, and the next one would not tell the snapshot.
-        will_not_be_told = self._lock.held_for_write() or (self._manager is None and not self._guarded)
+        will_not_be_told = self._lock.held_for_write() or held.changes_untold
         with self._lock.read():
-            if state_dict is not None and self._guarded:
-                state = hold_still(state, self._guarded)
             captured = CapturedState(
-                state, step=identity.step, own=kept, lock=self._lock, pool=self._pool, index=self._index
+                held.state,
+                step=identity.step,
+                own=kept,
+                lock=self._lock,
+                pool=self._pool,
+                index=self._index,
+                of_group=held.of_group,
             )
             if will_not_be_told:
                 captured.snapshot.detach()
@@ -283,7 +293,7 @@ class Checkpointer:
             return future
         self._worker = worker
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        self._last = (name, tier), worker.future
+        self._last = name, worker.future
         return worker.future
 
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
@@ -323,14 +333,19 @@ class Checkpointer:
     def shutdown(self, *, wait: bool = True) -> None:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
-        Others are waited for no longer than it takes to fill what a lost one left out.
+        Others are waited for no longer than it takes to fill what a lost one left out, and a place that does not answer for half
+        a minute more: what it was to write then counts for nothing.
         """
+        self._is_over = True
         worker = self._worker
         if worker is not None and self._is_busy():
             if wait and worker.wait_written(self._timeout.total_seconds()):
                 self.wait(_FILLS * self._fill_after + _TO_CLOSE)
             worker.cancel()
-        self.wait()
+        if not self.wait(_TO_GIVE_UP):
+            logger.error(
+                "a save that was given up does not end, because its storage does not answer: its thread is left"
+            )
         atexit.unregister(self.shutdown)
         self._lock.remove_before_write(self._detach)
         self._pool.close("checkpointer")
@@ -342,13 +357,18 @@ class Checkpointer:
         if self._in_flight is not None:
             self._in_flight.detach()
 
-    def _state_of(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
-        if state_dict is not None:
-            state = {key: state_of_value(value) for key, value in state_dict.items()}
-            return state if self._manager is None else with_managers_state(state, self._manager)
-        if self._manager is None:
+    def _state_of(self, state_dict: dict[str, Any] | None) -> StateHeld:
+        state = None if state_dict is None else {key: state_of_value(value) for key, value in state_dict.items()}
+        if self._manager is not None:
+            return state_to_save(self._manager, state)
+        if state is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
-        return state_to_save(self._manager)
+        return StateHeld(hold_still(state, self._guarded), frozenset(), not self._guarded)
+
+    def _make_way(self) -> None:
+        """The state is about to be overwritten: have whatever reads it copy it aside first."""
+        with self._lock.write():
+            return
 
     def _identity(self, step: int | None) -> SaveIdentity | NotSaving:
         if self._manager is not None:
@@ -393,6 +413,7 @@ class Checkpointer:
         def make(reader: CheckpointReader, read: ReadWants) -> None:
             load_into(reader, template, read)
 
+        self._make_way()
         with self._place_to_meet() as place:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
         give_back(state_dict, template)
@@ -447,6 +468,7 @@ class Checkpointer:
             local = LocalState(template_to_load(manager))
             return load_state(reader.checkpoint, read_in_place, local, replica_id=name, rank=rank, in_place=True)
 
+        self._make_way()
         place = None
         if gathering is not None and gathering.store is not None and isinstance(manager.transport, HTTPTransport):
             place = MeetingPlace(

@@ -626,6 +626,77 @@ def test_the_last_save_is_not_lost_with_the_end_of_the_script(tmp_path: Path) ->
     assert checkpoints_in(tmp_path) == [3]
 
 
+def test_the_last_save_of_several_ranks_is_whole_at_the_end_of_the_script(tmp_path: Path) -> None:
+    """The interpreter gives no more threads by then, and several manifests are read in threads."""
+    script = (
+        "import sys, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer; "
+        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=int(sys.argv[3]), world_size=3); "
+        "Checkpointer(sys.argv[1]).save({'w': torch.ones(4_000_000)}, step=3)"
+    )
+    place, meeting = tmp_path / "saved", f"file://{tmp_path / 'meeting'}"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script, place, meeting, str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
+    assert checkpoints_in(place) == [3]
+
+
+def test_a_place_that_does_not_answer_does_not_hold_the_end_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointer._TO_GIVE_UP", timedelta(seconds=0.05))
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hold(progress: TransferProgress) -> None:
+        begun.set()
+        assert goes_on.wait(LONG_S)
+
+    optimizer = Counting([1000, 1000])
+    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer.guard_optimizer(optimizer)
+    future = checkpointer.save(optimizer.tensors(), step=2)
+    assert begun.wait(LONG_S)
+    checkpointer.shutdown(wait=False)
+    assert "its thread is left" in caplog.text
+    with pytest.raises(CheckpointError, match="shutdown was called"):
+        checkpointer.save(optimizer.tensors(), step=3)
+    optimizer.step()
+    goes_on.set()
+    with pytest.raises(CheckpointError, match="given up"):
+        future.result(LONG_S)
+    assert checkpoints_in(tmp_path) == []
+
+
+def test_a_load_while_a_save_is_in_flight_does_not_change_what_is_saved(tmp_path: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hold(progress: TransferProgress) -> None:
+        begun.set()
+        assert progress.step == 100 or goes_on.wait(LONG_S)
+
+    optimizer = Counting([300_000, 300_000])
+    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer.guard_optimizer(optimizer)
+    checkpointer.save(optimizer.tensors(), step=100).result(LONG_S)
+    optimizer.number = 199
+    optimizer.step()
+    begun.clear()
+    future = checkpointer.save(optimizer.tensors(), step=200)
+    assert begun.wait(LONG_S), "some of it is written, the rest is not"
+    checkpointer.load(optimizer.tensors(), step=100)
+    assert_of_one_step({"w": optimizer.param_groups[0]["params"][1]}, 0)
+    goes_on.set()
+    assert future.result(LONG_S).is_closed
+    assert_of_one_step(all_of(tmp_path, 200)[1], 200)
+    checkpointer.shutdown()
+
+
 def test_a_step_that_raised_and_kept_the_lock_does_not_let_the_next_one_into_the_save(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     parameter = torch.nn.Parameter(torch.zeros(300_000))

@@ -254,6 +254,19 @@ def test_the_newest_step_that_is_whole_over_all_disks_is_taken(
     assert "checkpoint step-000000000120.q2-b is skipped" in caplog.text
 
 
+def test_a_step_that_is_asked_for_is_found_however_many_are_newer(
+    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointing.durable.together.agreement.MAX_CANDIDATES", 2)
+    state = state_of()
+    for step in range(100, 106):
+        save(tmp_path, state, CheckpointName(step, "q1-a"))
+    job = job_of(2)
+    job.starts(lambda _: [storage_in(tmp_path)])
+    found = job.do(lambda part: part.shared.agree(101).checkpoint.name.step)
+    assert found == [101, 101]
+
+
 def test_a_disk_that_is_gone_with_its_host_takes_the_newest_step_with_it(
     tmp_path: Path, job_of: Callable[[int], Job]
 ) -> None:

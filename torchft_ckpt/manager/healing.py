@@ -36,7 +36,7 @@ from torchft_ckpt.errors import (
     TransferCancelledError,
 )
 from torchft_ckpt.manager.optimizer_state import with_optimizer_state
-from torchft_ckpt.manager.still import hold_still
+from torchft_ckpt.manager.still import StateHeld, hold_still, tensors_in
 from torchft_ckpt.manager.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,26 @@ class StateRegistry:
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example.
         """
         return self.capture() if self.is_kept_still else hold_still(self.capture(), self._optimizers)
+
+    def hold_to_save(self, state: dict[str, Any], *, by_key: bool) -> StateHeld:
+        """Return a state as it is to be saved while training goes on.
+
+        What every group has its own of is what a forward pass changes (BatchNorm's running statistics) and, where the groups
+        train apart between two rounds, all that optimizers change.
+
+        Args:
+            state: as `capture` returned it, or a state dict of the caller's.
+            by_key: it is the former.
+        """
+        trains_apart = len(self._moving) < len(self._get)
+        if by_key and self.is_kept_still:
+            return StateHeld(state, frozenset(), False)
+        held: dict[str, Any] = hold_still(state, self._optimizers)
+        if trains_apart:
+            own = {key: held[key] for key in self._moving} if by_key else held
+            return StateHeld(held, frozenset(map(id, tensors_in(own))), self.is_kept_still)
+        live = {id(tensor) for tensor in tensors_in(state)}
+        return StateHeld(held, frozenset(id(tensor) for tensor in tensors_in(held) if id(tensor) not in live), False)
 
     def check(self, user: object) -> dict[str, Any]:
         """Return what was received, if each registered key is in it and no other.

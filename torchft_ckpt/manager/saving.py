@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.manager.still import StateHeld
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
@@ -62,12 +63,25 @@ def group_name(manager: Manager) -> str:
     return name if incarnation else ""
 
 
-def state_to_save(manager: Manager) -> dict[str, Any]:
+def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) -> StateHeld:
     """Return the state that replicas heal from, and the Manager's own under `torchft`. On the training thread.
 
     What was registered under `default` is at the root, where it is a dict: names are those that the script's `state_dict` gave.
+
+    Args:
+        manager: of this rank.
+        state_dict: save this in its place.
+
+    Raises:
+        ConfigError: the state has something of its own under `torchft`.
     """
-    return with_managers_state(_at_root(manager._registry.capture_to_serve()), manager)
+    registry = manager._registry
+    if state_dict is None:
+        held = registry.hold_to_save(registry.capture(), by_key=True)
+        held = held._replace(state=_at_root(held.state))
+    else:
+        held = registry.hold_to_save(state_dict, by_key=False)
+    return held._replace(state=with_managers_state(held.state, manager))
 
 
 def with_managers_state(state: dict[str, Any], manager: Manager) -> dict[str, Any]:

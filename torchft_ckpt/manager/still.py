@@ -7,13 +7,23 @@ buffers are small; a large tensor or array that no optimizer owns is taken for o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 MAX_COPIED_BYTES = 1024 * 1024
+
+
+class StateHeld(NamedTuple):
+    """A state that is to be saved."""
+
+    state: dict[str, Any]
+    of_group: frozenset[int]
+    """`id` of the tensors that other replica groups do not hold alike."""
+    changes_untold: bool
+    """Optimizers change it without the lock: it is to be copied at once."""
 
 
 def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
@@ -24,6 +34,18 @@ def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
     """
     owned = _addresses(optimizers)
     return _copy(state, owned, {}) if owned else state
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a state, in dicts, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for item in state.values():
+            yield from tensors_in(item)
+    elif isinstance(state, (list, tuple)):
+        for item in state:
+            yield from tensors_in(item)
 
 
 def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:

@@ -13,7 +13,6 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -27,6 +26,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
     decode_part,
 )
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.local_state import some_of
@@ -286,7 +286,7 @@ def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_th
             elif part is not None:
                 left_aside.append(f"{name}/{entry}: no name of a manifest, which would be {part.manifest}")
     parts: list[Part] = []
-    for part_or_reason in _in_threads(lambda at: _read_part(at[0], name, at[1]), found, num_threads):
+    for part_or_reason in in_threads(lambda at: _read_part(at[0], name, at[1]), found, num_threads):
         if isinstance(part_or_reason, str):
             left_aside.append(part_or_reason)
         else:
@@ -392,13 +392,6 @@ def _without_doubles(parts: Sequence[Part], left_aside: list[str]) -> list[Part]
             differing.add(part.name)
     left_aside += [f"{name.manifest} is there twice, with other contents" for name in sorted(differing)]
     return [part for part in parts if part.name not in differing]
-
-
-def _in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_threads: int) -> list[_R]:
-    if len(items) < 2 or num_threads < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(num_threads, len(items)), "durable-read") as pool:
-        return list(pool.map(work, items))
 
 
 def minimal_cover(tensor: SavedTensor) -> list[Piece]:

@@ -11,7 +11,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, Path, PieceIndex, SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
@@ -186,10 +186,7 @@ class PieceReader(StateReader, Generic[_P]):
             return index
 
     def _in_threads(self, units: Sequence[Callable[[], _T]]) -> list[_T]:
-        if len(units) < 2 or self._num_threads < 2:
-            return [unit() for unit in units]
-        with ThreadPoolExecutor(min(self._num_threads, len(units)), "durable-read") as pool:
-            return list(pool.map(_call, units))
+        return in_threads(_call, units, self._num_threads)
 
     def _count(self, num_bytes: int, needed: int = 0) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class CapturedState:
         lock: the lock that the trainer mutates the state under; held for reading, or by the caller between two steps.
         pool: where copies go.
         index: works out who holds what.
+        of_group: `id` of the tensors that other replica groups do not hold alike.
 
     Raises:
         UnsupportedValueError: something in it cannot be carried; the message has its path.
@@ -65,6 +66,7 @@ class CapturedState:
         lock: StateDictLock,
         pool: BufferPool,
         index: HoldingsIndex,
+        of_group: Collection[int] = (),
     ) -> None:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -75,7 +77,7 @@ class CapturedState:
         self._trainer_is_free.set()
 
         def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-            self._layouts = [layout_of(path, tensor) for path, tensor in tensors]
+            self._layouts = [layout_of(path, tensor, is_alike=id(tensor) not in of_group) for path, tensor in tensors]
 
         try:
             flat, self.paths = flatten_state_dict(state)

@@ -30,11 +30,13 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
         replicas: the replica groups that divide the work; this rank's is one of them.
     """
 
-    def members(ranks: Sequence[int]) -> Holders:
-        return tuple(writers.number_of(replica, rank) for replica in replicas for rank in ranks)
+    def members(ranks: Sequence[int], is_alike: bool) -> Holders:
+        # What each group has its own of comes from the first, and not in part from each.
+        of = replicas if is_alike else replicas[:1]
+        return tuple(writers.number_of(replica, rank) for replica in of for rank in ranks)
 
     me = writers.number_of(*member)
-    everybody = members(range(writers.num_ranks))
+    everybody = members(range(writers.num_ranks), True)
     totals = _totals(state.holdings, members)
     if state.values:
         totals[everybody] += _VALUE_BYTES * len(state.values)
@@ -43,7 +45,10 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
     alone: list[tuple[int, Item]] = []
     for number, tensor in enumerate(state.holdings):
         for held in tensor.mine:
-            item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, members(held.ranks))
+            holders = members(held.ranks, tensor.is_alike)
+            if me not in holders:
+                continue
+            item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, holders)
             if tensor.is_known_to_all:
                 classes.setdefault(item.holders, []).append((number, item))
             else:  # nobody of this group knows of it but this rank: its replicas share it with it
@@ -68,16 +73,16 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
     return PartShare(sorted(boxes), values)
 
 
-def _totals(holdings: Sequence[TensorHoldings], members: Callable[[Sequence[int]], Holders]) -> Counter[Holders]:
+def _totals(holdings: Sequence[TensorHoldings], members: Callable[[Sequence[int], bool], Holders]) -> Counter[Holders]:
     """Return how many bytes are held by whom, as far as all ranks know of them."""
     layouts: dict[int, Sequence[Held]] = {}
-    bytes_of: Counter[int] = Counter()
+    bytes_of: Counter[tuple[int, bool]] = Counter()
     for tensor in holdings:
         if tensor.is_known_to_all:
             layouts[id(tensor.held)] = tensor.held
-            bytes_of[id(tensor.held)] += tensor.itemsize
+            bytes_of[id(tensor.held), tensor.is_alike] += tensor.itemsize
     totals: Counter[Holders] = Counter()
-    for layout, itemsizes in bytes_of.items():
+    for (layout, is_alike), itemsizes in bytes_of.items():
         for held in layouts[layout]:
-            totals[members(held.ranks)] += held.box.volume * itemsizes
+            totals[members(held.ranks, is_alike)] += held.box.volume * itemsizes
     return totals

@@ -41,6 +41,8 @@ class TensorHoldings(NamedTuple):
     """What this rank holds of it."""
     is_known_to_all: bool
     """Every rank of the group comes to the same `held`."""
+    is_alike: bool = True
+    """All replica groups hold the same bits of it; False: each has its own."""
 
 
 class Layout(NamedTuple):
@@ -54,15 +56,19 @@ class Layout(NamedTuple):
     mesh: DeviceMesh | None = None
     """Of a DTensor."""
     placements: tuple[Placement, ...] = ()
+    is_alike: bool = True
+    """As in `TensorHoldings`."""
 
 
-def layout_of(fqn: str, tensor: torch.Tensor) -> Layout:
+def layout_of(fqn: str, tensor: torch.Tensor, *, is_alike: bool = True) -> Layout:
     """Return the layout of a tensor. Quick, because the trainer waits for it."""
+    itemsize = tensor.element_size()
     is_whole = adapter_of(tensor) is None
     if not is_whole and is_dtensor(tensor):
         dtensor = cast("DTensor", tensor)
-        return Layout(fqn, tensor.shape, tensor.element_size(), False, dtensor.device_mesh, tuple(dtensor.placements))
-    return Layout(fqn, tensor.shape, tensor.element_size(), is_whole)
+        placements = tuple(dtensor.placements)
+        return Layout(fqn, tensor.shape, itemsize, False, dtensor.device_mesh, placements, is_alike)
+    return Layout(fqn, tensor.shape, itemsize, is_whole, is_alike=is_alike)
 
 
 class HoldingsIndex:
@@ -94,13 +100,13 @@ class HoldingsIndex:
         fqn, shape, itemsize = layout.fqn, tuple(layout.shape), layout.itemsize
         if layout.is_whole:
             held, mine = self._whole(shape)
-            return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated)
+            return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated, layout.is_alike)
         own = [box for box in boxes if box.volume]
         on_mesh = None if layout.mesh is None else self._on_mesh(shape, layout.mesh, layout.placements)
         if on_mesh is not None and [held.box for held in on_mesh[1]] == own:
-            return TensorHoldings(fqn, shape, itemsize, *on_mesh, True)
+            return TensorHoldings(fqn, shape, itemsize, *on_mesh, True, layout.is_alike)
         alone = [Held(box, (self._rank,)) for box in own]
-        return TensorHoldings(fqn, shape, itemsize, alone, alone, False)
+        return TensorHoldings(fqn, shape, itemsize, alone, alone, False, layout.is_alike)
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[list[Held], list[Held]]:
         if shape not in self._known:

@@ -91,7 +91,7 @@ def agree(
         CheckpointNotFoundError: there is none; the message says what was skipped, and why. All members come to the same.
         SourceLostError, SourceRefusedError: this member is not with the others any more.
     """
-    own = _look(storages, address)
+    own = _look(storages, address, step)
     meeting.say("seen", own)
     heard = meeting.hear("seen", _decode_seen, range(meeting.num_members))
     members, _ = meeting.settle("seen settled", heard)
@@ -207,11 +207,12 @@ def _settle_whole(meeting: Meeting, members: Sequence[int], union: _Union) -> tu
     return members, union.reason
 
 
-def _look(storages: Sequence[Storage], address: str) -> Seen:
+def _look(storages: Sequence[Storage], address: str, step: int | None) -> Seen:
     found: dict[str, set[str]] = {}
     for storage in storages:
         try:
-            for name in list_checkpoints(storage)[:MAX_CANDIDATES]:
+            wanted = [name for name in list_checkpoints(storage) if step is None or name.step == step]
+            for name in wanted[:MAX_CANDIDATES]:
                 parts = {entry for entry in storage.names(str(name)) if parse_part(entry) is not None}
                 found.setdefault(str(name), set()).update(parts)
         except StorageError as error:

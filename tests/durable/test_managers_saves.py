@@ -1,0 +1,155 @@
+"""A Manager's job saves: what is its own, what is every group's, and the same step in two places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
+from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.core.ladder import Rung
+from torchft_ckpt.manager.healing import StateRegistry
+from torchft_ckpt.manager.still import tensors_in
+
+SHORT = timedelta(seconds=20)
+LONG_S = 60.0
+
+
+class Group:
+    """A replica group of one, with buffers that its forward pass changes."""
+
+    def __init__(self, address: str) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.manager = Manager(
+            ProcessGroupGloo(timeout=SHORT),
+            lambda state: self.model.load_state_dict(state["model"]),
+            lambda: {"model": self.model.state_dict()},
+            min_replica_size=1,
+            use_async_quorum=False,
+            replica_id="group_0",
+            lighthouse_addr=address,
+            hostname="127.0.0.1",
+            timeout=SHORT,
+        )
+        self.optimizer = Optimizer(self.manager, self.sgd)
+
+    def forward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 4)).square().mean().backward()
+
+    def step(self) -> None:
+        self.forward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        self.optimizer.step()
+
+    def bits(self) -> dict[str, list[int]]:
+        return bits_of(self.model.state_dict())
+
+
+def bits_of(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: tensor.detach().reshape(-1).view(torch.uint8).tolist() for name, tensor in state.items()}
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_statistics_that_the_next_forward_pass_changes_are_those_of_the_save(
+    tmp_path: Path, address: str, given: bool
+) -> None:
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    group.step()
+    before = group.bits()
+    future = checkpointer.save({"model": group.model.state_dict()} if given else None)
+    group.forward()
+    saved = future.result(LONG_S)
+    read = {"model": {name: torch.zeros_like(value) for name, value in group.model.state_dict().items()}}
+    load_checkpoint(tmp_path / saved.name, read)
+    assert bits_of(read["model"]) == before
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
+def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer_one(
+    tmp_path: Path, address: str
+) -> None:
+    """Its parts are other ones here and there; taken for one checkpoint they would be of no use."""
+    places: dict[str, Any] = {"location": tmp_path / "storage", "local_location": tmp_path / "local", "keep_last": 1}
+    group = Group(address)
+    checkpointer = Checkpointer(manager=group.manager, **places)
+    group.step()
+    checkpointer.save().result(LONG_S)
+    group.step()
+    checkpointer.save(tier=Tier.LOCAL).result(LONG_S)
+    last = checkpointer.save()
+    assert last.result(LONG_S).is_closed
+    assert checkpointer.save() is last, "of a step that is saved already"
+    before = group.bits()
+    checkpointer.shutdown()
+    group.manager.shutdown()
+    for rung in (Rung.LOCAL_DISK, Rung.STORAGE):
+        again = Group(address)
+        checkpointer = Checkpointer(manager=again.manager, **places)
+        restored = checkpointer.restore()
+        assert (restored.rung, restored.step, again.bits()) == (rung, 2, before)
+        checkpointer.shutdown()
+        again.manager.shutdown()
+        for left in tmp_path.glob("local/*/*"):
+            left.unlink()
+
+
+# What is every group's own
+
+
+def registry_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, with_rounds: bool) -> StateRegistry:
+    registry = StateRegistry(StateDictLock())
+    registry.register("default", lambda _: None, lambda: {"model": model.state_dict()})
+    if with_rounds:
+        registry.register("rounds", lambda _: None, lambda: {"backup": [torch.zeros(4)]}, kept_still=True)
+    registry.guard(optimizer)
+    return registry
+
+
+def test_what_a_forward_pass_changes_is_each_groups_own_and_parameters_are_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    registry = registry_of(model, torch.optim.SGD(model.parameters()), with_rounds=False)
+    for by_key in (True, False):
+        state = registry.capture() if by_key else {"model": model.state_dict()}
+        held = registry.hold_to_save(state, by_key=by_key)
+        saved = held.state["default"]["model"] if by_key else held.state["model"]
+        own = {name for name, tensor in saved.items() if id(tensor) in held.of_group}
+        assert own == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+        assert not held.changes_untold
+
+
+def test_where_groups_train_apart_all_is_their_own_but_what_they_agreed_on() -> None:
+    model = nn.Linear(4, 8)
+    registry = registry_of(model, torch.optim.SGD(model.parameters()), with_rounds=True)
+    held = registry.hold_to_save(registry.capture(), by_key=True)
+    assert {id(tensor) for tensor in tensors_in(held.state["default"])} == held.of_group
+    assert not held.changes_untold
+
+
+def test_what_inner_steps_change_without_the_lock_is_to_be_copied_at_once() -> None:
+    model = nn.Linear(4, 8)
+    registry = StateRegistry(StateDictLock())
+    registry.register("rounds", lambda _: None, lambda: {"backup": [torch.zeros(4)]}, kept_still=True)
+    registry.guard(torch.optim.SGD(model.parameters()))
+    given = registry.hold_to_save({"model": model.state_dict()}, by_key=False)
+    assert given.changes_untold and len(given.of_group) == 2
+    agreed_on = registry.hold_to_save(registry.capture(), by_key=True)
+    assert not agreed_on.changes_untold and not agreed_on.of_group
