@@ -9,7 +9,7 @@ from bench import sides
 from bench.stats import median
 from bench.table import Row, Section, ratio, seconds
 from bench.transport_figures import best_setting, judge_at_least, median_ratio, rate, spread
-from bench.transport_peer import Transfer, check_equal, transfer
+from bench.transport_peer import Transfer, check_equal, raw_transfer, transfer
 from bench.transport_run import Run, pair
 from bench.transport_states import SHAPES
 
@@ -25,14 +25,25 @@ def _once(run: Run, shape: tuple[int, int], side: str, num_chunks: int, number: 
     return took
 
 
+def _raw_once(run: Run, shape: tuple[int, int], number: int) -> float:
+    with pair(run, f"raw-{number}", shape, sides.OURS) as (source, receiver):
+        source.ask("fill", seed=run.seed + number + 1)
+        took_s = raw_transfer(source, receiver)
+        check_equal(source, [receiver])
+    run.say(f"raw: {took_s:.3f} s")
+    return took_s
+
+
 def measure(run: Run) -> Section:
     """Measure ours and each setting of the reference in turn, and judge the median of the ratios."""
     shape = SHAPES["large"]
     num_bytes = shape[0] * shape[1]
     ours: list[Transfer] = []
+    raw_times: list[float] = []
     reference: dict[int, list[Transfer]] = {setting: [] for setting in run.settings()}
     for number in range(run.num_repeats(5, 1)):
         ours.append(_once(run, shape, sides.OURS, 0, number))
+        raw_times.append(_raw_once(run, shape, number))
         for setting, transfers in reference.items():
             transfers.append(_once(run, shape, sides.REFERENCE, setting, number))
     our_times = [took.total_s for took in ours]
@@ -48,6 +59,10 @@ def measure(run: Run) -> Section:
             bar=f">= {BAR:.0f}x",
             verdict=judge_at_least(gain, BAR),
         ),
+        Row(
+            figure="    the most there is: raw sockets, times torchft's best",
+            ours=ratio(median_ratio(best_times, raw_times) if best_times else None),
+        ),
         Row(figure="    serve, receive and load", ours=seconds(our_s), reference=seconds(best_s)),
         Row(figure="    of it serve", ours=_part(ours, "send_s"), reference=_part(reference.get(best or 0), "send_s")),
         Row(figure="    of it load", ours=_part(ours, "load_s"), reference=_part(reference.get(best or 0), "load_s")),
@@ -57,12 +72,13 @@ def measure(run: Run) -> Section:
         f"{shape[0]} float32 tensors of 64 MiB over loopback, new processes on both ends each time, median of "
         f"{len(ours)} side by side; the state was checked bit by bit",
         "time from send_checkpoint to the end of load_state_dict, without process start; ours receives in place",
+        "raw: sendall and recv_into over two streams, in new processes too, connections open before, no digests, nothing loaded",
     ]
     if best is not None:
         gains = [b / a for a, b in zip(our_times, best_times, strict=True)]
         tried = ", ".join(f"{setting}: {seconds(median(values))}" for setting, values in times.items())
         notes.append(f"torchft's num_chunks {tried}; beside the best, {best}, ratios {spread(gains)}")
-    raw = {"ours_s": our_times, "torchft_s": times}
+    raw = {"ours_s": our_times, "torchft_s": times, "raw_s": raw_times}
     return Section(name="first", title="First recovery of a fresh process, 1 GiB", rows=rows, notes=notes, raw=raw)
 
 

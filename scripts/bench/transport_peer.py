@@ -11,6 +11,8 @@ from bench.processes import Child, Children, Event
 
 _START_TIMEOUT_S = 180.0
 _COMMAND_TIMEOUT_S = 150.0
+_RAW_STREAMS = 2
+"""Without digests more of them are faster, where there are two cores."""
 
 
 class CommandFailedError(RuntimeError):
@@ -111,6 +113,14 @@ def transfer(source: Peer, receiver: Peer, step: int) -> Transfer:
     send_s = source.ask("send", step=step)["seconds"]
     answer = receiver.ask("receive", sources=[source.metadata], step=step)
     return Transfer(send_s=send_s, receive_s=answer["receive_s"], load_s=answer["load_s"])
+
+
+def raw_transfer(source: Peer, receiver: Peer) -> float:
+    """Let raw sockets carry what the source's model holds now, over two streams; return the seconds it took."""
+    port = source.ask("raw_listen", num_streams=_RAW_STREAMS)["port"]
+    receiver.ask("raw_connect", port=port, num_streams=_RAW_STREAMS)
+    took_s: float = receiver.ask("raw_receive")["seconds"]
+    return took_s
 
 
 def check_equal(source: Peer, receivers: Sequence[Peer]) -> None:
