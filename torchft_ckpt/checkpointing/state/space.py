@@ -194,24 +194,26 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
             if local.dtype != tensor.dtype or tuple(local.shape) != box.sizes:
                 raise _refuse(path, f"a shard {local.dtype}{[*local.shape]} of a {tensor.dtype} tensor, for {box}, it")
             pieces.append(_piece(len(pieces), path, local, box.offsets))
-    groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
-    groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
-    groups.sort(key=_place_in_space)
-
+    groups = [[piece] for piece in pieces] if _lie_apart(pieces) else _groups_of(pieces)
     memories: list[Memory] = []
     starts: list[int] = []
     lengths: list[int] = []
     placed: list[Placed] = [_NOT_PLACED] * len(pieces)
     end = 0
     for segment, group in enumerate(groups):
-        memory, places = _segment(group)
+        first = group[0]
+        if len(group) == 1:
+            memory = Memory(first.tensor, first.nbytes, packed=not first.is_contiguous)
+            placed[first.index] = Placed(first.offsets, first.sizes, segment, 0, None)
+        else:
+            memory, places = _segment(group)
+            for piece, (byte_offset, strides) in zip(group, places, strict=True):
+                placed[piece.index] = Placed(piece.offsets, piece.sizes, segment, byte_offset, strides)
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
         end = start + memory.length
         starts.append(start)
         lengths.append(memory.length)
         memories.append(memory)
-        for piece, (byte_offset, strides) in zip(group, places, strict=True):
-            placed[piece.index] = Placed(piece.offsets, piece.sizes, segment, byte_offset, strides)
     of_tensors: list[PlacedTensor] = []
     at = 0
     for (path, tensor), count in zip(tensors, counts, strict=True):
@@ -290,6 +292,24 @@ def _overlaps_itself(piece: _Piece) -> bool:
     return piece.nbytes > piece.high - piece.low
 
 
+def _lie_apart(pieces: list[_Piece]) -> bool:
+    """Whether all are on the CPU and no two share a byte, as in nearly every state; False says nothing."""
+    reach = 0
+    for piece in sorted(pieces, key=_BY_LOW):
+        if piece.low < reach or piece.device or not 0 < piece.nbytes <= piece.high - piece.low:
+            return False
+        reach = piece.high
+    return True
+
+
+def _groups_of(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Return what is to be a segment each, in their order."""
+    groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
+    groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
+    groups.sort(key=_place_in_space)
+    return groups
+
+
 def _group_overlapping(pieces: list[_Piece]) -> list[list[_Piece]]:
     """Put pieces that share bytes into one group."""
     groups: list[list[_Piece]] = []
@@ -314,11 +334,10 @@ def _place_in_space(group: list[_Piece]) -> tuple[bool, int]:
 
 
 def _segment(group: list[_Piece]) -> tuple[Memory, list[tuple[int, tuple[int, ...] | None]]]:
-    """Return the memory of one segment, and for each piece its byte offset and strides in it."""
+    """Return the memory of what several pieces share, and for each of them its byte offset and strides in it."""
     first = group[0]
-    if len(group) == 1 or all(piece.same_view(first) for piece in group):
-        memory = Memory(first.tensor, first.nbytes, packed=not first.is_contiguous)
-        return memory, _WHOLE if len(group) == 1 else _WHOLE * len(group)
+    if all(piece.same_view(first) for piece in group):
+        return Memory(first.tensor, first.nbytes, packed=not first.is_contiguous), _WHOLE * len(group)
     # The hull starts where every piece is a whole number of its own items away from it.
     storage_start = first.tensor.untyped_storage().data_ptr()
     low = storage_start + (min(piece.low for piece in group) - storage_start) // _MAX_ITEMSIZE * _MAX_ITEMSIZE
