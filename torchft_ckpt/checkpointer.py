@@ -181,7 +181,7 @@ class Checkpointer:
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
         self._threads: list[threading.Thread] = []
-        self._last: tuple[CheckpointName, Future[SavedCheckpoint]] | None = None
+        self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
         self._num_loads = self._num_saves = 0
         self._lock.add_before_write(self._detach)
@@ -248,10 +248,9 @@ class Checkpointer:
         # A name of its own, because it is put together with what is in other places: its parts are others than in storage.
         save_id = identity.save_id if tier is Tier.STORAGE else f"{identity.save_id}-{tier.value}"
         name = checkpoint_name(identity.step, save_id)
-        if self._manager is not None and self._last is not None and self._last[0] == name:
-            last = self._last[1]
-            if not last.done() or last.exception() is None:
-                return last  # a step that was discarded since has not changed the state
+        last_name, last = self._last.get(tier, (None, future))
+        if self._manager is not None and last_name == name and (not last.done() or last.exception() is None):
+            return last  # a step that was discarded since has not changed the state
         if self._worker is not None and self._is_busy() and not self._worker.leave():
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
@@ -293,7 +292,7 @@ class Checkpointer:
             return future
         self._worker = worker
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        self._last = name, worker.future
+        self._last[tier] = name, worker.future
         return worker.future
 
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
@@ -333,8 +332,8 @@ class Checkpointer:
     def shutdown(self, *, wait: bool = True) -> None:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
-        Others are waited for no longer than it takes to fill what a lost one left out, and a place that does not answer for half
-        a minute more: what it was to write then counts for nothing.
+        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it. A place that does
+        not answer then is waited for half a minute more; what it was to write counts for nothing.
         """
         self._is_over = True
         worker = self._worker

@@ -299,6 +299,21 @@ def test_two_tensors_whose_paths_read_the_same_are_not_taken_for_each_other(rece
     assert differences(receive(state, local), state) == []
 
 
+@pytest.mark.parametrize("theirs", [{"a": {"w": 1}, "a.w": 2}, {"a": {0: 1, "0": 2}}])
+def test_two_tensors_of_one_path_there_do_not_get_into_one_memory_here(receive, theirs):
+    def filled(node: Any) -> Any:
+        return (
+            {key: filled(item) for key, item in node.items()}
+            if isinstance(node, dict)
+            else torch.full((9,), float(node))
+        )
+
+    ours = {"a": {next(iter(theirs["a"])): torch.zeros(9)}}
+    with pytest.raises(StateMismatchError, match="share memory here"):
+        receive(filled(theirs), ours)
+    assert not next(iter(ours["a"].values())).any()
+
+
 # ----------------------------------------------------------------------------------------------------------- a failure
 
 

@@ -22,7 +22,7 @@ from support.savers import no_threads_left
 from support.spmd_double import random_bits
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchft_ckpt import Checkpointer, Tier, checkpoints_in
+from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
@@ -695,6 +695,34 @@ def test_a_load_while_a_save_is_in_flight_does_not_change_what_is_saved(tmp_path
     assert future.result(LONG_S).is_closed
     assert_of_one_step(all_of(tmp_path, 200)[1], 200)
     checkpointer.shutdown()
+
+
+def test_a_state_that_is_received_in_place_does_not_get_into_a_save_in_flight(tmp_path: Path) -> None:
+    """As a replica that heals while it saves: nobody takes the lock, because the trainer waits."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hold(progress: TransferProgress) -> None:
+        begun.set()
+        assert goes_on.wait(LONG_S)
+
+    optimizer = Counting([300_000, 300_000])
+    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer.guard_optimizer(optimizer)
+    others = {name: torch.full_like(weight, 7.0) for name, weight in optimizer.tensors()["weights"].items()}
+    limit = timedelta(seconds=20)
+    peer: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1")
+    own: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", lock=checkpointer._lock)
+    peer.send_checkpoint([0], 7, {"weights": others}, limit)
+    future = checkpointer.save(optimizer.tensors(), step=1)
+    assert begun.wait(LONG_S)
+    local = {"weights": optimizer.tensors()["weights"]}
+    own.fetch_checkpoint([peer.metadata()], 7, limit, local_state=local, in_place=True)
+    assert_of_one_step(local["weights"], 7)
+    goes_on.set()
+    assert future.result(LONG_S).is_closed
+    assert_of_one_step(all_of(tmp_path, 1)[1], 0)
+    for each in (own, peer, checkpointer):
+        each.shutdown()
 
 
 def test_a_step_that_raised_and_kept_the_lock_does_not_let_the_next_one_into_the_save(tmp_path: Path) -> None:

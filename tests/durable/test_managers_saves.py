@@ -84,6 +84,41 @@ def test_statistics_that_the_next_forward_pass_changes_are_those_of_the_save(
     group.manager.shutdown()
 
 
+def test_steps_of_an_optimizer_that_nobody_guards_do_not_get_into_the_save(tmp_path: Path, address: str) -> None:
+    """As in torchft's plain loop: `if manager.should_commit(): optimizer.step()`."""
+    weights = torch.nn.Parameter(torch.zeros(2_000_000))
+    sgd = torch.optim.SGD([weights], lr=1.0)
+    manager = Manager(
+        ProcessGroupGloo(timeout=SHORT),
+        lambda state: None,
+        lambda: {"weights": weights.detach()},
+        min_replica_size=1,
+        use_async_quorum=False,
+        replica_id="group_0",
+        lighthouse_addr=address,
+        hostname="127.0.0.1",
+        timeout=SHORT,
+    )
+    checkpointer = Checkpointer(tmp_path, manager=manager)
+
+    def step() -> None:
+        manager.start_quorum()
+        weights.grad = torch.full_like(weights, -1.0)
+        manager.allreduce(weights.grad).wait()
+        assert manager.should_commit()
+        sgd.step()
+
+    step()
+    future = checkpointer.save()
+    for _ in range(3):
+        step()
+    read = {"weights": torch.zeros_like(weights)}
+    load_checkpoint(tmp_path / future.result(LONG_S).name, read)
+    assert read["weights"].unique().tolist() == [1.0]
+    checkpointer.shutdown()
+    manager.shutdown()
+
+
 def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer_one(
     tmp_path: Path, address: str
 ) -> None:
@@ -98,6 +133,7 @@ def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer
     last = checkpointer.save()
     assert last.result(LONG_S).is_closed
     assert checkpointer.save() is last, "of a step that is saved already"
+    assert checkpointer.save(tier=Tier.LOCAL).result(LONG_S).name.endswith("-local")
     before = group.bits()
     checkpointer.shutdown()
     group.manager.shutdown()
@@ -119,7 +155,7 @@ def registry_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, with_roun
     registry = StateRegistry(StateDictLock())
     registry.register("default", lambda _: None, lambda: {"model": model.state_dict()})
     if with_rounds:
-        registry.register("rounds", lambda _: None, lambda: {"backup": [torch.zeros(4)]}, kept_still=True)
+        registry.register("rounds", lambda _: None, lambda: [torch.zeros(4)], kept_still=True, trains_apart=True)
     registry.guard(optimizer)
     return registry
 
@@ -147,7 +183,7 @@ def test_where_groups_train_apart_all_is_their_own_but_what_they_agreed_on() -> 
 def test_what_inner_steps_change_without_the_lock_is_to_be_copied_at_once() -> None:
     model = nn.Linear(4, 8)
     registry = StateRegistry(StateDictLock())
-    registry.register("rounds", lambda _: None, lambda: {"backup": [torch.zeros(4)]}, kept_still=True)
+    registry.register("rounds", lambda _: None, lambda: [torch.zeros(4)], kept_still=True, trains_apart=True)
     registry.guard(torch.optim.SGD(model.parameters()))
     given = registry.hold_to_save({"model": model.state_dict()}, by_key=False)
     assert given.changes_untold and len(given.of_group) == 2

@@ -277,7 +277,7 @@ class HTTPTransport(CheckpointTransport[T]):
         )
         with self._fetching(fetch):
             if in_place:
-                self._shelf.detach_all()  # what is served here may be what is written to
+                self._lock.announce_write()  # what is served or saved here may be what is written to
             try:
                 state = destination.assemble(fetch.run())
             except CheckpointError as error:
@@ -326,7 +326,7 @@ class HTTPTransport(CheckpointTransport[T]):
         )
         with self._fetching(fetch):
             if in_place:
-                self._shelf.detach_all()  # what is served here may be what is written to
+                self._lock.announce_write()  # what is served or saved here may be what is written to
             try:
                 state = fetch.run()
             except TransferError as error:

@@ -44,7 +44,7 @@ class StateDictLock:
         self._callbacks_lock = threading.Lock()
 
     def add_before_write(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called by every writer once it holds the lock and before it may mutate.
+        """Have `callback` called by every writer once it holds the lock and before it may mutate; see also `announce_write`.
 
         A snapshot uses it to copy aside what it still needs. The callback must not take this lock in another thread
         and wait for it; reading from the calling thread is allowed.
@@ -56,6 +56,14 @@ class StateDictLock:
         """Undo `add_before_write`; a callback that is not there is ignored."""
         with self._callbacks_lock:
             self._before_write = tuple(known for known in self._before_write if known != callback)
+
+    def announce_write(self) -> None:
+        """Call what every writer calls, without the lock: the state is about to be written to by somebody who has it to himself.
+
+        For a receive into the state, which is long: readers of other memory go on, and the training thread waits. Any thread.
+        """
+        for callback in self._before_write:
+            callback()
 
     def held_for_write(self) -> bool:
         """Whether the calling thread holds the write side."""
@@ -135,8 +143,7 @@ class StateDictLock:
                 party="writer",
             )
         try:
-            for callback in self._before_write:
-                callback()
+            self.announce_write()
         except BaseException:
             writer.release()
             raise

@@ -58,6 +58,9 @@ class StateRegistry:
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, str] | None = None
+        self._trains_apart = False
+        self._has_untold = False
+        """Something that moves belongs to optimizers that are not guarded."""
 
     def register(
         self,
@@ -67,18 +70,22 @@ class StateRegistry:
         *,
         kept_still: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        trains_apart: bool = False,
     ) -> None:
         """Add a pair; `kept_still`: optimizer steps do not change it. Raises `ConfigError` where the key is taken.
 
-        `optimizers`: whose state is in it, where they are not guarded.
+        `optimizers`: whose state is in it, where they are not guarded. `trains_apart`: between two changes of it every group
+        trains by itself.
         """
         if key in self._load:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
         self._load[key] = load
         self._get[key] = get
         self._unguarded += optimizers
+        self._trains_apart = self._trains_apart or trains_apart
         if not kept_still:
             self._moving.add(key)
+            self._has_untold = self._has_untold or bool(optimizers)
 
     @property
     def is_empty(self) -> bool:
@@ -158,15 +165,17 @@ class StateRegistry:
             state: as `capture` returned it, or a state dict of the caller's.
             by_key: it is the former.
         """
-        trains_apart = len(self._moving) < len(self._get)
         if by_key and self.is_kept_still:
             return StateHeld(state, frozenset(), False)
+        # Guarded optimizers leave the lock alone where all that is registered is kept still.
+        changes_untold = self.is_kept_still or self._has_untold or not self._optimizers
         held: dict[str, Any] = hold_still(state, self._optimizers)
-        if trains_apart:
+        if self._trains_apart:
             own = {key: held[key] for key in self._moving} if by_key else held
-            return StateHeld(held, frozenset(map(id, tensors_in(own))), self.is_kept_still)
+            return StateHeld(held, frozenset(map(id, tensors_in(own))), changes_untold)
         live = {id(tensor) for tensor in tensors_in(state)}
-        return StateHeld(held, frozenset(id(tensor) for tensor in tensors_in(held) if id(tensor) not in live), False)
+        copies = (id(tensor) for tensor in tensors_in(held) if id(tensor) not in live)
+        return StateHeld(held, frozenset(copies), changes_untold)
 
     def check(self, user: object) -> dict[str, Any]:
         """Return what was received, if each registered key is in it and no other.

@@ -297,6 +297,7 @@ class Manager:
         *,
         kept_still: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        trains_apart: bool = False,
     ) -> None:
         """Add a pair of functions to the state that replicas heal from.
 
@@ -313,11 +314,20 @@ class Manager:
                 nothing, and the state can be offered between two steps (`offer_state`).
             optimizers: whose state is in it, where they are neither wrapped nor guarded: where parameters are sharded, a replica
                 that has none of it yet makes it before it receives.
+            trains_apart: between two changes of this state every replica group trains by itself, as in an outer loop: what
+                else is registered is each group's own, unless it is kept still too.
 
         Raises:
             ConfigError: the key is taken.
         """
-        self._registry.register(key, load_state_dict, state_dict, kept_still=kept_still, optimizers=optimizers)
+        self._registry.register(
+            key,
+            load_state_dict,
+            state_dict,
+            kept_still=kept_still,
+            optimizers=optimizers,
+            trains_apart=trains_apart,
+        )
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""

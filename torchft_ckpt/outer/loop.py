@@ -88,7 +88,12 @@ class OuterLoop(Generic[F]):
         _refuse_shared_parameters(self._fragments)
         manager.guard_optimizer(inner_optimizer)
         manager.register_state_dict_fn(
-            key, self._load_state, self._state, kept_still=True, optimizers=self._outer_optimizers
+            key,
+            self._load_state,
+            self._state,
+            kept_still=True,
+            optimizers=self._outer_optimizers,
+            trains_apart=True,
         )
 
     def __enter__(self) -> Self:

@@ -104,6 +104,8 @@ class Snapshot:
             space = plan_space(encoder.tensors)
             if see_tensors is not None:
                 see_tensors(encoder.tensors)
+        self.arrays = frozenset(encoder.arrays)
+        """Places in the manifest of what are numpy arrays."""
         self.step = step
         self.id = uuid.uuid4().hex
         self.block_bytes = pool.block_bytes
@@ -121,7 +123,7 @@ class Snapshot:
         self._starts = space.starts
         self._memories: list[Memory | None] = list(space.memories)
         self._lengths = space.lengths
-        self._num_on_cpu = sum(memory.device.type == "cpu" for memory in space.memories)
+        self._num_on_cpu = sum([memory.tensor.is_cpu for memory in space.memories])
         staged = space.memories[self._num_on_cpu :]
         self._staging = Staging(staged, starts_now=num_expected > 0) if staged else None
         self._staged: list[Memory] = []

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from torchft_ckpt.checkpointing.state.collector import collector_paused
-from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
@@ -62,6 +63,7 @@ class LocalState:
                 for path, tensor in encoder.tensors
                 if counts[path] == 1  # {1: a, "1": b} have one path
             }
+            self._lies_apart = _lie_apart(self._held.values())
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = tuple(_optimizer_state(state, ""))
 
@@ -105,7 +107,7 @@ class LocalState:
             if not _is_alike(held, entry):
                 wrong.append(entry)
                 continue
-            if not _same_boxes(held.boxes, entry.chunks):
+            if not _same_boxes(held, entry):
                 elsewhere.append(entry)
                 continue
             for chunk, memory in zip(entry.chunks, self._memories[entry.fqn], strict=False):
@@ -193,6 +195,8 @@ class LocalState:
 
         Strided tensors are taken for all that lies between their first and their last byte.
         """
+        if self._lies_apart and len({entry.fqn for entry in manifest.tensors}) == len(manifest.tensors):
+            return
         spans = []
         for entry in manifest.tensors:
             held = self._held.get(entry.fqn)
@@ -313,13 +317,28 @@ def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
     return HeldTensor(tensor, adapter, *adapter.boxes_and_data(tensor, path))
 
 
+def _lie_apart(tensors: Iterable[HeldTensor]) -> bool:
+    """Whether no two share a byte, as in nearly every state."""
+    spans = [
+        (low := data.data_ptr(), low + (data.nbytes if data.is_contiguous() else span_of(data)))
+        for held in tensors
+        for data in held.data
+        if data.is_cpu and data.nbytes
+    ]
+    spans.sort()
+    return all(one[1] <= other[0] for one, other in pairwise(spans))
+
+
 def _is_alike(held: HeldTensor, entry: TensorEntry) -> bool:
     """Whether it is a tensor of the same global shape and dtype."""
-    return [*held.given.shape] == entry.shape and dtype_name(held.given.dtype) == entry.dtype
+    return held.given.shape == tuple(entry.shape) and held.given.dtype is DTYPES.get(entry.dtype)
 
 
-def _same_boxes(boxes: Sequence[Box], chunks: Iterable[Chunk]) -> bool:
-    """Whether the boxes are the same ones; where empty ones lie does not matter."""
+def _same_boxes(held: HeldTensor, entry: TensorEntry) -> bool:
+    """Whether the boxes of an alike tensor are the same ones; where empty ones lie does not matter."""
+    boxes, chunks = held.boxes, entry.chunks
+    if held.adapter is None and len(chunks) == 1 and chunks[0].sizes == entry.shape:
+        return True
     there = [box_of(chunk) for chunk in chunks]
     return len(boxes) == len(there) and all(
         a == b or (a.sizes == b.sizes and not a.volume) for a, b in zip(boxes, there, strict=True)

@@ -31,10 +31,14 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class TreeEncoder:
-    """Encodes one state. `tensors` holds (path, tensor) in the order in which the nodes refer to them."""
+    """Encodes one state. `tensors` holds (path, tensor) in the order in which the nodes refer to them.
+
+    `arrays` are the places there of what are numpy arrays in the state.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.arrays: set[int] = set()
 
     def encode(self, value: object, path: str = "", depth: int = 0) -> Node:
         """Return the node of a value.
@@ -129,10 +133,12 @@ class TreeEncoder:
             )
         usable = array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
         try:
-            return self._tensor(torch.from_numpy(usable), path)
+            tensor = torch.from_numpy(usable)
         except TypeError as error:
             message = f"state dict{_at(path)}: a numpy array of {array.dtype} cannot be carried"
             raise UnsupportedValueError(message, path) from error
+        self.arrays.add(len(self.tensors))
+        return self._tensor(tensor, path)
 
     def _text(self, text: object, path: str) -> str:
         try:

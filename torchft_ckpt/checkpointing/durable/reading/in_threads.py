@@ -1,9 +1,13 @@
-"""Does independent pieces of work on a few threads, and on the caller's where no others can be had."""
+"""Does independent pieces of work on a few threads, this one among them.
+
+Not with an executor: executors end before the handlers of `atexit` run, in which the last save is closed, and their threads are
+waited for when the interpreter ends, also those that wait for a storage that does not answer.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -11,27 +15,41 @@ _R = TypeVar("_R")
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_threads: int) -> list[_R]:
-    """Return what `work` returns for each item, in their order; raises what the first of them raised, then not all are begun.
+    """Return what `work` returns for each item, in their order.
 
-    While the interpreter ends, executors give no threads: the last save is closed and filled all the same.
+    Where it raises, no more is begun, and the error of the first such item is raised once all that was begun has ended. Where no
+    more threads can be had, those that there are do all of it.
 
     Args:
-        work: may be called twice for an item.
+        work: for any thread.
         items: what to do.
         num_threads: at once, at most.
     """
-    if len(items) < 2 or num_threads < 2:
-        return [work(item) for item in items]
-    futures: list[Future[_R]] = []
-    with ThreadPoolExecutor(min(num_threads, len(items)), "durable-read") as pool:
-        try:
-            for item in items:
-                futures.append(pool.submit(work, item))
-        except RuntimeError:
-            pass  # the rest is done below
-        try:
-            done = [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return done + [work(item) for item in items[len(futures) :]]
+    done: dict[int, _R] = {}
+    errors: dict[int, BaseException] = {}
+    places = iter(range(len(items)))  # each is taken once, whoever asks
+
+    def take() -> None:
+        for place in places:
+            try:
+                done[place] = work(items[place])
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors[place] = error
+            if errors:
+                return
+
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(min(num_threads, len(items)) - 1):
+            thread = threading.Thread(target=take, name="durable-read", daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError:
+        pass  # there are no more
+    take()
+    for thread in threads:
+        thread.join()
+    if errors:
+        interrupt = (error for error in errors.values() if not isinstance(error, Exception))
+        raise next(interrupt, errors[min(errors)])
+    return [done[place] for place in range(len(items))]

@@ -90,6 +90,8 @@ class CapturedState:
             if not isinstance(value, torch.Tensor)
         ]
         self.snapshot = Snapshot(state, step=step, lock=lock, pool=pool, num_expected=0, see_tensors=see)
+        for place in self.snapshot.arrays:  # no optimizer keeps them alike
+            self._layouts[place] = self._layouts[place]._replace(is_alike=False)
         names = [layout.fqn for layout in self._layouts]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
