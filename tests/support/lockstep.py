@@ -75,7 +75,14 @@ class ScriptedManager:
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def register_state_dict_fn(
-        self, key: str, load: object, get: Callable[[], Any], *, kept_still: bool, optimizers: object
+        self,
+        key: str,
+        load: object,
+        get: Callable[[], Any],
+        *,
+        kept_still: bool,
+        optimizers: object,
+        trains_apart: bool = False,
     ) -> None:
         self.state = get
 
