@@ -40,7 +40,8 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
     SaveWorker,
     close_checkpoint,
 )
-from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback

@@ -17,9 +17,10 @@ from support.scripted_fs import ScriptedSystem
 
 from torchft_ckpt.checkpointing.durable.names import TEMPORARY
 from torchft_ckpt.checkpointing.durable.storage import fsspec_storage, local_storage
-from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import FsspecStorage
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.errors import ConfigError, StorageError
 
 KINDS = ["directory", "scripted", "file", "memory", "objects"]

@@ -22,7 +22,8 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 )
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage.contract import Storage, open_storage
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.cli.summary import format_bytes
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
 

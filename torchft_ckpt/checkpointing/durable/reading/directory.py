@@ -17,7 +17,7 @@ from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage.contract import open_storage
+from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.errors import CheckpointDamagedError
 
 

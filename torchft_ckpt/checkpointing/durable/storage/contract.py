@@ -6,7 +6,6 @@ clocks, owners or order. Paths are relative to the place, with `/` between names
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, parse_part
-from torchft_ckpt.errors import ConfigError, StorageError
+from torchft_ckpt.errors import StorageError
 
 
 class OutputFile(ABC):
@@ -139,32 +138,6 @@ class Storage(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
-
-
-def open_storage(location: str | os.PathLike[str], **storage_options: object) -> Storage:
-    """Return a directory of this machine, or for `scheme://...` what fsspec knows under that scheme.
-
-    Args:
-        location: a path, or a URL of fsspec. Need not be there yet.
-        storage_options: of fsspec's file system (credentials, endpoint).
-
-    Raises:
-        ConfigError: fsspec does not know the scheme, what it needs is not installed, or it refuses the options.
-        StorageError: fsspec connects at once to such a place, and could not.
-    """
-    from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import FsspecStorage
-    from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-
-    text = os.fspath(location)
-    if "://" in text or "::" in text:
-        return FsspecStorage(text, **storage_options)
-    if storage_options:
-        raise ConfigError(
-            f"location={text!r} is a local path: it takes no options ({', '.join(sorted(storage_options))})", "location"
-        )
-    if not text:
-        raise ConfigError("location='': a path or a URL was expected", "location")
-    return LocalStorage(text)
 
 
 # What both places need
