@@ -59,6 +59,7 @@ from torchft_ckpt.errors import (
     SaveInFlightError,
     StorageError,
 )
+from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
@@ -200,8 +201,7 @@ class Checkpointer:
         if self._manager is not None:
             return
         self._guarded.append(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self._lock.acquire_write())
-        optimizer.register_step_post_hook(lambda *_: self._lock.release_write())
+        guard_steps(optimizer, self._lock.acquire_write, self._lock.release_write)
 
     # ---------------------------------------------------------------------------------------------------------- save
 
@@ -258,7 +258,7 @@ class Checkpointer:
             return future
         held = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
-        # A guarded step that raised has kept the lock, and the next one would not tell the snapshot.
+        # Where a step that raised has kept the lock, nobody could read until it is given back.
         will_not_be_told = self._lock.held_for_write() or held.changes_untold
         with self._lock.read():
             captured = CapturedState(

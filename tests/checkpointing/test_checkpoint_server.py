@@ -85,7 +85,14 @@ def test_the_whole_byte_space_is_a_plain_download(transport):
 
 @pytest.mark.parametrize(
     ("text", "start", "stop"),
-    [("0-9", 0, 10), ("4090-4100", 4090, 4101), ("9990-", 9990, 10000), ("5000-99999", 5000, 10000)],
+    [
+        ("0-9", 0, 10),
+        ("4090-4100", 4090, 4101),
+        ("9990-", 9990, 10000),
+        ("5000-99999", 5000, 10000),
+        ("-4", 9996, 10000),
+        ("-99999", 0, 10000),
+    ],
 )
 def test_any_range_can_be_fetched(transport, text, start, stop):
     transport.send_checkpoint([1], 3, STATE, LONG)
@@ -94,12 +101,33 @@ def test_any_range_can_be_fetched(transport, text, start, stop):
 
 
 @pytest.mark.parametrize(
-    "text", ["bytes=10000-", "bytes=5-4", "bytes=-5", "bytes=a-b", "lines=1-2", "bytes=" + "9" * 30 + "-"]
+    "text", ["bytes=10000-", "bytes=5-4", "bytes=-0", "bytes=-", "bytes=a-b", "lines=1-2", "bytes=" + "9" * 30 + "-"]
 )
 def test_a_range_that_does_not_exist_is_refused(transport, text):
     transport.send_checkpoint([1], 3, STATE, LONG)
     status, headers, body = ask(transport, "/v1/checkpoint/3/bytes", {"Range": text})
     assert (status, headers["Content-Range"], json.loads(body)["error"]) == (416, "bytes */10000", "bad_range")
+
+
+def test_a_download_that_goes_on_with_another_snapshot_begins_anew(transport):
+    """RFC 9110, 13.1.5: else its end would be of another state than its beginning."""
+    transport.send_checkpoint([1], 3, STATE, LONG)
+    first = ask(transport, "/v1/checkpoint/3/manifest")[1]["ETag"]
+    resume = {"Range": "bytes=5000-", "If-Range": first}
+    assert ask(transport, "/v1/checkpoint/3/bytes", resume)[::2] == (206, RAW[5000:])
+    transport.send_checkpoint([1], 3, STATE, LONG)
+    assert ask(transport, "/v1/checkpoint/3/bytes", resume)[::2] == (200, RAW)
+
+
+def test_a_head_request_gets_no_body_and_leaves_the_connection_usable(transport):
+    transport.send_checkpoint([1], 3, STATE, LONG)
+    address = parse_metadata(transport.metadata())
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=20)
+    for _ in range(2):
+        connection.request("HEAD", "/v1/checkpoint/3/bytes", headers=TOKEN)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (405, b"")
+    connection.close()
 
 
 def test_blocks_come_each_with_its_digest(transport):

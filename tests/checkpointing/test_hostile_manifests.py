@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import tracemalloc
 
 import msgspec
@@ -53,6 +54,38 @@ def changed(path: str, value: object) -> bytes:
 
 
 CHUNK = "tensors/0/chunks/0"
+
+
+def sharded(num_tensors: int, boxes: list[tuple[list[int], list[int]]], shape: list[int], itemsize: int) -> bytes:
+    """Tensors of several boxes each, all of them in the same segment."""
+    length = max(itemsize * math.prod(sizes) for _, sizes in boxes)
+    chunks = [
+        {"offsets": offsets, "sizes": sizes, "segment": 0, "byte_offset": 0, "strides": None}
+        for offsets, sizes in boxes
+    ]
+    tensors = [
+        {"fqn": f"w{number}", "dtype": "uint8", "shape": shape, "chunks": chunks} for number in range(num_tensors)
+    ]
+    tree = {"d": [[f"w{number}", {"x": number}] for number in range(num_tensors)]}
+    changes = {"total_bytes": length, "segments": [[0, length]], "tensors": tensors, "tree": tree}
+    return json.dumps({**GOOD, **changes}).encode()
+
+
+def test_boxes_that_share_their_bytes_do_not_make_up_more_memory_than_there_are_bytes():
+    columns = [([number * 1024], [1024]) for number in range(64)]
+    with pytest.raises(StateFormatError, match="in a byte space of 1024"):
+        decode_manifest(sharded(300, columns, [64 * 1024], 1))
+    decode_manifest(sharded(2, columns[:2], [2048], 1))  # tied, and sharded over two devices
+
+
+def test_boxes_take_no_longer_to_compare_than_a_second_or_two():
+    """No dimension tells all of them apart, so each is compared with each."""
+    places = [(row, column) for row in range(8) for column in range(8)]
+    grid = [([row, column, *[0] * 40], [1, 1, *[1] * 40]) for row, column in places]
+    with pytest.raises(StateFormatError, match="too many boxes to compare"):
+        decode_manifest(sharded(500, grid, [8, 8, *[1] * 40], 1))
+    rows = [([number, *[0] * 40], [1, *[1] * 40]) for number in range(4)]
+    decode_manifest(sharded(1, rows, [4, *[1] * 40], 1))
 
 
 def test_the_good_manifest_is_read():

@@ -356,6 +356,17 @@ def test_a_failure_before_the_first_byte_leaves_the_state_alone(source, destinat
     assert differences(local, old) == []
 
 
+def test_what_was_served_while_a_step_that_raised_kept_the_lock_is_not_torn(source, destination):
+    weights = torch.zeros(300_000)
+    source.lock.acquire_write()  # the step raises, and nobody gives it back
+    with source.lock.read():
+        source.send_checkpoint([1], 7, {"w": weights}, LONG)
+    source.lock.acquire_write()  # the next step
+    weights.fill_(-1.0)
+    source.lock.release_write()
+    assert not destination.recv_checkpoint(0, source.metadata(), 7, LONG)["w"].any()
+
+
 def test_what_is_served_here_is_copied_aside_before_it_is_received_into(source, destination):
     """A reader of our own old state, half done when we receive over it, gets the old state or an error, never a mixture."""
     ours = {"w": noise(1_000_000, seed=1)}

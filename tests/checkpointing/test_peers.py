@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
+import random
 import threading
 import time
 import urllib.error
@@ -313,12 +316,44 @@ def test_leases_are_revoked_from_the_unseen_to_the_slowest_to_the_last():
     for name, held in (("fast", 0xF), ("slow", 0x1)):
         receivers.add(name, 0.0)
         receivers.acknowledge(name, held)
-    assert receivers.revoke_slowest() == "1 receivers that have not come yet"
+    unseen = "1 receivers that have not come yet"
+    assert receivers.revoke_until(lambda blocks: True) == []
+    assert receivers.revoke_until(lambda blocks: blocks.bit_count() <= 7) == [unseen]
     assert (receivers.is_revoked("unseen"), receivers.is_revoked("fast"), receivers.needed()) == (True, False, 0xFE)
-    assert receivers.revoke_slowest() == "receiver slow"
+    assert receivers.revoke_until(lambda blocks: blocks.bit_count() <= 6) == ["receiver slow"]
     assert (receivers.is_revoked("slow"), receivers.is_revoked("fast"), receivers.needed()) == (True, False, 0xF0)
-    assert receivers.revoke_slowest() == "receiver fast"
-    assert (receivers.revoke_slowest(), receivers.needed(), receivers.num_active) == (None, 0, 0)
+    assert receivers.revoke_until(lambda blocks: not blocks) == ["receiver fast"]
+    assert (receivers.revoke_until(lambda blocks: not blocks), receivers.num_active) == ([], 0)
+
+
+def test_leases_are_revoked_as_one_after_the_other_would_be():
+    random.seed(SEED := 20)
+    for case in range(300):
+        names = [f"r{number}" for number in range(random.randrange(6))]
+        held = {name: random.getrandbits(8) for name in names}
+        num_blocks = random.randrange(9)
+        receivers = Receivers(8, num_expected=0)
+        for name in names:
+            receivers.add(name, 0.0)
+            receivers.acknowledge(name, held[name])
+        left = sorted(names, key=lambda name: (held[name].bit_count(), name))
+        gone = []
+        while (
+            left and bin(functools.reduce(operator.or_, (0xFF & ~held[name] for name in left))).count("1") > num_blocks
+        ):
+            gone.append(f"receiver {left.pop(0)}")
+        revoked = receivers.revoke_until(lambda blocks, most=num_blocks: blocks.bit_count() <= most)
+        assert revoked == gone, (SEED, case)
+
+
+def test_names_that_cost_nothing_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.receivers.MAX_RECEIVERS", 3)
+    receivers = Receivers(8, num_expected=0)
+    for name in "abc":
+        receivers.add(name, 0.0)
+    assert (receivers.has_room_for("d"), receivers.has_room_for("a")) == (False, True)
+    receivers.finish("a")
+    assert receivers.has_room_for("d")
 
 
 def test_a_silent_receiver_lapses_and_may_begin_again():

@@ -315,7 +315,7 @@ def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_n
     scene, seen = Scene(), []
     scene.snapshot.register("a")
     scene.snapshot.contact("a", 0.0, received=blocks([0]))
-    real_copy = scene.snapshot._copy_aside_if_needed
+    real_copy = scene.snapshot._copy_block
 
     def copy_and_look(block: int) -> None:
         real_copy(block)
@@ -323,21 +323,21 @@ def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_n
             (scene.snapshot.statistics().phase, scene.read_all() == scene.old_bytes, scene.snapshot.register("b"))
         )
 
-    monkeypatch.setattr(scene.snapshot, "_copy_aside_if_needed", copy_and_look)
+    monkeypatch.setattr(scene.snapshot, "_copy_block", copy_and_look)
     scene.snapshot.detach()
-    assert seen == [(Phase.DETACHING, True, False)] * 6
+    assert seen == [(Phase.DETACHING, True, False)] * 5, "once for each block that is needed"
     assert scene.snapshot.statistics().num_blocks_copied_aside == 5
 
 
 def test_a_snapshot_that_is_closed_while_it_is_copied_aside_stays_closed(monkeypatch):
     scene = Scene()
-    real_copy = scene.snapshot._copy_aside_if_needed
+    real_copy = scene.snapshot._copy_block
 
     def copy_and_close(block: int) -> None:
         real_copy(block)
         scene.snapshot.close()
 
-    monkeypatch.setattr(scene.snapshot, "_copy_aside_if_needed", copy_and_close)
+    monkeypatch.setattr(scene.snapshot, "_copy_block", copy_and_close)
     scene.snapshot.detach()
     assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (Phase.CLOSED, 0)
 
@@ -403,6 +403,15 @@ def test_one_snapshot_too_many_closes_the_oldest():
         [[], [], [scenes[0].snapshot]],
         [True, False, False],
     )
+
+
+def test_what_is_closed_already_does_not_count_as_one_too_many():
+    shelf, scenes = Shelf(), [Scene() for _ in range(3)]
+    shelf.put(scenes[0].snapshot, lease_ends=100.0)
+    shelf.put(scenes[1].snapshot, lease_ends=100.0)
+    scenes[1].snapshot.close()
+    assert shelf.put(scenes[2].snapshot, lease_ends=100.0) == []
+    assert not scenes[0].snapshot.closed, "somebody may be reading it"
 
 
 def test_a_receiver_that_starts_on_a_newer_snapshot_is_off_the_older():

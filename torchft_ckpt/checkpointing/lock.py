@@ -30,7 +30,7 @@ class StateDictLock:
 
     The write side belongs to a thread. `acquire_write` and `release_write` are idempotent per thread, because the hooks
     that call them are not always called in pairs: an optimizer's post-step hook does not run where the step raised, so
-    the next pre-step hook of that thread finds the lock already its own. A thread that holds the write side may also read.
+    the next pre-step hook of that thread may find the lock already its own. A thread that holds the write side may also read.
 
     Args:
         timeout: default limit of every acquire.
@@ -118,7 +118,9 @@ class StateDictLock:
             self.release_write()
 
     def acquire_write(self, timeout: timedelta | None = None) -> None:
-        """Take the write side for the calling thread; does nothing if this thread holds it already.
+        """Take the write side for the calling thread, if it does not hold it already.
+
+        Also where it does, readers are told: what this thread has handed out since is about to be written to.
 
         Raises:
             LockTimeoutError: readers or another writer held the lock for the whole timeout; it was not taken.
@@ -135,6 +137,7 @@ class StateDictLock:
         """Take the write side; False if this thread held it already."""
         writer = self._writer()
         if writer.locked():
+            self.announce_write()
             return False
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         if not writer.acquire(blocking=True, timeout=timeout_s):

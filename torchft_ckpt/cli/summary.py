@@ -61,7 +61,7 @@ def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str
                 f"also step {other.step}: {format_bytes(other.total_bytes)}, {some(other.num_tensors, 'tensor')}, "
                 f"{_served(other)}"
             )
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def as_json(url: str, index: Index, manifest: Manifest, num_tensors: int | None) -> dict[str, object]:
@@ -155,6 +155,11 @@ def _shape(tensor: TensorEntry) -> str:
 
 def _served(entry: SnapshotEntry) -> str:
     return f"to {some(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
+
+
+def printable(text: str) -> str:
+    """Return a text with what would move a terminal's cursor, or do more, written as an escape: names are others'."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def some(count: int, what: str) -> str:

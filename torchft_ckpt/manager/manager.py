@@ -44,6 +44,7 @@ from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.gathering import Gathering, gather
+from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.worker import Worker
@@ -355,16 +356,16 @@ class Manager:
         self._talk.load_torn()
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make each step of an optimizer take and give back the write lock, by hooks.
+        """Make each step of an optimizer take and give back the write lock, also where it raises.
 
-        `Optimizer` does so for the one that it wraps. Post-step hooks do not run where a step raises: call
-        `allow_state_dict_read` then, and `report_torn_state` if the script is to go on.
+        `Optimizer` does so for the one that it wraps. Where a step raised, call `report_torn_state` if the script is to go on.
         """
         self._registry.guard(optimizer)
-        optimizer.register_step_pre_hook(
-            lambda *_: None if self._registry.is_kept_still else self.disallow_state_dict_read()
+        guard_steps(
+            optimizer,
+            lambda: None if self._registry.is_kept_still else self.disallow_state_dict_read(),
+            self.allow_state_dict_read,
         )
-        optimizer.register_step_post_hook(lambda *_: self.allow_state_dict_read())
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore what `state_dict` returned, together with the checkpoint that it was saved with.

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
 _DIGESTS_AT_ONCE = 64
-_RANGE = re.compile(r"\Abytes=([0-9]{1,19})-([0-9]{0,19})\Z")
+_RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
 _STATUS = {
     "unauthorized": 401,
@@ -100,8 +100,8 @@ class CheckpointHandlers:
         app.router.add_get(PREFIX, self._index)
         app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
         app.router.add_get(step + "/manifest", self._manifest)
-        app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks)
-        app.router.add_get(step + "/bytes", self._bytes)
+        app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks, allow_head=False)
+        app.router.add_get(step + "/bytes", self._bytes, allow_head=False)
         app.router.add_get(step + "/digests", functools.partial(self._digests, digest_blocks))
         app.router.add_get(step + "/samples", functools.partial(self._digests, sample_blocks))
         app.router.add_post(step + "/parts", self._parts)
@@ -201,10 +201,16 @@ class CheckpointHandlers:
             return served
         start, stop, status = 0, served.total_bytes, 200
         headers = {}
-        if "Range" in request.headers:
+        # Where the client's part is of another snapshot it gets all of this one (RFC 9110, 13.1.5).
+        if "Range" in request.headers and request.headers.get("If-Range", _etag(served)) == _etag(served):
             match = _RANGE.match(request.headers["Range"])
-            start = int(match[1]) if match else -1
-            stop = min(int(match[2]) + 1, stop) if match and match[2] else stop
+            if match is None:
+                start = -1
+            elif match[3] is not None:
+                start = max(stop - int(match[3]), 0)
+            else:
+                start = int(match[1])
+                stop = min(int(match[2]) + 1, stop) if match[2] else stop
             status = 206
             if not 0 <= start < stop:
                 refusal = self._refuse("bad_range", f"the state has {served.total_bytes} bytes", status=416)
@@ -264,6 +270,8 @@ class CheckpointHandlers:
             regions = regions_of(served.manifest, parts)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return self._refuse("bad_range", str(error)[:400], status=416)
+        if sum(region.num_bytes for region in regions) > served.total_bytes:
+            return self._refuse("bad_range", "the parts have more bytes than the state", status=416)
         self._note_contact(request, served)
         if not all(served.holds(region.start, region.stop) for region in regions):
             return self._gone(request, f"step {served.step}: parts of it have been freed")

@@ -7,9 +7,15 @@ times are handed in. Sets of blocks are integers used as bit sets.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_ckpt.checkpointing.protocol import MAX_PEERS
+
+MAX_RECEIVERS = 4096
+"""Of one snapshot at once."""
+MAX_NAMES = 65536
+"""Of receivers of one snapshot, over its life."""
 
 
 @dataclass(slots=True)
@@ -69,6 +75,10 @@ class Receivers:
         """Whether somebody who was told to come has not come yet, and may."""
         return len(self._seen) < self._num_expected and not self._unseen_revoked
 
+    def has_room_for(self, name: str) -> bool:
+        """Whether a receiver may start: names cost nothing to make, and each has to be looked at while the trainer waits."""
+        return name in self._active or (len(self._active) < MAX_RECEIVERS and len(self._seen) < MAX_NAMES)
+
     def add(self, name: str, now: float) -> None:
         """A receiver starts from the first block."""
         self._seen.setdefault(name, len(self._seen))
@@ -125,17 +135,37 @@ class Receivers:
             self._revoked.add(name)
         return gone
 
-    def revoke_slowest(self) -> str | None:
-        """End the lease of who has least: first those who have not even come. Returns who it was, None if nobody is left."""
+    def revoke_until(self, fits: Callable[[int], bool]) -> list[str]:
+        """End leases until what is needed fits: first of those who have not even come, then of who has least.
+
+        One look at each, however many have registered: the trainer waits.
+
+        Args:
+            fits: whether so many blocks can be kept, a bit set; of fewer blocks it says the same or yes.
+
+        Returns:
+            whose leases they were.
+        """
+        if fits(self.needed()):
+            return []
+        revoked: list[str] = []
         if self.awaits_more:
+            revoked.append(f"{self._num_expected - len(self._seen)} receivers that have not come yet")
             self._unseen_revoked = True
-            return f"{self._num_expected - len(self._seen)} receivers that have not come yet"
-        if not self._active:
-            return None
-        slowest = min(self._active, key=lambda name: (self._active[name].received.bit_count(), name))
-        del self._active[slowest]
-        self._revoked.add(slowest)
-        return f"receiver {slowest}"
+        slowest_last = sorted(
+            self._active, key=lambda name: (self._active[name].received.bit_count(), name), reverse=True
+        )
+        blocks = num_kept = 0
+        for name in slowest_last:
+            blocks |= self._all & ~self._active[name].received
+            if not fits(blocks):
+                break
+            num_kept += 1
+        for name in reversed(slowest_last[num_kept:]):
+            del self._active[name]
+            self._revoked.add(name)
+            revoked.append(f"receiver {name}")
+        return revoked
 
     def peers_of(self, name: str) -> list[PeerBlocks]:
         """Return others that serve what they hold; which ones, where there are many, depends on the name alone."""

@@ -54,6 +54,7 @@ class Shelf:
     def put(self, snapshot: Snapshot, *, lease_ends: float) -> list[Snapshot]:
         """Serve a snapshot until `lease_ends`; return those that had to be closed for it."""
         with self._lock:
+            self._drop_closed()
             self._leases.insert(0, _Lease(snapshot, lease_ends))
             self._newest_step = snapshot.step
             self._wishes = {step: at for step, at in self._wishes.items() if step is not None and step > snapshot.step}

@@ -34,6 +34,7 @@ from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, pieces_of, plan_space
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import CheckpointError
@@ -179,7 +180,7 @@ class Snapshot:
     def register(self, receiver: str, now: float = 0.0) -> bool:
         """Note that a receiver starts from the first block; False if not everything is there any more."""
         with self._changed:
-            if not self._can_begin():
+            if not self._can_begin() or not self._receivers.has_room_for(receiver):
                 return False
             self._receivers.add(receiver, now)
             if self._staging is not None:
@@ -431,15 +432,16 @@ class Snapshot:
 
     def _fit_into_budget(self) -> None:
         num_available = self._pool.num_available()
-        while num_available is not None and self._to_copy().bit_count() > num_available:
-            revoked = self._receivers.revoke_slowest()
-            if revoked is None:
-                return
+        if num_available is None:
+            return
+        to_copy = self._live_blocks() & ~self._copied
+        revoked = self._receivers.revoke_until(lambda blocks: (blocks & to_copy).bit_count() <= num_available)
+        if revoked:
             logger.warning(
-                "%r: the copies for %s would exceed staging_budget_bytes=%d; its lease is revoked",
+                "%r: the copies would exceed staging_budget_bytes=%d; leases are revoked: %s",
                 self,
-                revoked,
                 self._pool.budget_bytes,
+                some_of(revoked),
             )
 
     def _free_unneeded(self) -> None:
@@ -461,21 +463,22 @@ class Snapshot:
 
     def _copy_all_aside(self) -> None:
         """Copy what is needed; the trainer waits, so large copies are spread over a few threads, as torch does."""
-        blocks = range(self._num_live_blocks())
+        with self._changed:
+            wanted = self._to_copy()  # looked at once: there may be thousands of receivers
+        blocks = [block for block in range(self._num_live_blocks()) if wanted >> block & 1]
         num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
         if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
             for block in blocks:
-                self._copy_aside_if_needed(block)
+                self._copy_block(block)
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="torchft_ckpt-detach") as threads:
-            for _ in threads.map(self._copy_aside_if_needed, blocks):
+            for _ in threads.map(self._copy_block, blocks):
                 pass
 
-    def _copy_aside_if_needed(self, block: int) -> None:
+    def _copy_block(self, block: int) -> None:
         """Copy a block, without holding `_changed`: nobody mutates the live memory before `detach` has returned."""
         with self._changed:
-            is_needed = self._receivers.needed() >> block & 1 and block not in self._copies
-            if self._phase is not Phase.DETACHING or not is_needed:
+            if self._phase is not Phase.DETACHING or block in self._copies:
                 return
             memories = self._memories
         buffer = self._copy_aside(block, memories)
