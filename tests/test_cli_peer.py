@@ -105,6 +105,17 @@ def test_inspect_names_the_other_states_that_are_served(peer: HTTPTransport[Any]
     assert lines[-1] == "also step 3: 1.14 MiB, 6 tensors, to 0 receivers, out of copies, the trainer has gone on"
 
 
+def test_names_of_a_peer_do_nothing_to_the_terminal(
+    make_peer: Callable[..., HTTPTransport[Any]], capsys: Capture
+) -> None:
+    peer = make_peer()
+    peer.send_checkpoint([1], 1, {"\x1b]0;owned\x07\nstep 9": torch.zeros(2), "a\rb": 1}, LONG)
+    assert main(["inspect", peer.metadata()]) == 0
+    page = capsys.readouterr().out
+    assert all(line.isprintable() for line in page.splitlines())
+    assert "\\x1b]0;owned\\x07\\nstep 9" in page and "a\\rb = 1" in page
+
+
 def test_inspect_keeps_nothing_at_the_peer(peer: HTTPTransport[Any], capsys: Capture) -> None:
     for _ in range(2):
         assert main(["inspect", peer.metadata()]) == 0

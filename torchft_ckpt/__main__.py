@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from torchft_ckpt import __version__
 from torchft_ckpt.cli import checkpoints, lighthouse, peer
+from torchft_ckpt.cli.text import printable
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
 
@@ -31,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ConfigError as error:
-        print(f"torchft_ckpt: {error}", file=sys.stderr)
+        print(f"torchft_ckpt: {printable(str(error))}", file=sys.stderr)
         return 2
     except TorchftCkptError as error:
-        print(f"torchft_ckpt: {error}", file=sys.stderr)
+        print(f"torchft_ckpt: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

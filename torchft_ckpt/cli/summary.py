@@ -13,6 +13,7 @@ from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree
 from torchft_ckpt.cli.leaves import leaves
+from torchft_ckpt.cli.text import printable
 
 _MAX_VALUES = 8
 _MAX_VALUE_CHARS = 60
@@ -155,11 +156,6 @@ def _shape(tensor: TensorEntry) -> str:
 
 def _served(entry: SnapshotEntry) -> str:
     return f"to {some(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
-
-
-def printable(text: str) -> str:
-    """Return a text with what would move a terminal's cursor, or do more, written as an escape: names are others'."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def some(count: int, what: str) -> str:
