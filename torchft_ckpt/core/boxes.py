@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MAX_CELLS = 1 << 16
 """Pieces of one box: a mesh has as many shards at most, but chunks from the network may lie in any way."""
@@ -65,6 +65,29 @@ def fits(box: Box, shape: Sequence[int]) -> bool:
 def relative_to(box: Box, outer: Box) -> Box:
     """Return a box as seen from one that it lies within: its offsets counted from the first element of that one."""
     return Box(tuple(low - base for low, base in zip(box.offsets, outer.offsets, strict=True)), box.sizes)
+
+
+class HasPlace(Protocol):
+    """A box, under whatever name."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Of its first element."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """In each dimension."""
+
+
+def are_told_apart(boxes: Sequence[HasPlace]) -> bool:
+    """Whether one dimension tells all boxes of one tensor apart, as in the shards of a mesh. False says nothing."""
+    if len(boxes) < 2:
+        return True
+    for dim in range(len(boxes[0].sizes)):
+        runs = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
+        if all(one[1] <= other[0] for one, other in pairwise(runs)):
+            return True
+    return False
 
 
 def refine(wanted: Box, chunks: Sequence[Box]) -> list[Box]:

@@ -43,7 +43,7 @@ of the byte space, and MUST check all of the above before it allocates memory fo
 from __future__ import annotations
 
 import sys
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import prod
 from typing import Annotated
 
@@ -54,6 +54,7 @@ from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.state.tree import check_tree
+from torchft_ckpt.core.boxes import are_told_apart
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"
@@ -285,7 +286,7 @@ def _check_chunk(tensor: TensorEntry, chunk: Chunk, itemsize: int, length: int) 
 
 def _check_apart(tensor: TensorEntry) -> int:
     """See that no two boxes share an element; return how many comparisons of two of them that took."""
-    if any(_tells_apart(tensor, dim) for dim in range(len(tensor.shape))):
+    if are_told_apart(tensor.chunks):
         return 0
     for one, other in combinations(tensor.chunks, 2):
         if all(
@@ -294,11 +295,6 @@ def _check_apart(tensor: TensorEntry) -> int:
         ):
             raise StateFormatError(f"tensor {_name(tensor)}: two of its boxes overlap", party="source")
     return len(tensor.chunks) * (len(tensor.chunks) - 1) // 2 * max(len(tensor.shape), 1)
-
-
-def _tells_apart(tensor: TensorEntry, dim: int) -> bool:
-    runs = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in tensor.chunks)
-    return all(one[1] <= other[0] for one, other in pairwise(runs))
 
 
 def names_of_parts(manifest: Manifest) -> list[str]:

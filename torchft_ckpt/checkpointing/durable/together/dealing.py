@@ -7,11 +7,10 @@ sockets; how shares are cut is in `core/shares.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from torchft_ckpt.checkpointing.durable.names import PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
-from torchft_ckpt.core.boxes import Box, contains, fits, refine, whole
+from torchft_ckpt.core.boxes import Box, are_told_apart, contains, fits, refine, whole
 from torchft_ckpt.core.shares import Item, deal_shares
 
 Boxes = Mapping[str, Sequence[Box]]
@@ -58,7 +57,7 @@ def deal_reading(
 def _apart(shape: Sequence[int], wanted: Mapping[Box, set[int]]) -> Iterable[tuple[Box, frozenset[int]]]:
     """Return boxes that do not overlap and make up all that is wanted, each with those who want it."""
     boxes = sorted(wanted)
-    if not _are_apart(boxes, len(shape)):
+    if not are_told_apart(boxes):
         try:
             cells = refine(whole(shape), boxes)
         except ValueError:
@@ -66,17 +65,6 @@ def _apart(shape: Sequence[int], wanted: Mapping[Box, set[int]]) -> Iterable[tup
         around = ((cell, [box for box in boxes if contains(box, cell)]) for cell in cells)
         return [(cell, frozenset().union(*(wanted[box] for box in outer))) for cell, outer in around if outer]
     return [(box, frozenset(wanted[box])) for box in boxes]
-
-
-def _are_apart(boxes: Sequence[Box], num_dims: int) -> bool:
-    """Whether one dimension tells all of the boxes apart, as in the shards of a mesh. False says nothing."""
-    if len(boxes) < 2:
-        return True
-    for dim in range(num_dims):
-        runs = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
-        if all(one[1] <= other[0] for one, other in pairwise(runs)):
-            return True
-    return False
 
 
 def _by_readers(
