@@ -222,6 +222,14 @@ def test_the_step_of_what_dcp_wrote_is_in_its_name_or_not_known(
     assert run(capsys, "ls", tmp_path / name)[1].splitlines()[1].split()[0] == step
 
 
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_a_name_that_would_clear_the_terminal_is_printed_as_text(tmp_path: Path, action: str, capsys: Capture) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-7\x1b[2J\n", no_dist=True)
+    _, out, err = run(capsys, action, tmp_path)
+    assert "step-7" in out
+    assert all(line.isprintable() for line in (out + err.replace("\r", "\n")).split("\n"))
+
+
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["export", "-o", "state.safetensors"]])
 def test_a_place_without_checkpoints_is_named(
     action: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch

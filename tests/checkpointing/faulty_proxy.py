@@ -238,17 +238,19 @@ class Wire:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.byte_s = 0.1
+        """How long a byte takes where they drip."""
 
     async def send(self, data: bytes) -> None:
         """Send bytes."""
         self._writer.write(data)
         await self._writer.drain()
 
-    async def drip(self, data: bytes, pause_s: float) -> None:
+    async def drip(self, data: bytes) -> None:
         """Send bytes one at a time, as long as somebody listens."""
         for index in range(len(data)):
             await self.send(data[index : index + 1])
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(self.byte_s)
 
     async def flood(self, data: bytes) -> None:
         """Send the same bytes again and again, as long as somebody listens."""

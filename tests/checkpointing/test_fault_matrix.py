@@ -46,6 +46,8 @@ from torchft_ckpt.errors import (
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20261120"))
 NUM_RANDOM = int(os.environ.get("FAULT_MATRIX_RANDOM", "20"))
 ANY = (TransferError, StateFormatError)
+_DRIPS = 12
+"""How many bytes drip before the deadline: fewer than a digest has, which is the least that is left of an answer."""
 Act = Callable[[Answer, int, Wire], Awaitable[None]]
 
 
@@ -135,7 +137,7 @@ async def stall(answer: Answer, position: int, wire: Wire) -> None:
 
 async def drip(answer: Answer, position: int, wire: Wire) -> None:
     await wire.send(answer.raw[:position])
-    await wire.drip(answer.raw[position:], 0.1)
+    await wire.drip(answer.raw[position:])
     await wire.hang()
 
 
@@ -353,6 +355,7 @@ def make_case(kind: Kind, mode: Mode, place: Place, generator: random.Random, *,
             await pass_on(answer, wire)
             return
         case.num_fired += 1
+        wire.byte_s = case.timeout_s / _DRIPS
         await act(answer, position, wire)
 
     case.fault = fault

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,31 @@ SHORT = timedelta(seconds=20)
 LONG_S = 60.0
 
 
+def make_manager(address: str, load: Callable[[Any], None], state: Callable[[], object]) -> Manager:
+    """Return the Manager of a group of one rank."""
+    return Manager(
+        ProcessGroupGloo(timeout=SHORT),
+        load,
+        state,
+        min_replica_size=1,
+        use_async_quorum=False,
+        replica_id="group_0",
+        lighthouse_addr=address,
+        hostname="127.0.0.1",
+        timeout=SHORT,
+    )
+
+
 class Group:
     """A replica group of one, with buffers that its forward pass changes."""
 
     def __init__(self, address: str) -> None:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=SHORT),
+        self.manager = make_manager(
+            address,
             lambda state: self.model.load_state_dict(state["model"]),
             lambda: {"model": self.model.state_dict()},
-            min_replica_size=1,
-            use_async_quorum=False,
-            replica_id="group_0",
-            lighthouse_addr=address,
-            hostname="127.0.0.1",
-            timeout=SHORT,
         )
         self.optimizer = Optimizer(self.manager, self.sgd)
 
@@ -88,17 +97,7 @@ def test_steps_of_an_optimizer_that_nobody_guards_do_not_get_into_the_save(tmp_p
     """As in torchft's plain loop: `if manager.should_commit(): optimizer.step()`."""
     weights = torch.nn.Parameter(torch.zeros(2_000_000))
     sgd = torch.optim.SGD([weights], lr=1.0)
-    manager = Manager(
-        ProcessGroupGloo(timeout=SHORT),
-        lambda state: None,
-        lambda: {"weights": weights.detach()},
-        min_replica_size=1,
-        use_async_quorum=False,
-        replica_id="group_0",
-        lighthouse_addr=address,
-        hostname="127.0.0.1",
-        timeout=SHORT,
-    )
+    manager = make_manager(address, lambda state: None, lambda: {"weights": weights.detach()})
     checkpointer = Checkpointer(tmp_path, manager=manager)
 
     def step() -> None:

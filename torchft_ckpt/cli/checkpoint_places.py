@@ -25,6 +25,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.cli.summary import format_bytes
+from torchft_ckpt.cli.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
 
 _NUM_THREADS = 8
@@ -239,7 +240,7 @@ def _cells(row: Described) -> tuple[str, ...]:
         format_bytes(row.bytes_on_disk),
         _parts(row),
         "-" if row.written_at_s is None else f"{datetime.fromtimestamp(row.written_at_s):%Y-%m-%d %H:%M:%S}",
-        row.name,
+        one_line(row.name),
     )
 
 
@@ -261,11 +262,7 @@ def _remarks(row: Described) -> list[str]:
             remarks.append("plain DCP cannot read it: its .metadata was not written")
     if row.divergent:
         remarks.append(
-            f"replicas did not hold the same bytes of {len(row.divergent)} tensors, such as {row.divergent[0][:120]}"
+            f"replicas did not hold the same bytes of {len(row.divergent)} tensors, "
+            f"such as {one_line(row.divergent[0])[:120]}"
         )
     return remarks
-
-
-def one_line(text: str) -> str:
-    """Return a text without what would spoil a terminal's line."""
-    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchft_ckpt.cli.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -112,13 +113,12 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _told(opened: Opened, verdict: Verdict, max_problems: int | None) -> list[str]:
-    from torchft_ckpt.cli.checkpoint_places import one_line
     from torchft_ckpt.cli.summary import format_bytes, some
 
     what = ""
     if not verdict.problems and opened.reader is not None:
         what = f": {some(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
-    lines = [f"{opened.place.name}: {verdict.condition.value}{what}"]
+    lines = [one_line(f"{opened.place.name}: {verdict.condition.value}{what}")]
     lines += [f"    {one_line(problem)}" for problem in verdict.problems[:max_problems]]
     more = len(verdict.problems) - len(verdict.problems[:max_problems])
     if more:
@@ -147,10 +147,10 @@ def _run_export(options: argparse.Namespace) -> int:
         except (CheckpointDamagedError, StorageError) as error:
             raise type(error)(f"{reason_of(error)}; nothing was exported", opened.place.name) from error
     for reason in exported.left_out:
-        print(f"left out: {reason}", file=sys.stderr)
+        print(one_line(f"left out: {reason}"), file=sys.stderr)
     if not options.quiet:
         print(
-            f"{options.output}: {opened.place.name}, {some(len(exported.outlines), 'tensor')}, "
+            f"{options.output}: {one_line(opened.place.name)}, {some(len(exported.outlines), 'tensor')}, "
             f"{some(len(exported.content.values), 'value')}, {format_bytes(num_bytes)}",
             file=sys.stderr,
         )
@@ -159,16 +159,16 @@ def _run_export(options: argparse.Namespace) -> int:
 
 def _newest_whole(options: argparse.Namespace) -> tuple[Opened, CheckpointReader | ForeignReader]:
     """Return the newest checkpoint that is whole; say which newer ones are not."""
-    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, one_line, open_checkpoint
+    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 
     skipped: list[str] = []
     for place in find_checkpoints(options.location, options.step):
         opened = open_checkpoint(place)
         if opened.reader is not None and opened.why_not_whole is None:
             for reason in skipped:
-                print(f"skipped: {reason}", file=sys.stderr)
+                print(one_line(f"skipped: {reason}"), file=sys.stderr)
             return opened, opened.reader
-        skipped.append(f"{place.name} is not whole: {one_line(opened.why_not_whole or '')}")
+        skipped.append(f"{place.name} is not whole: {opened.why_not_whole}")
     raise CheckpointNotFoundError(
         f"{options.location}: there is no whole checkpoint: {'; '.join(skipped[:3])}"
         f"{f'; and {len(skipped) - 3} more' if len(skipped) > 3 else ''}",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from torchft_ckpt.checkpointing.progress import make_bar
+from torchft_ckpt.cli.text import one_line
 
 _INTERVAL_S = 0.1
 
@@ -29,7 +30,7 @@ def reading_bar(title: str, total_bytes: int, reader: Counts) -> Iterator[None]:
         total_bytes: about how much that is.
         reader: what reads it.
     """
-    bar = make_bar(title, total_bytes, sys.stderr, stays=not sys.stderr.isatty())
+    bar = make_bar(one_line(title), total_bytes, sys.stderr, stays=not sys.stderr.isatty())
     first = reader.bytes_read
     is_over = threading.Event()
 

@@ -6,3 +6,8 @@ from __future__ import annotations
 def printable(text: str) -> str:
     """Return a text with what would move a terminal's cursor, or do more, written as an escape."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def one_line(text: str) -> str:
+    """Return a text of several lines as one, with blanks for what is no text: a reason, a path."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -137,16 +137,15 @@ class SaveWorker:
         task = self._task
         ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
         try:
-            ahead.start()
             try:
+                ahead.start()
                 num_fills, is_closed = self._save()
             finally:
                 self._share_over.set()
                 self._state.close()
-                ahead.join()
+                if ahead.ident is not None:  # it began: no thread can be had where there are too many
+                    ahead.join()
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
-            self._share_over.set()
-            self._state.close()
             logger.warning("checkpoint %s was not saved by this rank: %s", task.name, error)
             self.future.set_exception(error)
             return
