@@ -49,6 +49,7 @@ from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals
 from torchft_ckpt.core.saving import Member
@@ -60,6 +61,7 @@ from torchft_ckpt.errors import (
     StorageError,
 )
 from torchft_ckpt.manager.guarding import guard_steps
+from torchft_ckpt.manager.optimizer_state import with_optimizer_state
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
@@ -70,7 +72,7 @@ from torchft_ckpt.manager.saving import (
     state_to_save,
     template_to_load,
 )
-from torchft_ckpt.manager.still import StateHeld, hold_still
+from torchft_ckpt.manager.still import StateHeld, hold_to_save
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -196,7 +198,8 @@ class Checkpointer:
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that this optimizer changes the state, where no Manager guards it: its steps wait for the copy of a save.
 
-        State that other code changes (BatchNorm's statistics) is copied at once if it is small.
+        State that other code changes (BatchNorm's statistics) is copied at once; where more than 1 MiB of it is in one tensor,
+        all of the state is.
         """
         if self._manager is not None:
             return
@@ -363,7 +366,7 @@ class Checkpointer:
             return state_to_save(self._manager, state)
         if state is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
-        return StateHeld(hold_still(state, self._guarded), frozenset(), not self._guarded)
+        return hold_to_save(state, self._guarded)._replace(of_group=frozenset())  # all of it is of one group
 
     def _make_way(self) -> None:
         """The state is about to be overwritten: have whatever reads it copy it aside first."""
@@ -393,7 +396,8 @@ class Checkpointer:
     def load(self, state_dict: MutableMapping[str, Any], *, step: int | None = None) -> Restored:
         """Load the newest whole checkpoint into a state dict, in place, as `torch.distributed.checkpoint.load` does.
 
-        Names that the checkpoint has and the state dict has not are left out. Objects with `load_state_dict` are loaded by it.
+        Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
+        yet. Objects with `load_state_dict` are loaded by it.
         Where torch.distributed is initialized all of its ranks call it: together they read each byte once.
 
         Args:
@@ -409,9 +413,12 @@ class Checkpointer:
         if self._manager is not None:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
         template = {key: state_of_value(value) for key, value in state_dict.items()}
+        fresh = {key: value for key, value in state_dict.items() if _is_sharded_and_fresh(value)}
+        with with_optimizer_state(fresh.values()):
+            like = {key: state_of_value(value) for key, value in fresh.items()}
 
         def make(reader: CheckpointReader, read: ReadWants) -> None:
-            load_into(reader, template, read)
+            load_into(reader, template, read, like=like)
 
         self._make_way()
         with self._place_to_meet() as place:
@@ -590,6 +597,13 @@ def _default_store() -> torch.distributed.Store | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def _is_sharded_and_fresh(value: object) -> bool:
+    """Whether it is an optimizer without state, of parameters of which this process holds parts."""
+    if not isinstance(value, torch.optim.Optimizer) or value.state:
+        return False
+    return any(adapter_of(parameter) is not None for group in value.param_groups for parameter in group["params"])
 
 
 _num_alone = 0

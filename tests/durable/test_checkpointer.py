@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.savers import no_threads_left
 from support.spmd_double import random_bits
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
@@ -138,7 +141,7 @@ def test_a_save_leaves_no_thread_descriptor_or_memory(tmp_path: Path) -> None:
             checkpointer.wait()
             assert checkpointer._pool.held_bytes() == 0
     gc.collect()
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
     checkpointer.shutdown()
 
@@ -556,6 +559,96 @@ def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> 
     assert restored.own["seen"] == (1, None)
     assert restored.own["loader"]["rng"].tolist() == [0, 1, 2, 3, 4]
     checkpointer.shutdown()
+
+
+def test_objects_that_are_fresh_go_on_where_those_that_were_saved_were(tmp_path: Path) -> None:
+    """Adam makes its state in its first step, so a fresh one names none of what is to be loaded."""
+
+    def job() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 1)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05)}
+
+    def train(job: dict[str, Any], steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+            loss = (job["model"](inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            job["optimizer"].zero_grad()
+            loss.backward()
+            job["optimizer"].step()
+            losses.append(loss.item())
+        return losses
+
+    first, checkpointer = job(), Checkpointer(tmp_path)
+    train(first, range(10))
+    checkpointer.save(first, step=10).result(LONG_S)
+    expected = train(first, range(10, 15))
+    second = job()
+    checkpointer.load(second)
+    checkpointer.shutdown()
+    assert train(second, range(10, 15)) == expected
+
+
+def test_a_fresh_optimizer_of_sharded_parameters_gets_its_shards(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def job() -> dict[str, Any]:
+            weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5), mesh, [Shard(0)]))
+            return {"model": {"weight": weight}, "optimizer": torch.optim.AdamW([weight])}
+
+        def train(job: dict[str, Any], step: int) -> list[int]:
+            weight = job["model"]["weight"]
+            gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            job["optimizer"].step()
+            return bits_of(weight.to_local()).tolist()
+
+        first, second, checkpointer = job(), job(), Checkpointer(tmp_path / "saved")
+        train(first, 1)
+        checkpointer.save(first, step=1).result(LONG_S)
+        expected = train(first, 2)
+        checkpointer.load(second)
+        assert train(second, 2) == expected
+        checkpointer.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer, Tier; "
+        "place, meeting, rank = sys.argv[1:]; "
+        "dist.init_process_group('gloo', init_method=meeting, rank=int(rank), world_size=2); "
+        "checkpointer = Checkpointer(place + '/shared', local_location=place + '/disk' + rank); "
+        "state = {'w': torch.arange(100_000.), 'array': numpy.arange(5.), 'pair': (torch.arange(70_000.), 7)}; "
+        "checkpointer.save(state, step=5, tier=Tier.LOCAL).result(); dist.barrier(); "
+        "here = {'w': torch.zeros(100_000), 'array': None, 'pair': None}; "
+        "restored = checkpointer.load(here); "
+        "assert torch.equal(here['w'], state['w']) and (here['array'] == state['array']).all(), here; "
+        "assert torch.equal(here['pair'][0], state['pair'][0]) and here['pair'][1] == 7, here; "
+        "print(restored.rung.value, restored.bytes_from_storage < 450_000); "
+        "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
+    )
+    meeting = f"file://{tmp_path / 'meeting'}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, tmp_path, meeting, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outcomes = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [out for out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
 
 
 def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) -> None:

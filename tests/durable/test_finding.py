@@ -17,7 +17,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
-from torchft_ckpt.errors import CheckpointNotFoundError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 SIZE = 400_000
 
@@ -42,10 +42,15 @@ def flip_a_bit_of(directory: Path, step: int) -> None:
     path.write_bytes(data)
 
 
-def read(directory: Path, place: MeetingPlace | None = None) -> tuple[int, dict[str, torch.Tensor], ReadTogether[None]]:
+def read(
+    directory: Path, place: MeetingPlace | None = None, unreadable: tuple[int, int] | None = None
+) -> tuple[int, dict[str, torch.Tensor], ReadTogether[None]]:
+    """`unreadable`: which member cannot read the checkpoint of which step."""
     state = state_of(0)
 
     def make(reader: CheckpointReader, read_wants: ReadWants) -> None:
+        if place is not None and unreadable == (place.member, reader.checkpoint.name.step):
+            raise CheckpointDamagedError(f"{reader.location} cannot be read here", reader.location)
         load_into(reader, state, read_wants)
 
     outcome = read_newest([open_storage(directory)], make, step=None, place=place)
@@ -70,7 +75,9 @@ def test_where_all_are_damaged_each_is_named(directory: Path) -> None:
         read(directory)
 
 
-def members_read(directory: Path, num_members: int, *, settled: str | None = None) -> list[object]:
+def members_read(
+    directory: Path, num_members: int, *, settled: str | None = None, unreadable: tuple[int, int] | None = None
+) -> list[object]:
     """Read as so many members, each with a transport of its own; `settled`: what others settled before they came."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     outcomes: list[object] = [None] * num_members
@@ -84,7 +91,7 @@ def members_read(directory: Path, num_members: int, *, settled: str | None = Non
             place = MeetingPlace(
                 store=PrefixStore("test", client), member=member, num_members=num_members, transport=transport
             )
-            outcomes[member] = read(directory, place)
+            outcomes[member] = read(directory, place, unreadable)
         except BaseException as error:
             outcomes[member] = error
         finally:
@@ -112,6 +119,18 @@ def test_members_take_the_same_one_and_read_it_once(directory: Path, damaged: li
     if not damaged:
         from_storage = [outcome[2].bytes_from_storage for outcome in outcomes if isinstance(outcome, tuple)]
         assert sum(from_storage) <= 1.1 * SIZE * 4
+
+
+def test_a_member_that_gives_one_up_before_it_reads_is_not_waited_for(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the others would look for it while it looks for them at the next one."""
+    with caplog.at_level(logging.WARNING):
+        outcomes = members_read(directory, 3, unreadable=(1, 3))
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    assert [outcome[0] for outcome in outcomes] == [2, 2, 2]  # type: ignore[index]
+    assert [outcome[2].bytes_from_storage < 4 * SIZE for outcome in outcomes] == [True] * 3  # type: ignore[index]
+    assert "did not come in time" not in caplog.text
 
 
 def test_members_that_found_another_one_than_was_settled_read_that_one(directory: Path) -> None:

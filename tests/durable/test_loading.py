@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint
+from support.resharding import imagined_rank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
@@ -134,6 +137,8 @@ def test_a_part_of_what_was_saved_can_be_asked_for(tmp_path: Path) -> None:
         ({"scalar": torch.tensor(0), "unknown value": 3}, "unknown value"),
         ({"weight": torch.zeros(64, 47)}, "weight"),
         ({"weight": torch.zeros(64, 48, dtype=torch.float64)}, "weight"),
+        ({"weight": torch.zeros(1, 48).expand(64, 48)}, "expanded"),
+        ({"nested.list": [{"a": torch.zeros(3)}], "nested": {"list": [{"a": torch.zeros(3)}]}}, "two tensors"),
     ],
 )
 def test_what_is_not_in_it_is_named_and_nothing_is_changed(tmp_path: Path, wanted: dict[str, Any], named: str) -> None:
@@ -156,6 +161,96 @@ def test_an_optimizer_that_has_not_stepped_gets_its_state_from_the_tree(tmp_path
     fresh_optimizer.load_state_dict(again["optim"])
     assert same(fresh_optimizer.state_dict(), optimizer.state_dict())
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_a_tensor_without_memory_is_not_taken_for_one_that_was_loaded(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, everything())
+    here = {"weight": torch.zeros(64, 48), "half": torch.zeros(64, 48, dtype=torch.bfloat16, device="meta")}
+    with pytest.raises(StateMismatchError, match="half has no memory here"):
+        load_into(CheckpointReader(checkpoint), here)
+    assert not here["weight"].any()
+
+
+def test_a_tensor_whose_name_begins_like_a_values_is_loaded(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, {"ema": 0.99, "ema.weight": torch.arange(3.0), "pair": (torch.ones(2), 1)})
+    here = {"ema": 0, "ema.weight": torch.zeros(3), "pair": (torch.zeros(2), 0)}
+    load_into(CheckpointReader(checkpoint), here)
+    assert same(here, {"ema": 0.99, "ema.weight": torch.arange(3.0), "pair": (torch.ones(2), 1)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
+    ],
+    ids=["AdamW", "SGD with momentum", "SGD", "LBFGS"],
+)
+@pytest.mark.parametrize("whose", ["ours", "DCP's"])
+def test_a_fresh_optimizers_state_dict_gets_the_state_that_was_saved(tmp_path: Path, make: Any, whose: str) -> None:
+    """It names no state; loaded by its names alone, training would go on without moments."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = make(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    trained = {"optim": [optimizer.state_dict()]}
+    here = {"optim": [make(torch.nn.Linear(4, 3).parameters()).state_dict()]}
+    if whose == "ours":
+        load_into(CheckpointReader(save(tmp_path, trained)), here)
+    else:
+        torch.distributed.checkpoint.save(trained, checkpoint_id=tmp_path / "theirs", no_dist=True)
+        load_checkpoint(tmp_path / "theirs", here)
+    fresh = make(torch.nn.Linear(4, 3).parameters())
+    fresh.load_state_dict(here["optim"][0])
+    states = fresh.state_dict()["state"], optimizer.state_dict()["state"]
+    assert states[0].keys() == states[1].keys()
+    for number, of_parameter in states[1].items():
+        assert same(dict(sorted(states[0][number].items())), dict(sorted(of_parameter.items())))
+
+
+def test_where_loading_fails_a_fresh_optimizer_stays_fresh(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    checkpoint = save(tmp_path, {"optim": optimizer.state_dict()})
+    here = {"optim": torch.optim.AdamW([parameter]).state_dict(), "unknown": torch.ones(3)}
+    with pytest.raises(StateMismatchError, match="unknown"):
+        load_into(CheckpointReader(checkpoint), here)
+    assert here["optim"]["state"] == {}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_fresh_sharded_optimizer_gets_its_shards_or_a_warning(
+    tmp_path: Path, is_known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight, moment = torch.randn(8, 3, generator=generator), torch.randn(8, 3, generator=generator)
+    saved = {"weight": weight, "optim": {"state": {0: {"exp_avg": moment}}, "param_groups": [{"params": [0]}]}}
+    checkpoint = save(tmp_path, saved)
+    with imagined_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def shards() -> torch.Tensor:
+            return distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])
+
+        here: dict[str, Any] = {"weight": shards(), "optim": {"state": {}, "param_groups": [{"params": [0]}]}}
+        like = {"optim": {"state": {0: {"exp_avg": shards()}}, "param_groups": [{"params": [0]}]}} if is_known else None
+        load_into(CheckpointReader(checkpoint), here, like=like)
+        assert bits(here["weight"].to_local()) == bits(weight[4:])
+        if is_known:
+            assert bits(here["optim"]["state"][0]["exp_avg"].to_local()) == bits(moment[4:])
+        else:
+            assert here["optim"]["state"] == {}
+    assert ("1 tensors of the state of an optimizer" in caplog.text) is not is_known
 
 
 def test_a_directory_is_loaded_whoever_wrote_it(tmp_path: Path) -> None:

@@ -93,6 +93,23 @@ def test_statistics_that_the_next_forward_pass_changes_are_those_of_the_save(
     group.manager.shutdown()
 
 
+def test_a_large_buffer_that_forward_passes_write_is_that_of_the_save(tmp_path: Path, address: str) -> None:
+    """As the codebook of a quantizer, or a queue of keys, many times over while it is being written."""
+    group = Group(address)
+    group.model.register_buffer("codebook", torch.zeros(8 * 1024 * 1024))
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    group.step()
+    group.model.codebook.fill_(3)
+    future = checkpointer.save()
+    while not future.done():
+        group.model.codebook.data.add_(1)
+    read = {"model": {"codebook": torch.zeros(8 * 1024 * 1024)}}
+    load_checkpoint(tmp_path / future.result(LONG_S).name, read)
+    assert read["model"]["codebook"].unique().tolist() == [3.0]
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
 def test_steps_of_an_optimizer_that_nobody_guards_do_not_get_into_the_save(tmp_path: Path, address: str) -> None:
     """As in torchft's plain loop: `if manager.should_commit(): optimizer.step()`."""
     weights = torch.nn.Parameter(torch.zeros(2_000_000))

@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+import numpy as np
+import pytest
 import torch
+from support.resharding import imagined_rank
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.manager.still import hold_still
+from torchft_ckpt.manager.still import hold_still, hold_to_save, tensors_in
 
 LONG = timedelta(seconds=20)
 
@@ -57,6 +62,38 @@ def test_large_tensors_that_no_optimizer_owns_are_not_copied():
     _, optimizer = trained_model()
     state = {"backup": torch.zeros(1024 * 1024)}
     assert hold_still(state, [optimizer])["backup"] is state["backup"]
+
+
+def test_what_optimizers_own_and_small_buffers_do_not_have_a_save_copied_at_once():
+    """Others may have other statistics, and hold the parameters alike."""
+    model, optimizer = trained_model()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "table": np.zeros(4)}
+    held = hold_to_save(state, [optimizer])
+    assert not held.changes_untold
+    statistics = [held.state["model"][name] for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked")]
+    assert held.of_group == {id(tensor) for tensor in statistics}
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(1024 * 1024), nn.Parameter(torch.zeros(3)), torch.zeros(3).to_sparse(), np.zeros(1024 * 1024)]
+)
+def test_what_nobody_guards_and_is_not_copied_has_a_save_copied_at_once(other):
+    model, optimizer = trained_model()
+    held = hold_to_save({"model": model.state_dict(), "other": [other]}, [optimizer])
+    assert held.changes_untold
+    assert all(id(tensor) in held.of_group for tensor in tensors_in(held.state["other"]))
+
+
+def test_shards_are_known_by_where_their_bytes_are():
+    with imagined_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD([weight], momentum=0.9)
+        buffer = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+        owned = hold_to_save({"weight": weight.detach()}, [optimizer])
+        both = hold_to_save({"weight": weight.detach(), "buffer": buffer}, [optimizer])
+    assert (owned.changes_untold, owned.of_group) == (False, frozenset())
+    assert (both.changes_untold, both.of_group) == (True, {id(buffer)})
 
 
 def test_a_source_whose_model_runs_on_serves_the_state_of_its_step():

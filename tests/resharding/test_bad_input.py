@@ -33,6 +33,7 @@ from torchft_ckpt.checkpointing.protocol import MAX_BODY_BYTES, MAX_PARTS
 from torchft_ckpt.errors import (
     ConfigError,
     SourceLostError,
+    SourceRefusedError,
     StateMismatchError,
     TransferError,
     UnsupportedValueError,
@@ -133,9 +134,21 @@ def test_a_source_rank_whose_part_nobody_else_holds_must_be_there(absent):
             tensor.zero_()
     with Group(model.states(ROWS, 2), STEP) as source:
         url = closed_port() if absent == "closed" else absent
-        message = refused([[source.urls[0], url]], local, StateMismatchError)
+        message = refused([[source.urls[0], url]], local, SourceLostError)
     assert "w0 [4:8, 0:5]; w1 [4:8, 0:5]" in message and "and 2 more" in message
     assert (url if absent == "closed" else "rank 1 (no address)") in message
+
+
+def test_a_source_rank_that_has_gone_on_makes_no_mismatch_of_what_the_others_hold():
+    """Who joins asks again then; a state that does not fit would end it."""
+    model = sharded_model()
+    with imagined_rank(0, 1):
+        local = model.state(dict.fromkeys(ROWS, PLAIN), 0)
+    with Group(model.states(ROWS, 2), STEP, num_receivers=0) as source:
+        source.transports[1].disallow_checkpoint()
+        source.transports[1].note_step(STEP + 1)
+        message = refused([source.urls], local, SourceRefusedError)
+    assert "w0 [4:8, 0:5]" in message and "has gone on" in message
 
 
 def test_a_source_rank_whose_part_another_rank_holds_may_be_absent():

@@ -36,7 +36,7 @@ from torchft_ckpt.errors import (
     TransferCancelledError,
 )
 from torchft_ckpt.manager.optimizer_state import with_optimizer_state
-from torchft_ckpt.manager.still import StateHeld, hold_still, tensors_in
+from torchft_ckpt.manager.still import StateHeld, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.manager.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,8 @@ class StateRegistry:
     def hold_to_save(self, state: dict[str, Any], *, by_key: bool) -> StateHeld:
         """Return a state as it is to be saved while training goes on.
 
-        What every group has its own of is what a forward pass changes (BatchNorm's running statistics) and, where the groups
-        train apart between two rounds, all that optimizers change.
+        What every group has its own of is what a forward pass may change, all that no optimizer owns (BatchNorm's running
+        statistics), or, where the groups train apart between two rounds, all that moves.
 
         Args:
             state: as `capture` returned it, or a state dict of the caller's.
@@ -167,15 +167,12 @@ class StateRegistry:
         """
         if by_key and self.is_kept_still:
             return StateHeld(state, frozenset(), False)
-        # Guarded optimizers leave the lock alone where all that is registered is kept still.
-        changes_untold = self.is_kept_still or self._has_untold or not self._optimizers
-        held: dict[str, Any] = hold_still(state, self._optimizers)
+        held = hold_to_save(state, self._optimizers)
         if self._trains_apart:
-            own = {key: held[key] for key in self._moving} if by_key else held
-            return StateHeld(held, frozenset(map(id, tensors_in(own))), changes_untold)
-        live = {id(tensor) for tensor in tensors_in(state)}
-        copies = (id(tensor) for tensor in tensors_in(held) if id(tensor) not in live)
-        return StateHeld(held, frozenset(copies), changes_untold)
+            own = {key: held.state[key] for key in self._moving} if by_key else held.state
+            held = held._replace(of_group=frozenset(map(id, tensors_in(own))))
+        # Guarded optimizers leave the lock alone where all that is registered is kept still.
+        return held._replace(changes_untold=held.changes_untold or self.is_kept_still or self._has_untold)
 
     def check(self, user: object) -> dict[str, Any]:
         """Return what was received, if each registered key is in it and no other.

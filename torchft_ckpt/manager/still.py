@@ -2,18 +2,22 @@
 
 What an optimizer owns, its parameters and its state, changes only in its step, under the lock. Whatever else there is may be
 written by a forward pass, as BatchNorm's running statistics are, and the forward pass runs while the state is served. Such
-buffers are small; a large tensor or array that no optimizer owns is taken for one that does not change outside of the lock.
+buffers are small. A large tensor or array that no optimizer owns is served as if it did not change outside of the lock, because
+a state is captured at every step; what is saved is captured seldom, and copied at once where it holds any of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from torchft_ckpt.checkpointing.state.shards import is_dtensor
+
 MAX_COPIED_BYTES = 1024 * 1024
+_L = TypeVar("_L")
 
 
 class StateHeld(NamedTuple):
@@ -21,9 +25,9 @@ class StateHeld(NamedTuple):
 
     state: dict[str, Any]
     of_group: frozenset[int]
-    """`id` of the tensors that other replica groups do not hold alike."""
+    """`id` of the tensors that other replica groups may not hold alike."""
     changes_untold: bool
-    """Optimizers change it without the lock: it is to be copied at once."""
+    """It may change without the lock: it is to be copied at once."""
 
 
 def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
@@ -36,26 +40,51 @@ def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
     return _copy(state, owned, {}) if owned else state
 
 
+def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateHeld:
+    """Return the state as `hold_still` does, and what is to be known of the tensors that none of the optimizers owns.
+
+    Other replica groups may hold these otherwise, as their forward passes see other data.
+    """
+    if not optimizers:
+        return StateHeld(state, frozenset(), True)
+    owned = _addresses(optimizers)
+    held: dict[str, Any] = _copy(state, owned, {})
+    foreign = {id(tensor) for tensor in tensors_in(held) if _address(tensor) not in owned}
+    stays = any(id(tensor) in foreign and tensor.numel() for tensor in tensors_in(state))
+    stays = stays or any(array.nbytes > MAX_COPIED_BYTES for array in _leaves(state, np.ndarray))
+    return StateHeld(held, frozenset(foreign), stays)
+
+
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a state, in dicts, lists and tuples."""
-    if isinstance(state, torch.Tensor):
+    return _leaves(state, torch.Tensor)
+
+
+def _leaves(state: Any, kind: type[_L]) -> Iterator[_L]:
+    if isinstance(state, kind):
         yield state
     elif isinstance(state, Mapping):
         for item in state.values():
-            yield from tensors_in(item)
+            yield from _leaves(item, kind)
     elif isinstance(state, (list, tuple)):
         for item in state:
-            yield from tensors_in(item)
+            yield from _leaves(item, kind)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its bytes are here: those of a DTensor are its shard's. 0 where that is nowhere."""
+    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local.data_ptr() if local.layout is torch.strided else 0
 
 
 def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     owned: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update(parameter.data_ptr() for parameter in group["params"])
+            owned.update(_address(parameter) for parameter in group["params"])
         for values in optimizer.state.values():
-            owned.update(value.data_ptr() for value in values.values() if isinstance(value, torch.Tensor))
-    return owned
+            owned.update(_address(value) for value in values.values() if isinstance(value, torch.Tensor))
+    return owned - {0}
 
 
 def _copy(value: Any, owned: set[int], copies: dict[tuple[object, ...], torch.Tensor]) -> Any:

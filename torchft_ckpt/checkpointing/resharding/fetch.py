@@ -203,8 +203,8 @@ class ShardedFetch:
         if not failures:
             return failure or TransferError(f"nothing of step {self._step} is held by {self._party}", self._party)
         (first, error), *others = failures.items()
-        if failure is not None:
-            return type(failure)(f"{failure} ({first}: {error})", party=failure.party)
+        if failure is not None:  # of a group that did not answer whole: what does not fit may be for want of the rest
+            return type(error)(f"{failure} ({first}: {error})", party=error.party)
         also = "".join(f"; {name}: {str(other)[:300]}" for name, other in others)
         return type(error)(f"no source is left. {first}: {error}{also}", party=error.party)
 

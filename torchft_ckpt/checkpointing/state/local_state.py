@@ -58,11 +58,9 @@ class LocalState:
         with collector_paused():
             encoder.encode(state)
             counts = Counter(path for path, _ in encoder.tensors)
-            self._held = {
-                path: _hold(path, tensor)
-                for path, tensor in encoder.tensors
-                if counts[path] == 1  # {1: a, "1": b} have one path
-            }
+            self.doubled = [path for path, count in counts.items() if count > 1]
+            """Paths of several tensors, of which none is known here: {1: a, "1": b} have one."""
+            self._held = {path: _hold(path, tensor) for path, tensor in encoder.tensors if counts[path] == 1}
             self._lies_apart = _lie_apart(self._held.values())
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = tuple(_optimizer_state(state, ""))

@@ -110,6 +110,11 @@ class ForeignReader(PieceReader[ForeignPiece]):
         """The tensors that are there, by fqn; their `pieces` are not listed."""
         return self._tensors
 
+    @property
+    def value_paths(self) -> Mapping[str, Path]:
+        """The keys that lead to the values, by fqn."""
+        return {fqn: path for fqn, (path, _) in self._values.items()}
+
     def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them. Of several ranks' the first one's.
 

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
+from torchft_ckpt.checkpointing.durable.reading.optimizer_state import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
@@ -93,39 +95,46 @@ def _as_source(manifest: PartManifest) -> Manifest:
     )
 
 
-def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: ReadWants | None = None) -> None:
+def load_into(
+    reader: StateReader,
+    state_dict: MutableMapping[str, Any],
+    read: ReadWants | None = None,
+    *,
+    like: Mapping[str, Any] | None = None,
+) -> None:
     """Load what a state dict names, in place: tensors keep their memory and layout, other leaves are replaced.
 
-    As `torch.distributed.checkpoint.load` does, so more may be in the checkpoint than is wanted.
+    As `torch.distributed.checkpoint.load` does, so more may be in the checkpoint than is wanted. But the state of an optimizer
+    that has none here yet is wanted, see `room_for_optimizer_state`.
 
     Args:
         reader: of the checkpoint.
         state_dict: nested dicts and lists; names are DCP's.
         read: fills targets, if not `reader` does.
+        like: the state dict with that state, where it is to be sharded.
 
     Raises:
-        StateMismatchError: something is not in the checkpoint, or of another shape or dtype; nothing was changed.
+        StateMismatchError: something is not in the checkpoint, or of another shape or dtype, or cannot be loaded into; nothing
+            was changed.
         CheckpointError: as the reader raises it; `state_overwritten` says whether tensors were written to.
     """
+    with room_for_optimizer_state(reader, state_dict, like):
+        _load_named(reader, state_dict, read or reader.read)
+
+
+def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read: ReadWants) -> None:
     local = LocalState(state_dict)
     places = list(_leaves(state_dict))
-    leaves = [fqn for fqn, _, _ in places]
-    values = reader.values(set(leaves))
-    in_leaves = tuple(f"{fqn}." for fqn in leaves)
-    paths = [path for path in local.paths() if not path.startswith(in_leaves)]  # tensors in tuples come with these
-    absent = [path for path in paths if path not in reader.tensors] + [fqn for fqn in leaves if fqn not in values]
-    wrong = [f"{name[:120]} is not there" for name in absent]
-    for path in paths:
-        held, saved = local.get(path), reader.tensors.get(path)
-        if held is not None and saved is not None:
-            here = (tuple(held.given.shape), held.given.dtype)
-            if here != (saved.shape, saved.dtype):
-                wrong.append(f"{path[:120]} is {saved.dtype}{[*saved.shape]} there, {here[1]}{[*here[0]]} here")
+    values = reader.plan_values({fqn for fqn, _, _ in places})
+    in_leaves = {path for fqn, container, key in places for path in _tensors_in(container[key], fqn)}
+    paths = [path for path in local.paths() if path not in in_leaves]
+    wrong = _misfits(reader, local, paths)
+    wrong += [f"{fqn[:120]} is not there" for fqn, _, _ in places if fqn not in values.names]
     if wrong:
         raise StateMismatchError(
             f"{reader.location} is not of this state: {some_of(wrong)}; nothing was changed", reader.location
         )
-    wants: list[Want] = []
+    wants = [*values.wants]
     late: list[tuple[HeldTensor, list[torch.Tensor]]] = []
     with torch.no_grad():
         for path in paths:
@@ -137,7 +146,7 @@ def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: R
             )
             if not is_in_place:
                 late.append((held, targets))
-        (read or reader.read)(wants)
+        read(wants)
         for held, targets in late:
             if held.adapter is None:
                 held.given.copy_(targets[0])
@@ -145,11 +154,46 @@ def load_into(reader: StateReader, state_dict: MutableMapping[str, Any], read: R
                 held.given.copy_(held.adapter.rebuild(held.given, targets))
         given = [cast("HeldTensor", local.get(path)).given for path in paths]
         torch.autograd.graph.increment_version([tensor for tensor in given if not tensor.is_inference()])
+    made = values.make()
     for fqn, container, key in places:
-        container[key] = values[fqn][1]
-    more = len(set(reader.tensors) - set(paths))
+        container[key] = made[fqn][1]
+    more = len(set(reader.tensors) - set(paths) - {want.name for want in values.wants})
     if more:
         logger.info("%s has %d tensors that were not asked for", reader.location, more)
+
+
+def _misfits(reader: StateReader, local: LocalState, paths: Sequence[str]) -> list[str]:
+    """Return in sentences what cannot be loaded."""
+    wrong = [f"{path[:120]} is the name of two tensors here" for path in local.doubled]
+    for path in paths:
+        held, saved = local.get(path), reader.tensors.get(path)
+        if saved is None:
+            wrong.append(f"{path[:120]} is not there")
+        elif held is not None:
+            given = held.given
+            here = (tuple(given.shape), given.dtype)
+            if here != (saved.shape, saved.dtype):
+                wrong.append(f"{path[:120]} is {saved.dtype}{[*saved.shape]} there, {here[1]}{[*here[0]]} here")
+            elif given.is_meta:
+                wrong.append(f"{path[:120]} has no memory here, it is on the meta device")
+            elif held.adapter is None and _overlaps_itself(given):
+                wrong.append(f"{path[:120]} has several elements in one place here, it is expanded")
+    return wrong
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _tensors_in(leaf: object, path: str) -> Iterator[str]:
+    """Yield the paths of the tensors and arrays in a leaf, which come with it: DCP looks into no tuple."""
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        yield path
+    elif isinstance(leaf, (list, tuple, Mapping)):
+        for key, item in leaf.items() if isinstance(leaf, Mapping) else enumerate(leaf):
+            yield from _tensors_in(item, f"{path}.{key}")
 
 
 def _target(held: HeldTensor, number: int, box: Box) -> torch.Tensor:
@@ -157,7 +201,7 @@ def _target(held: HeldTensor, number: int, box: Box) -> torch.Tensor:
         data = held.data[number].detach()
         if data.is_cpu and not data.is_conj() and not data.is_neg() and data.layout is torch.strided:
             return data
-    return torch.empty(box.sizes, dtype=held.given.dtype)
+    return torch.empty(box.sizes, dtype=held.given.dtype, device="cpu")
 
 
 def _is_leaf(value: object) -> bool:

@@ -68,6 +68,17 @@ class Cell(NamedTuple, Generic[_P]):
     target: Target
 
 
+class PlannedValues(NamedTuple):
+    """Values that are no tensors, but may hold some."""
+
+    names: Collection[str]
+    """Of those that are there."""
+    wants: Sequence[Want]
+    """What is to be read for them."""
+    make: Callable[[], dict[str, tuple[Path, object]]]
+    """Returns them by fqn, with the keys that lead to them, once that has been read."""
+
+
 class StateReader(ABC):
     """A checkpoint that can be read, whoever wrote it. For any number of `read`s, on any thread."""
 
@@ -85,6 +96,11 @@ class StateReader(ABC):
     @abstractmethod
     def tensors(self) -> Mapping[str, SavedTensor]:
         """The tensors that are there, by fqn. Of what DCP wrote, their `pieces` are not listed."""
+
+    @property
+    @abstractmethod
+    def value_paths(self) -> Mapping[str, Path]:
+        """The keys that lead to the values that are no tensors, by fqn."""
 
     @abstractmethod
     def read(self, wants: Sequence[Want]) -> None:
@@ -111,6 +127,15 @@ class StateReader(ABC):
         Raises:
             CheckpointError: one cannot be read.
         """
+
+    def plan_values(self, names: Collection[str]) -> PlannedValues:
+        """As `values`, of these names, with the tensors and arrays in them left to be read by the caller.
+
+        Raises:
+            CheckpointError: one cannot be read.
+        """
+        values = self.values(names)
+        return PlannedValues(values.keys(), [], lambda: values)
 
     @abstractmethod
     def own(self, replica_id: str, rank: int) -> object | None:

@@ -39,6 +39,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     SMALL_BYTES,
     Cell,
     PieceReader,
+    PlannedValues,
     Reading,
     Target,
     copy_box,
@@ -90,6 +91,11 @@ class CheckpointReader(PieceReader[Piece]):
         """The tensors that are there, by fqn."""
         return self.checkpoint.tensors
 
+    @property
+    def value_paths(self) -> Mapping[str, Path]:
+        """The keys that lead to the values, by fqn."""
+        return {fqn: value.path for fqn, value in self.checkpoint.values.items()}
+
     def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them. Arrays and tensors in them are read.
 
@@ -101,23 +107,42 @@ class CheckpointReader(PieceReader[Piece]):
         Raises:
             CheckpointError: as `read`, of arrays and tensors inside of values.
         """
-        values: dict[str, tuple[Path, object]] = {}
+        plan = self._plan_values(names)
+        self.read(plan.wants)
+        return plan.make()
+
+    def plan_values(self, names: Collection[str]) -> PlannedValues:
+        return self._plan_values(names)
+
+    def _plan_values(self, names: Collection[str] | None) -> PlannedValues:
+        planned: list[tuple[PartManifest, list[torch.Tensor], list[str]]] = []
+        known: set[str] = set()
+        wants: list[Want] = []
         for part in self.checkpoint.parts:
             manifest = part.manifest
-            if values.keys() >= set(manifest.holds_values):
+            if known.issuperset(manifest.holds_values):
                 continue
-            places = [torch.empty(1, dtype=parse_dtype(entry.dtype)) for entry in manifest.tensors]
+            places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
             numbers = {place.data_ptr(): number for number, place in enumerate(places)}
-            wants: list[Want] = []
-            for fqn, (value, _) in _leaves_of(manifest, places).items():
-                for address in _addresses_in(value) if names is None or fqn in names else ():
+            leaves = _leaves_of(manifest, places)
+            fresh = [fqn for fqn in leaves if fqn not in known and (names is None or fqn in names)]
+            for fqn in fresh:
+                for address in _addresses_in(leaves[fqn][0]):
                     entry = manifest.tensors[numbers[address]]
-                    places[numbers[address]] = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
-                    wants.append(Want(entry.fqn, whole(tuple(entry.shape)), places[numbers[address]]))
-            self.read(wants)
-            for fqn, (value, path) in _leaves_of(manifest, places).items():
-                values.setdefault(fqn, (path, value))
-        return {fqn: value for fqn, value in values.items() if names is None or fqn in names}
+                    place = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype), device="cpu")
+                    places[numbers[address]] = place
+                    wants.append(Want(entry.fqn, whole(tuple(entry.shape)), place))
+            known.update(leaves)
+            planned.append((manifest, places, fresh))
+
+        def make() -> dict[str, tuple[Path, object]]:
+            values: dict[str, tuple[Path, object]] = {}
+            for manifest, places, fresh in planned:
+                leaves = _leaves_of(manifest, places)
+                values.update({fqn: (leaves[fqn][1], leaves[fqn][0]) for fqn in fresh})
+            return values
+
+        return PlannedValues([fqn for _, _, fresh in planned for fqn in fresh], wants, make)
 
     def own(self, replica_id: str, rank: int) -> object | None:
         """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""

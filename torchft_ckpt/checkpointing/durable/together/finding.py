@@ -111,6 +111,9 @@ def read_newest(
             if settled:
                 raise  # the others go on with it
             damage = error
+        finally:
+            if shared is not None:
+                shared.leave()
         bytes_from_storage += reader.bytes_read
         bytes_from_peers += reading.bytes_from_peers
         outcome = _settle(meeting, shared, str(reader.checkpoint.name), damage)

@@ -140,6 +140,7 @@ class SharedRead:
         )
         self._agreement: Agreement | None = None
         self._reader: CheckpointReader | None = None
+        self._has_said_wants = False
         self._lock = threading.Lock()
         self._bytes_from_peers = 0
         self._num_members = 1
@@ -195,6 +196,11 @@ class SharedRead:
             self._num_members = len(dealt.wanted)
             self._read_dealt(self._agreement, dealt, reader)
 
+    def leave(self) -> None:
+        """Tell the others that this member wants nothing, where it has not said what it wants: it may have raised before."""
+        if self._agreement is not None and not self._has_said_wants:
+            self._say_wants("")
+
     @property
     def members(self) -> tuple[int, ...]:
         """Who agreed on the checkpoint, this member included, ascending."""
@@ -222,7 +228,7 @@ class SharedRead:
         """
         misfits = [want for want in wants if not _is_there(want, reader)]
         if misfits:
-            self._meeting.say("wants", _Wants(""))
+            self._say_wants("")
             reader.read(misfits)
         boxes: dict[str, list[Box]] = {}
         for want in wants:
@@ -235,7 +241,7 @@ class SharedRead:
         )
         digest = xxhash.xxh3_128_hexdigest(data)
         self._exchange.put(f"list/{digest}", data)
-        self._meeting.say("wants", _Wants(digest))
+        self._say_wants(digest)
         heard = self._meeting.hear("wants", _decode_wants, agreement.members)
         members, _ = self._meeting.settle("wants settled", [member for member, one in heard.items() if one.digest])
         late = [member for member in members if member not in heard]
@@ -289,6 +295,10 @@ class SharedRead:
             self._transport.disallow_checkpoint()
             # Who comes later is told that it is over; else it would wait for it to be served again.
             self._transport.note_step(agreement.checkpoint.name.step + 1)
+
+    def _say_wants(self, digest: str) -> None:
+        self._has_said_wants = True
+        self._meeting.say("wants", _Wants(digest))
 
     def _say(self, topic: str, message: msgspec.Struct) -> None:
         """Say something that others can do without."""
@@ -412,7 +422,7 @@ def _read_share(reader: CheckpointReader, own: _Own, share: Sequence[tuple[str, 
     pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     for name, box in share:
         here = own.wants_of([(name, box)]) or [
-            Want(name, box, torch.empty(box.sizes, dtype=reader.tensors[name].dtype))
+            Want(name, box, torch.empty(box.sizes, dtype=reader.tensors[name].dtype, device="cpu"))
         ]
         wants += here
         pieces.setdefault(name, []).append((box, here[0].target))
