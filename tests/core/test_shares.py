@@ -51,6 +51,14 @@ def test_what_all_hold_fills_up_what_is_uneven() -> None:
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
+def test_who_writes_more_already_gets_less() -> None:
+    already = [3 * MIB, 0, MIB]
+    shares = deal_shares([item("w", (2048, 1024), (0, 1, 2))], 3, already)
+    loads = [load + sum(share.box.volume * 4 for share in of) for load, of in zip(already, shares, strict=True)]
+    assert sum(loads) == 12 * MIB
+    assert max(loads) <= 1.02 * 4 * MIB
+
+
 def test_a_tensor_of_two_long_rows_is_cut_across_them() -> None:
     loads = loads_of([item("wide", (2, 4 * MIB), tuple(range(8)))], 8)
     assert max(loads) <= 1.01 * sum(loads) / 8

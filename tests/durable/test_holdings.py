@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.resharding import Layout, imagined_rank, random_layout
 from support.spmd_double import Layout as SpmdLayout
-from support.spmd_double import SpmdAdapter, SpmdTensor
+from support.spmd_double import SilentAdapter, SpmdAdapter, SpmdTensor, random_spmd_layout, registered
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchft_ckpt.checkpointing.durable.saving.holdings import Held, HoldingsIndex, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.durable.saving.holdings import Layout as TensorLayout
-from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
+from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.boxes import Box, whole
 
 
-def of(fqn: str, tensor: torch.Tensor) -> tuple[TensorLayout, list[Box]]:
+def of(fqn: str, tensor: torch.Tensor, num_ranks: int = 1) -> tuple[TensorLayout, list[Box]]:
     """What a save knows of a tensor: its layout, and the boxes that are here."""
     adapter = adapter_of(tensor)
-    return layout_of(fqn, tensor), [whole(tuple(tensor.shape))] if adapter is None else adapter.boxes(tensor, fqn)
+    return layout_of(fqn, tensor, num_ranks=num_ranks), [
+        whole(tuple(tensor.shape))
+    ] if adapter is None else adapter.boxes(tensor, fqn)
 
 
 def of_all_ranks(layout: Layout, full: torch.Tensor, num_ranks: int) -> list[TensorHoldings]:
@@ -137,14 +142,115 @@ def test_layouts_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2
 
 
-def test_of_a_class_with_an_adapter_a_rank_knows_its_own_boxes() -> None:
-    adapter = SpmdAdapter()
-    register_shard_adapter(adapter)
-    try:
-        tensor = SpmdTensor.of(torch.zeros(8, 3), SpmdLayout((4, 1), held=(1, 2)))
-        holdings = HoldingsIndex(2, 4).holdings_of(*of("w", tensor))
-    finally:
-        unregister_shard_adapter(adapter)
+@pytest.mark.parametrize("num_ranks", [4, 3])
+def test_of_a_class_whose_adapter_does_not_know_holders_a_rank_knows_its_own_boxes(num_ranks: int) -> None:
+    """One that says nothing, or that knows of a group of another size only."""
+    layout = SpmdLayout((4, 1), places=((0,), (3,), (1, 2), ()))
+    tensor = SpmdTensor.of(torch.zeros(8, 3), layout.of_rank(2))
+    with registered(SilentAdapter() if num_ranks == 4 else SpmdAdapter()):
+        holdings = HoldingsIndex(2, num_ranks).holdings_of(*of("w", tensor, num_ranks))
     assert holdings.held == [Held(Box((2, 0), (2, 3)), (2,)), Held(Box((4, 0), (2, 3)), (2,))]
     assert not holdings.is_known_to_all
     assert tensor.num_moved == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_an_adapter_says_is_known_to_all_ranks_alike(seed: int) -> None:
+    """The oracle is a list of who holds each element, made from what each rank has."""
+    dice = random.Random(seed)
+    num_ranks = dice.randint(1, 5)
+    shape = tuple(dice.randint(1, 7) for _ in range(dice.randint(1, 3)))
+    layout = random_spmd_layout(dice, len(shape), num_ranks)
+    holders: dict[int, set[int]] = {}
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    found = []
+    with registered(SpmdAdapter()):
+        for rank in range(num_ranks):
+            tensor = SpmdTensor.of(torch.zeros(shape), layout.of_rank(rank))
+            known, own = of("w", tensor, num_ranks)
+            for box in own:
+                for element in elements_of(box, numbers):
+                    holders.setdefault(element, set()).add(rank)
+            found.append(HoldingsIndex(rank, num_ranks).holdings_of(known, own))
+            assert [held.box for held in found[-1].mine] == sorted(box for box in own if box.volume), seed
+            assert tensor.num_moved == 0
+    assert all(one.is_known_to_all for one in found), seed
+    assert all(one.held == found[0].held for one in found), seed
+    said = {element: set(held.ranks) for held in found[0].held for element in elements_of(held.box, numbers)}
+    assert said == holders, seed
+
+
+def elements_of(box: Box, numbers: Any) -> list[int]:
+    at = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
+    found: list[int] = numbers[at].flatten().tolist()
+    return found
+
+
+TOP, BOTTOM = Box((0, 0), (4, 3)), Box((4, 0), (4, 3))
+
+
+class SayingAdapter(SpmdAdapter):
+    """Says whatever it was given."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def holders(self, tensor: torch.Tensor, num_ranks: int) -> Any:
+        return self.said
+
+
+def seen_by_rank_1(said: Any, num_tensors: int = 1) -> list[TensorHoldings]:
+    """Of tensors of eight rows on two ranks, four rows on each."""
+    index = HoldingsIndex(1, 2)
+    tensor = SpmdTensor.of(torch.zeros(8, 3), SpmdLayout((2, 1), held=(1,)))
+    with registered(SayingAdapter(said)):
+        return [index.holdings_of(*of(f"w{number}", tensor, 2)) for number in range(num_tensors)]
+
+
+def test_holders_may_be_said_in_any_order_with_any_integers_and_empty_boxes() -> None:
+    said = [
+        (Box((8, 0), (0, 3)), []),
+        (Box(torch.Size((4, 0)), torch.Size((4, 3))), np.array([1, 0])),
+        (TOP, range(1)),
+    ]
+    (found,) = seen_by_rank_1(said)
+    assert found.held == [Held(TOP, (0,)), Held(BOTTOM, (0, 1))]
+    assert (found.mine, found.is_known_to_all) == ([Held(BOTTOM, (0, 1))], True)
+
+
+def test_one_layout_is_one_object_so_that_its_bytes_are_counted_once() -> None:
+    first, second = seen_by_rank_1([(TOP, [0]), (BOTTOM, [1])], 2)
+    assert first.held is second.held
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ([(BOTTOM, [1])], r"nobody is said to hold \[0:4, 0:3\]"),
+        ([], "nobody is said to hold"),
+        ([(TOP, [0]), (Box((3, 0), (5, 3)), [1])], "overlap"),
+        ([(TOP, [0]), (TOP, [1]), (BOTTOM, [1])], "overlap"),
+        ([(TOP, [0]), (BOTTOM, [1, 2])], r"held by \(1, 2\) of 2 ranks"),
+        ([(TOP, [-1]), (BOTTOM, [1])], r"held by \(-1,\) of 2 ranks"),
+        ([(TOP, []), (BOTTOM, [1])], r"held by \(\) of 2 ranks"),
+        ([(TOP, [0]), (BOTTOM, [1, 1])], r"held by \(1, 1\) of 2 ranks"),
+        ([(TOP, [0]), (Box((4, 0), (5, 3)), [1])], "is no box of a tensor of shape"),
+        ([(TOP, [0]), (Box((4,), (4,)), [1])], "is no box of a tensor of shape"),
+        ([(TOP, [0, 1]), (BOTTOM, [1])], "rank 1 holds other boxes than are said of it"),
+        ([(TOP, [0]), (BOTTOM, [0])], "rank 1 holds other boxes than are said of it"),
+        ([(TOP, [0]), (BOTTOM, [1.5])], "float"),
+        ([(TOP, 0), (BOTTOM, 1)], "int"),
+        ([((0, 0), [0])], "tuple"),
+        (7, "int"),
+    ],
+)
+def test_holders_that_cannot_be_right_do_not_count_and_the_log_says_so_once(
+    said: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = seen_by_rank_1(said, 3)
+    alone = [Held(BOTTOM, (1,))]
+    assert [(one.held, one.mine, one.is_known_to_all) for one in found] == [(alone, alone, False)] * 3
+    (line,) = caplog.messages
+    assert line.startswith("the holders that its adapter names for 'w0' do not count")
+    assert re.search(why, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from support.savers import (
     worker_of,
 )
 from support.scripted_fs import Disk, Fault
-from support.spmd_double import bits_of
+from support.spmd_double import Layout as SpmdLayout
+from support.spmd_double import SilentAdapter, SpmdAdapter, SpmdTensor, bits_of, random_bits, registered
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, parse_part
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, why_not_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
+from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveWorker
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError
 
 LAYOUTS = [(1, 1), (3, 1), (1, 2), (2, 2), (4, 2)]
@@ -292,3 +295,71 @@ def test_shares_are_known_without_asking_anybody() -> None:
         fqn: [piece.box for piece in tensor.pieces] for fqn, tensor in checkpoint.tensors.items()
     }
     assert all(len(set(of_tensor)) == len(of_tensor) for of_tensor in boxes.values())
+
+
+def run_all(workers: Sequence[SaveWorker]) -> list[SavedCheckpoint]:
+    """Have all of them save at once, in real time."""
+    threads = [threading.Thread(target=worker.run) for worker in workers]
+    for thread in threads:
+        thread.start()
+    saved = [worker.future.result(60) for worker in workers]
+    for thread in threads:
+        thread.join()
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("adapter", "copies"), [(SpmdAdapter(), 1.0), (SilentAdapter(), 2.0)], ids=["said", "not said"]
+)
+def test_tensors_of_an_adapter_that_says_who_holds_them_are_on_disk_once(
+    adapter: SpmdAdapter, copies: float, tmp_path: Path
+) -> None:
+    """Two groups of two ranks, four devices in each group; every tile has a replica on each rank."""
+    layouts = {
+        "rows": SpmdLayout((2, 1), 2, places=((0, 2), (1, 3))),
+        "columns": SpmdLayout((1, 2), 2, places=((0, 3), (1, 2))),
+        "replicated": SpmdLayout((1, 1), 4, places=((0, 1), (2, 3))),
+    }
+    full = {name: random_bits((1536, 1024), torch.float32, seed=3) for name in layouts}
+    full |= {f"small{number}": random_bits((64, 512), torch.float32, seed=number) for number in range(16)}
+    layouts |= {name: layouts["rows"] for name in full if name not in layouts}
+    plan, storage = Plan(num_replicas=2, num_ranks=2), LocalStorage(tmp_path)
+    with registered(adapter):
+        states = [
+            {name: SpmdTensor.of(tensor, layouts[name].of_rank(rank)) for name, tensor in full.items()}
+            for rank in range(2)
+        ]
+        workers = [worker_of(plan, member, storage, state_of_rank=states[member % 2]) for member in range(4)]
+    saved = run_all(workers)
+    unique = sum(tensor.nbytes for tensor in full.values())
+    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert all(one.num_fills == 0 for one in saved)
+    assert on_disk / unique <= copies + (0.01 if copies == 1 else 0.03)
+    assert on_disk / unique >= copies
+    written = [one.written_bytes for one in saved]
+    assert max(written) <= 1.1 * sum(written) / 4
+    by_dcp = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    dcp.load(by_dcp, checkpoint_id=tmp_path / str(plan.name), no_dist=True)
+    wants = [Want(name, whole(tuple(tensor.shape)), torch.zeros_like(tensor)) for name, tensor in full.items()]
+    CheckpointReader(newest_whole([storage])).read(wants)
+    for want in wants:
+        assert torch.equal(bits_of(by_dcp[want.name]), bits_of(full[want.name])), want.name
+        assert torch.equal(bits_of(want.target), bits_of(full[want.name])), want.name
+
+
+def test_where_ranks_differ_in_what_they_know_of_holders_the_hole_is_found_and_filled(tmp_path: Path) -> None:
+    """An adapter must not do that. It costs time and bytes; the checkpoint is whole."""
+    knows = SpmdLayout((2, 1), 2, places=((0, 2), (1, 3)))
+    full = random_bits((512, 256), torch.float32, seed=5)
+    plain = random_bits((700, 256), torch.float32, seed=6)
+    plan, storage = Plan(num_replicas=2, num_ranks=2, fill_after_s=0.5), LocalStorage(tmp_path)
+    with registered(SpmdAdapter()):
+        layouts = [knows.of_rank(0), dataclasses.replace(knows.of_rank(1), places=None)]
+        states = [{"spmd": SpmdTensor.of(full, layout), "plain": plain} for layout in layouts]
+        workers = [worker_of(plan, member, storage, state_of_rank=states[member % 2]) for member in range(4)]
+    saved = run_all(workers)
+    assert any(one.num_fills for one in saved)
+    wants = [Want(name, whole((rows, 256)), torch.zeros(rows, 256)) for name, rows in (("spmd", 512), ("plain", 700))]
+    CheckpointReader(newest_whole([storage])).read(wants)
+    assert torch.equal(bits_of(wants[0].target), bits_of(full))
+    assert torch.equal(bits_of(wants[1].target), bits_of(plain))

@@ -21,10 +21,12 @@ from meshes import LAYOUTS, SHAPES, Layout, bits_of, on_devices, spec_of
 from support.spmd_double import random_bits
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from torchft_ckpt import HTTPTransport
+from torchft_ckpt import Checkpointer, HTTPTransport
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, layout_of
 from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
 from torchft_ckpt.checkpointing.state.shards import adapter_of
-from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter
+from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter, boxes_of_devices, local_shards_of
+from torchft_ckpt.core.boxes import whole
 from torchft_ckpt.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -173,6 +175,89 @@ def test_a_result_that_is_still_pending_has_the_shards_of_its_execution(is_synce
 def test_data_that_does_not_fit_is_refused(data):
     with pytest.raises(StateMismatchError, match="nothing was applied"):
         XLAShardAdapter().rebuild(LAYOUTS["rows"].of(torch.ones(8, 2)), data)
+
+
+# --- who holds what --------------------------------------------------------------------------------------------------
+
+
+def as_processes(monkeypatch: pytest.MonkeyPatch, num_processes: int, process: int, mine: list[str]) -> None:
+    """Imagine that there are several processes, and that these devices are of this one."""
+    monkeypatch.setattr(torch_xla.runtime, "process_count", lambda: num_processes)
+    monkeypatch.setattr(torch_xla.runtime, "process_index", lambda: process)
+    monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda: mine)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_boxes_in_the_text_of_a_sharding_are_those_of_the_devices(layout, shape):
+    tensor = layout.of(torch.ones(shape))
+    said = boxes_of_devices(spec_of(tensor), shape) or dict.fromkeys(range(4), whole(shape))
+    shards = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.global_tensor])[0]
+    held = [local_shards_of([shard], shape) for shard in shards]
+    assert [[said[device]] if said[device].volume else [] for device in range(4)] == [
+        [shard.box for shard in of_device] for of_device in held
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_one_process_holds_all_and_a_group_of_more_ranks_is_another(layout):
+    tensor, adapter = layout.of(random_bits((7, 5), torch.float32, seed=2)), XLAShardAdapter()
+    holdings = HoldingsIndex(0, 1).holdings_of(layout_of("w", tensor, num_ranks=1), adapter.boxes(tensor, "w"))
+    assert holdings.is_known_to_all
+    assert [held.box for held in holdings.mine] == sorted(adapter.boxes(tensor, "w"))
+    assert adapter.holders(tensor, 2) is None
+
+
+@pytest.mark.parametrize("mine", [(0, 1), (0, 2), (1,), (0, 1, 3)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_two_processes_say_the_same_of_each_other_and_hold_what_is_said(monkeypatch, layout, shape, mine):
+    tensor = layout.of(torch.ones(shape))
+    shards = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.global_tensor])[0]
+    found = []
+    for process, devices in enumerate((mine, tuple({0, 1, 2, 3} - {*mine}))):
+        as_processes(monkeypatch, 2, process, [f"CPU:{device}" for device in devices])
+        own = [shard.box for shard in local_shards_of([shards[device] for device in devices], shape)]
+        found.append(HoldingsIndex(process, 2).holdings_of(layout_of("w", tensor, num_ranks=2), own))
+    assert all(one.is_known_to_all for one in found)
+    assert found[0].held == found[1].held
+
+
+def test_seeing_the_holders_moves_compiles_and_executes_nothing(monkeypatch):
+    tensor = LAYOUTS["grid"].of(torch.ones(6, 2))
+    before = work_done()
+    XLAShardAdapter().holders(tensor, 1)
+    as_processes(monkeypatch, 2, 0, ["CPU:0", "CPU:1"])
+    XLAShardAdapter().holders(tensor, 2)
+    assert work_done() == before
+
+
+def test_among_three_processes_only_what_all_hold_is_known(monkeypatch):
+    """XLA does not say which process a device is of."""
+    as_processes(monkeypatch, 3, 0, ["CPU:0", "CPU:1"])
+    adapter = XLAShardAdapter()
+    assert adapter.holders(LAYOUTS["replicated"].of(torch.ones(6, 2)), 3) == [(whole((6, 2)), range(3))]
+    assert adapter.holders(torch.ones(3).to("xla"), 3) == [(whole((3,)), range(3))]
+    assert adapter.holders(LAYOUTS["partially replicated"].of(torch.ones(6, 2)), 3) is None
+
+
+def test_without_spmd_each_process_has_tensors_of_its_own(monkeypatch):
+    as_processes(monkeypatch, 2, 0, ["CPU:0", "CPU:1"])
+    monkeypatch.setattr(torch_xla.runtime, "is_spmd", lambda: False)
+    assert XLAShardAdapter().holders(torch.ones(3).to("xla"), 2) is None
+
+
+def test_a_durable_save_is_read_back_into_another_layout(tmp_path):
+    full = random_bits((256, 512), torch.float32, seed=9)
+    checkpointer = Checkpointer(tmp_path)
+    saved = checkpointer.save({name: layout.of(full) for name, layout in LAYOUTS.items()}, step=1).result(30)
+    assert saved.is_closed
+    assert saved.written_bytes <= 1.02 * len(LAYOUTS) * full.nbytes
+    target = {name: LAYOUTS["grid the other way"].of(torch.zeros(256, 512)) for name in LAYOUTS}
+    checkpointer.load(target)
+    checkpointer.shutdown()
+    wanted = on_devices(LAYOUTS["grid the other way"].of(full))
+    assert all(on_devices(tensor) == wanted for tensor in target.values())
 
 
 # --- DCP's files -----------------------------------------------------------------------------------------------------

@@ -203,11 +203,17 @@ class Plan:
         return [member for member in range(self.num_replicas * self.num_ranks) if member not in self.absent]
 
 
-def worker_of(plan: Plan, member: int, storage: Storage, time: ImaginedTime | None = None) -> SaveWorker:
+def worker_of(
+    plan: Plan,
+    member: int,
+    storage: Storage,
+    time: ImaginedTime | None = None,
+    state_of_rank: dict[str, Any] | None = None,
+) -> SaveWorker:
     """Return the worker of a member that has captured its state; without a time, in that of the clock."""
     replica, rank = divmod(member, plan.num_ranks)
     state = CapturedState(
-        _states(plan.step, plan.num_ranks)[rank],
+        _states(plan.step, plan.num_ranks)[rank] if state_of_rank is None else state_of_rank,
         step=plan.step,
         own={"user": [plan.step, member], "random": None},
         lock=StateDictLock(),

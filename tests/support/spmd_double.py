@@ -7,13 +7,16 @@ many shards went from a device to the host, and refuses every operation that wou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from torchft_ckpt.checkpointing.state.shards import ShardAdapter
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter, unregister_shard_adapter
 from torchft_ckpt.checkpointing.state.xla_shards import LocalShard, local_shards_of
 from torchft_ckpt.core.boxes import Box
 
@@ -29,11 +32,25 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many tiles each dimension is cut into, and how many replicas each tile has. `held`: the places in this process."""
+    """How many tiles each dimension is cut into, and how many replicas each tile has. `held`: the places in this process.
+
+    `places`: those of each rank, where they are known.
+    """
 
     tiles: tuple[int, ...]
     num_replicas: int = 1
     held: tuple[int, ...] | None = None
+    places: tuple[tuple[int, ...], ...] | None = None
+
+    def of_rank(self, rank: int) -> Layout:
+        """Return the layout as a rank has it."""
+        assert self.places is not None
+        return replace(self, held=self.places[rank])
+
+    def boxes_of(self, places: Sequence[int], shape: Sequence[int]) -> list[Box]:
+        """Return the boxes of a process that has these places."""
+        every = replace(self, held=None).shards(shape)
+        return [shard.box for shard in local_shards_of([every[place] for place in places], shape)]
 
     def shards(self, shape: Sequence[int]) -> list[tuple[int, Any]]:
         """Return replica id and indices of each local shard, replicas beside each other, as XLA lays them out."""
@@ -136,6 +153,17 @@ class SpmdAdapter(ShardAdapter):
             for box, places in _local(tensor)
         ]
 
+    def holders(self, tensor: torch.Tensor, num_ranks: int) -> Sequence[tuple[Box, Sequence[int]]] | None:
+        assert isinstance(tensor, SpmdTensor)
+        layout = tensor.layout_
+        if layout.places is None or len(layout.places) != num_ranks:
+            return None
+        ranks_of: dict[Box, list[int]] = {}
+        for rank, places in enumerate(layout.places):
+            for box in layout.boxes_of(places, tensor.shape):
+                ranks_of.setdefault(box, []).append(rank)
+        return list(ranks_of.items())
+
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         assert isinstance(like, SpmdTensor)
         rebuilt = SpmdTensor(like.shape, like.dtype, like.layout_)
@@ -147,6 +175,32 @@ class SpmdAdapter(ShardAdapter):
                 shards[place].data[tuple(slice(0, size) for size in box.sizes)] = part
         rebuilt.load_local_shards_(shards)
         return rebuilt
+
+
+class SilentAdapter(SpmdAdapter):
+    """One that does not say who holds what."""
+
+    def holders(self, tensor: torch.Tensor, num_ranks: int) -> None:
+        return ShardAdapter.holders(self, tensor, num_ranks)  # type: ignore[func-returns-value]
+
+
+@contextmanager
+def registered(adapter: ShardAdapter) -> Iterator[None]:
+    """Have an adapter asked within."""
+    register_shard_adapter(adapter)
+    try:
+        yield
+    finally:
+        unregister_shard_adapter(adapter)
+
+
+def random_spmd_layout(dice: random.Random, num_dims: int, num_ranks: int) -> Layout:
+    """Return tiles with replicas, whose places are dealt to the ranks in any way, each to one."""
+    tiles = tuple(dice.choice((1, 1, 2, 3)) for _ in range(num_dims))
+    num_replicas = dice.randint(1, 3)
+    ranks = [dice.randrange(num_ranks) for _ in range(math.prod(tiles) * num_replicas)]
+    places = (tuple(place for place, owner in enumerate(ranks) if owner == rank) for rank in range(num_ranks))
+    return Layout(tiles, num_replicas, places=tuple(places))
 
 
 def _index(shard: Shard) -> Any:

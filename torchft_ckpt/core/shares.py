@@ -55,7 +55,7 @@ class Share(NamedTuple):
 Holders = tuple[int, ...]
 
 
-def deal_shares(items: Sequence[Item], num_members: int) -> list[list[Share]]:
+def deal_shares(items: Sequence[Item], num_members: int, loads: Sequence[int] | None = None) -> list[list[Share]]:
     """Return the shares of each member: every element of every item exactly once, with one of its holders.
 
     Loads differ by about `MIN_CUT_BYTES`, or one row of a tensor, for each set of members, as far as holders allow it.
@@ -63,6 +63,7 @@ def deal_shares(items: Sequence[Item], num_members: int) -> list[list[Share]]:
     Args:
         items: in an order that all members agree on; what is empty is nobody's.
         num_members: members are numbered from 0.
+        loads: bytes that each member writes already; default: nothing.
 
     Raises:
         ValueError: an item has a holder that is no member, or none.
@@ -73,7 +74,7 @@ def deal_shares(items: Sequence[Item], num_members: int) -> list[list[Share]]:
             raise ValueError(f"{item.name} is held by {item.holders} of {num_members} members")
         classes.setdefault(item.holders, []).append(index)
     totals = {holders: sum(items[index].num_bytes for index in indexes) for holders, indexes in classes.items()}
-    quotas = level_quotas(totals, num_members)
+    quotas = level_quotas(totals, num_members, loads)
     shares: list[list[Share]] = [[] for _ in range(num_members)]
     for holders in sorted(classes):
         indexes = classes[holders]
@@ -82,19 +83,22 @@ def deal_shares(items: Sequence[Item], num_members: int) -> list[list[Share]]:
     return shares
 
 
-def level_quotas(totals: Mapping[Holders, int], num_members: int) -> dict[Holders, list[int]]:
+def level_quotas(
+    totals: Mapping[Holders, int], num_members: int, loads: Sequence[int] | None = None
+) -> dict[Holders, list[int]]:
     """Return how much each holder takes of what is held by the same members, so that all have about the same to do.
 
     Args:
         totals: bytes, by who holds them.
         num_members: members are numbered from 0.
+        loads: bytes that each member writes already; default: nothing.
     """
-    loads = [0] * num_members
+    filled = [0] * num_members if loads is None else [*loads]
     quotas: dict[Holders, list[int]] = {}
     for holders in sorted(totals, key=lambda holders: (len(holders), holders)):
-        quotas[holders] = _level(totals[holders], [loads[holder] for holder in holders])
+        quotas[holders] = _level(totals[holders], [filled[holder] for holder in holders])
         for holder, quota in zip(holders, quotas[holders], strict=True):
-            loads[holder] += quota
+            filled[holder] += quota
     return quotas
 
 

@@ -61,6 +61,25 @@ class ShardAdapter(ABC):
         """
         return self.boxes(tensor, path), self.data(tensor, path)
 
+    def holders(self, tensor: torch.Tensor, num_ranks: int) -> Sequence[tuple[Box, Sequence[int]]] | None:
+        """Return the boxes of the whole tensor, and which ranks of this replica group hold each; None where that is not known.
+
+        Optional. A durable save divides what is known among those who hold it. What is not is stored once by every rank that
+        holds it, since nobody is asked.
+
+        Args:
+            tensor: one of this class.
+            num_ranks: of the group; they are numbered from 0.
+
+        The boxes are apart from each other and make up the whole tensor; empty ones may be left out. What is said of this rank
+        is what `boxes` says. If any of that is not so, nothing of it counts. Nobody may be asked: the answer follows from what
+        all ranks know alike, such as a mesh, and all of them give the same one. Where one rank says None all must: else
+        they divide the save in different ways, and the hole is found and filled late, after `fill_after`.
+
+        Called on the trainer's thread for each tensor of a save, so it should be quick; the answer must not change afterwards.
+        """
+        return None
+
     @abstractmethod
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of the class and layout of `like` that holds these shards, all of them, one for each of its boxes.

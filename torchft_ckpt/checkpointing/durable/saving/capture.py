@@ -77,7 +77,10 @@ class CapturedState:
         self._trainer_is_free.set()
 
         def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-            self._layouts = [layout_of(path, tensor, is_alike=id(tensor) not in of_group) for path, tensor in tensors]
+            self._layouts = [
+                layout_of(path, tensor, num_ranks=index.num_ranks, is_alike=id(tensor) not in of_group)
+                for path, tensor in tensors
+            ]
 
         try:
             flat, self.paths = flatten_state_dict(state)

@@ -7,14 +7,14 @@ and nothing but what this rank holds is looked at one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.holdings import Held, TensorHoldings
 from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.saving import Member
-from torchft_ckpt.core.shares import Holders, Item, cut_by_quotas, level_quotas
+from torchft_ckpt.core.shares import Holders, Item, cut_by_quotas, deal_shares, level_quotas
 
 _VALUE_BYTES = 1024
 """What the record of a plain value is counted as."""
@@ -51,7 +51,7 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
             item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, holders)
             if tensor.is_known_to_all:
                 classes.setdefault(item.holders, []).append((number, item))
-            else:  # nobody of this group knows of it but this rank: its replicas share it with it
+            else:  # nobody of this group knows of it but this rank: its replicas share it with it, all of it together
                 alone.append((number, item))
     num_tensors = len(state.holdings)
     for number, value in enumerate(state.values):
@@ -67,10 +67,18 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
                 boxes.append((number, share.box))
             else:
                 values.append(number - num_tensors)
-    for number, item in alone:
-        even = level_quotas({item.holders: item.num_bytes}, writers.num_members)[item.holders]
-        boxes += [(number, share.box) for share in cut_by_quotas([item], even)[item.holders.index(me)]]
+    for share in deal_shares([item for _, item in alone], writers.num_members, _loads(quotas, writers.num_members))[me]:
+        boxes.append((alone[share.item][0], share.box))
     return PartShare(sorted(boxes), values)
+
+
+def _loads(quotas: Mapping[Holders, Sequence[int]], num_members: int) -> list[int]:
+    """Return how many bytes each member takes of what all ranks know of."""
+    loads = [0] * num_members
+    for holders, of_holders in quotas.items():
+        for holder, quota in zip(holders, of_holders, strict=True):
+            loads[holder] += quota
+    return loads
 
 
 def _totals(holdings: Sequence[TensorHoldings], members: Callable[[Sequence[int], bool], Holders]) -> Counter[Holders]:

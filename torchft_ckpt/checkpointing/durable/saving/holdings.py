@@ -1,25 +1,31 @@
 """Which ranks of this group hold which boxes of a tensor, by arithmetic alone.
 
 A DTensor's mesh and placements say what each of its ranks holds, so every rank knows it of all. A tensor that is not sharded is
-taken to be held by all ranks of the group alike, as DCP does too. Of other classes a rank knows its own boxes only.
+taken to be held by all ranks of the group alike, as DCP does too. Of other classes their adapter may know it (`holders`): that
+counts if it is a whole tensor, and right about this rank. Else a rank knows its own boxes only.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from torchft_ckpt.checkpointing.state.shards import adapter_of, is_dtensor
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
+from torchft_ckpt.core.boxes import Box, fits, whole
+from torchft_ckpt.core.coverage import missing_boxes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
+
+logger = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
@@ -58,17 +64,21 @@ class Layout(NamedTuple):
     placements: tuple[Placement, ...] = ()
     is_alike: bool = True
     """As in `TensorHoldings`."""
+    said: Sequence[tuple[Box, Sequence[int]]] | None = None
+    """What its adapter says of its holders, unchecked."""
 
 
-def layout_of(fqn: str, tensor: torch.Tensor, *, is_alike: bool = True) -> Layout:
-    """Return the layout of a tensor. Quick, because the trainer waits for it."""
+def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_alike: bool = True) -> Layout:
+    """Return the layout of a tensor in a group of so many ranks. Quick, because the trainer waits for it."""
     itemsize = tensor.element_size()
-    is_whole = adapter_of(tensor) is None
-    if not is_whole and is_dtensor(tensor):
+    adapter = adapter_of(tensor)
+    if adapter is None:
+        return Layout(fqn, tensor.shape, itemsize, True, is_alike=is_alike)
+    if isinstance(adapter, DTensorAdapter):  # a class that derives from DTensor may have another
         dtensor = cast("DTensor", tensor)
         placements = tuple(dtensor.placements)
         return Layout(fqn, tensor.shape, itemsize, False, dtensor.device_mesh, placements, is_alike)
-    return Layout(fqn, tensor.shape, itemsize, is_whole, is_alike=is_alike)
+    return Layout(fqn, tensor.shape, itemsize, False, is_alike=is_alike, said=adapter.holders(tensor, num_ranks))
 
 
 class HoldingsIndex:
@@ -82,13 +92,15 @@ class HoldingsIndex:
     """
 
     def __init__(self, rank: int, num_ranks: int, *, is_replicated: bool = True) -> None:
+        self.num_ranks = num_ranks
         self._rank = rank
-        self._num_ranks = num_ranks
         self._is_replicated = is_replicated
         self._known: dict[object, tuple[list[Held], list[Held]]] = {}
         self._of_meshes: weakref.WeakKeyDictionary[Any, dict[object, tuple[list[Held], list[Held]] | None]] = (
             weakref.WeakKeyDictionary()
         )
+        self._as_said: dict[object, tuple[list[Held], list[Held]]] = {}
+        self._has_warned = False
 
     def holdings_of(self, layout: Layout, boxes: Iterable[Box]) -> TensorHoldings:
         """Return who holds what of a tensor.
@@ -102,18 +114,45 @@ class HoldingsIndex:
             held, mine = self._whole(shape)
             return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated, layout.is_alike)
         own = [box for box in boxes if box.volume]
-        on_mesh = None if layout.mesh is None else self._on_mesh(shape, layout.mesh, layout.placements)
-        if on_mesh is not None and [held.box for held in on_mesh[1]] == own:
-            return TensorHoldings(fqn, shape, itemsize, *on_mesh, True, layout.is_alike)
+        known = None if layout.mesh is None else self._on_mesh(shape, layout.mesh, layout.placements)
+        if layout.said is not None:
+            known = self._checked(layout, shape, own)
+        if known is not None and [held.box for held in known[1]] == sorted(own):
+            return TensorHoldings(fqn, shape, itemsize, *known, True, layout.is_alike)
         alone = [Held(box, (self._rank,)) for box in own]
         return TensorHoldings(fqn, shape, itemsize, alone, alone, False, layout.is_alike)
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[list[Held], list[Held]]:
         if shape not in self._known:
-            ranks = tuple(range(self._num_ranks)) if self._is_replicated else (self._rank,)
+            ranks = tuple(range(self.num_ranks)) if self._is_replicated else (self._rank,)
             held = [Held(whole(shape), ranks)] if 0 not in shape else []
             self._known[shape] = held, held
         return self._known[shape]
+
+    def _checked(
+        self, layout: Layout, shape: tuple[int, ...], own: Sequence[Box]
+    ) -> tuple[list[Held], list[Held]] | None:
+        """Return what an adapter says, where nothing speaks against it. A wrong holder would leave a hole."""
+        try:
+            said = _said(layout.said or ())
+            key = shape, said
+            if key not in self._as_said:
+                held = _whole_tensor(said, shape, self.num_ranks)
+                self._as_said[key] = held, [one for one in held if self._rank in one.ranks]
+            known = self._as_said[key]
+            if [held.box for held in known[1]] != sorted(own):
+                raise ValueError(f"rank {self._rank} holds other boxes than are said of it")
+        except (TypeError, AttributeError, ValueError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the holders that its adapter names for %r do not count, so each rank stores all that it holds of it: %s "
+                    "(said once, whatever other tensors there are)",
+                    layout.fqn,
+                    error,
+                )
+            return None
+        return known
 
     def _on_mesh(
         self, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
@@ -121,9 +160,44 @@ class HoldingsIndex:
         known = self._of_meshes.setdefault(mesh, {})
         key = (shape, placements)
         if key not in known:
-            held = _boxes_on_mesh(shape, mesh.mesh, placements, self._num_ranks)
+            held = _boxes_on_mesh(shape, mesh.mesh, placements, self.num_ranks)
             known[key] = None if held is None else (held, [one for one in held if self._rank in one.ranks])
         return known[key]
+
+
+def _said(holders: Iterable[tuple[Box, Iterable[int]]]) -> tuple[Held, ...]:
+    """Return what an adapter says in the form that all ranks have it in, whatever sequences and integers it uses.
+
+    Raises:
+        TypeError, AttributeError, ValueError: it is no boxes with ranks.
+    """
+    boxes = (
+        Held(Box(_integers(box.offsets), _integers(box.sizes)), tuple(sorted(_integers(ranks))))
+        for box, ranks in holders
+    )
+    return tuple(sorted(held for held in boxes if held.box.volume))
+
+
+def _integers(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(operator.index(number) for number in numbers)
+
+
+def _whole_tensor(said: Sequence[Held], shape: tuple[int, ...], num_ranks: int) -> list[Held]:
+    """Return what is said, if it is a whole tensor, each element of it once, in the hands of ranks of the group.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for box, ranks in said:
+        if not fits(box, shape):
+            raise ValueError(f"{box} is no box of a tensor of shape {shape}")
+        if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= num_ranks:
+            raise ValueError(f"{box} is said to be held by {ranks} of {num_ranks} ranks")
+    if missing := missing_boxes(shape, (box for box, _ in said)):
+        raise ValueError(f"nobody is said to hold {missing[0]}")
+    if sum(box.volume for box, _ in said) != whole(shape).volume:
+        raise ValueError("boxes overlap each other")
+    return list(said)
 
 
 def _boxes_on_mesh(
