@@ -31,6 +31,7 @@ from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_i
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.saving.leftovers import Leftovers
 from torchft_ckpt.checkpointing.durable.saving.part_writer import Writers
 from torchft_ckpt.checkpointing.durable.saving.random_state import get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.saver import (
@@ -123,7 +124,7 @@ class Checkpointer:
         keep_last: how many whole checkpoints stay; None: all.
         keep_every: checkpoints of a multiple of this step stay for ever.
         fill_after: how long nothing may be seen of a writer until others write its share. Too short costs bytes that are
-            written twice, nothing else.
+            written twice, nothing else. Where a save finds no room, the next one after so long removes what dead writers left.
         timeout: of a save, in the background.
         staging_budget_bytes: at most so much is copied aside for a save; beyond it the save fails, training goes on. Default:
             a quarter of this machine's memory.
@@ -163,6 +164,10 @@ class Checkpointer:
         self._storages = {Tier.STORAGE: open_storage(location, **(storage_options or {}))}
         if local_location is not None:
             self._storages[Tier.LOCAL] = open_storage(local_location)
+        self._leftovers = {
+            tier: Leftovers(storage, is_shared=tier is Tier.STORAGE, settled_after_s=fill_after.total_seconds())
+            for tier, storage in self._storages.items()
+        }
         self._manager = manager
         self._mode = mode
         self._keep = (keep_last, keep_every)
@@ -301,12 +306,19 @@ class Checkpointer:
 
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""
+        removes = not task.is_storage_shared or task.member == Member(0, 0)
+        leftovers = self._leftovers[Tier.STORAGE if task.is_storage_shared else Tier.LOCAL]
+        if removes:
+            with _logged("what is not whole stays for now"):
+                leftovers.remove(task.name)
         worker.run()
-        if worker.future.exception() is None and (not task.is_storage_shared or task.member == Member(0, 0)):
-            try:
-                self._remove_old(task)
-            except StorageError as error:
-                logger.warning("old checkpoints stay for now: %s", error)
+        if removes:
+            with _logged("old checkpoints stay for now"):
+                failure = worker.future.exception()
+                if failure is None:
+                    self._remove_old(task)
+                else:
+                    leftovers.note_failure(failure)
 
     def _remove_old(self, task: SaveTask) -> None:
         keep_last, keep_every = self._keep
@@ -570,6 +582,15 @@ class Checkpointer:
             )
         finally:
             transport.shutdown()
+
+
+@contextlib.contextmanager
+def _logged(consequence: str) -> Iterator[None]:
+    """Log that a storage failed at something that can wait."""
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("%s: %s", consequence, error)
 
 
 def _said(restored: Restored) -> Restored:
