@@ -76,8 +76,8 @@ def _without_state(value: object, path: Path) -> Iterator[tuple[Path, dict[Any, 
     if isinstance(value, Mapping):
         state, groups = value.get("state"), value.get("param_groups")
         if isinstance(groups, list) and isinstance(state, dict) and not state:
-            keys = (key for group in groups if isinstance(group, Mapping) for key in group.get("params", ()))
-            yield (*path, "state"), state, {str(key): key for key in keys}
+            lists = [group.get("params") for group in groups if isinstance(group, Mapping)]
+            yield (*path, "state"), state, {str(key): key for keys in lists if isinstance(keys, list) for key in keys}
     for key, item in _items(value):
         yield from _without_state(item, (*path, key))
 
