@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import resource
 import shutil
@@ -20,13 +21,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.durable_parts import PartsDouble
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchft_ckpt import Checkpointer
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing.durable.format.manifest import PieceEntry
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, parse_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
@@ -479,6 +481,82 @@ def test_export_says_what_it_leaves_out(tmp_path: Path, capsys: Capture) -> None
     )
     assert metadata_of(path)["torchft_ckpt.values"] == {"lr": 0.5}
     assert "torchft_ckpt.step" not in metadata_of(path)
+
+
+def doubled(num_times: int) -> list[object]:
+    """A list of two lists that are one list of two, and so on: few bytes in a record, and 2**num_times leaves."""
+    value: list[object] = []
+    for _ in range(num_times):
+        value = [value, value]
+    return value
+
+
+def own_container() -> list[object]:
+    value: list[object] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (
+            doubled(40),
+            "v: its leaves take more than the 10000 bytes that a safetensors header holds; all of v is left out",
+        ),
+        ((["x" * 1000] * 20,), "v: its leaves take more than the 10000 bytes"),
+        (own_container(), "nested deeper than 64 levels (a container that holds itself?); all of v is left out"),
+        (
+            (torch.ones(1).expand(2**40),),
+            "v: its tensors repeat 4398046511100 bytes that are there once, more than 100",
+        ),
+        ((torch.ones(30), [torch.ones(5)] * 9), "v: its tensors repeat 160 bytes that are there once, more than 100"),
+        ((torch.empty(2**40, device="meta"),), "v.0: safetensors holds no meta torch.strided tensor"),
+    ],
+    ids=["lists", "texts", "cycle", "expanded", "tensors", "meta"],
+)
+def test_export_leaves_out_what_stands_for_more_than_it_has(
+    value: object, reason: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_content, "MAX_HEADER_BYTES", 10_000)
+    monkeypatch.setattr(checkpoint_content, "_MAX_REPEATED_BYTES", 100)
+    dcp.save({"w": torch.ones(3), "v": 0, "x": 0.5}, checkpoint_id=tmp_path / "dcps", no_dist=True)
+    metadata = load_metadata((tmp_path / "dcps" / ".metadata").read_bytes())
+    info = metadata.storage_data[MetadataIndex("v")]
+    torch.save(value, tmp_path / "dcps" / "v.distcp")
+    info.relative_path, info.offset, info.length = "v.distcp", 0, (tmp_path / "dcps" / "v.distcp").stat().st_size
+    (tmp_path / "dcps" / ".metadata").write_bytes(pickle.dumps(metadata))
+    path = tmp_path / "state.safetensors"
+    status, _, err = run(capsys, "export", tmp_path / "dcps", "-o", path, "--quiet")
+    assert (status, err.count("\n"), err.startswith("left out: v"), reason in err) == (0, 1, True, True), err
+    assert load_file(path)["w"].tolist() == [1.0] * 3
+    assert metadata_of(path)["torchft_ckpt.values"] == {"x": 0.5}
+
+
+def test_export_takes_what_is_nested_and_shared_as_people_do_it(tmp_path: Path, capsys: Capture) -> None:
+    betas, weight = (0.9, 0.99), torch.ones(3)
+    groups = {f"g{number}": {"betas": betas, "mean": (weight, weight.expand(2, 3))} for number in range(3)}
+    dcp.save({"groups": [[groups]], "order": list(range(2000))}, checkpoint_id=tmp_path / "dcps", no_dist=True)
+    path = tmp_path / "state.safetensors"
+    assert run(capsys, "export", tmp_path / "dcps", "-o", path, "--quiet") == (0, "", "")
+    read = load_file(path)
+    assert sorted({tuple(tensor.shape) for tensor in read.values()}) == [(2, 3), (3,)]
+    assert len(metadata_of(path)["torchft_ckpt.values"]) == 2000 + 3 * 2
+
+
+@pytest.mark.parametrize("by_dcp", [False, True])
+def test_a_tensor_that_has_safetensors_own_name_gets_another(by_dcp: bool, tmp_path: Path, capsys: Capture) -> None:
+    state = {"__metadata__": torch.ones(2), "b": torch.zeros(3)}
+    if by_dcp:
+        dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    else:
+        checkpointer = Checkpointer(tmp_path / "saved")
+        checkpointer.save(state, step=1).result(60)
+        checkpointer.shutdown()
+    path = tmp_path / "state.safetensors"
+    told = "__metadata__ is called __metadata__#2 in the file: __metadata__ is safetensors' own name\n"
+    assert run(capsys, "export", tmp_path / "saved", "-o", path, "--quiet") == (0, "", told)
+    assert same_bits(load_file(path), {"__metadata__#2": state["__metadata__"], "b": state["b"]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int8, torch.float8_e4m3fn, torch.uint16])

@@ -29,7 +29,7 @@ from support.groups import free_port
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
-from torchft_ckpt.cli.safetensors_file import Content, SafetensorsFile, flatten
+from torchft_ckpt.cli.safetensors_file import Content, SafetensorsFile, flatten, unused_name
 from torchft_ckpt.cli.summary import format_bytes
 from torchft_ckpt.errors import ConfigError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences, example_state
@@ -454,6 +454,29 @@ def test_arrays_are_stored_as_tensors_and_named() -> None:
 def test_no_leaf_is_lost_where_two_have_the_same_path() -> None:
     content = flatten({"a.b": 1, "a": {"b": 2}, 0: torch.zeros(1), "0": torch.ones(1)})
     assert (content.values, list(content.tensors)) == ({"a.b": 1, "a.b#2": 2}, ["0", "0#2"])
+
+
+def test_a_tensor_that_has_safetensors_own_name_gets_another(
+    make_peer: Callable[..., HTTPTransport[Any]], tmp_path: Path, capsys: Capture
+) -> None:
+    peer = make_peer()
+    peer.send_checkpoint([1], 3, {"__metadata__": torch.ones(2), "b": torch.zeros(3)}, LONG)
+    path = tmp_path / "state.safetensors"
+    assert main(["pull", peer.metadata(), "-o", str(path), "--quiet"]) == 0
+    assert {name: tensor.tolist() for name, tensor in load_file(path).items()} == {
+        "__metadata__#2": [1.0, 1.0],
+        "b": [0.0, 0.0, 0.0],
+    }
+    assert (
+        capsys.readouterr().err
+        == "__metadata__ is called __metadata__#2 in the file: __metadata__ is safetensors' own name\n"
+    )
+
+
+def test_paths_that_are_alike_are_numbered_without_counting_from_one_each_time() -> None:
+    taken: dict[str, int] = {}
+    names = [unused_name(path, taken) for path in ("a", "a#2", "a", "a", "b", "a#2", *["a"] * 200_000)]
+    assert (names[:6], names[-1]) == (["a", "a#2", "a#3", "a#4", "b", "a#2#2"], "a#200004")
 
 
 def test_a_state_that_is_one_tensor_has_a_name() -> None:

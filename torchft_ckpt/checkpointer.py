@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import secrets
 import threading
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import torch
 
@@ -133,7 +134,8 @@ class Checkpointer:
         is_replicated: whether tensors that are not sharded are the same on all ranks of a group; False for the stages of a
             pipeline.
         reuse_buffers: keep the copies' memory for the next save; False frees it after each.
-        on_progress: told how far this rank's share of a save is, on the save's thread.
+        on_progress: told how far this rank's share of a save is, on the save's thread. If it raises, that is logged, the save
+            goes on, and it is told nothing more of this save.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -217,7 +219,7 @@ class Checkpointer:
         self,
         state_dict: dict[str, Any] | None = None,
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         own: object = None,
         tier: Tier = Tier.STORAGE,
     ) -> Future[SavedCheckpoint]:
@@ -229,7 +231,7 @@ class Checkpointer:
         Args:
             state_dict: nested dicts and lists of tensors and plain values, or objects with `state_dict()`; default: what the
                 Manager's registered functions return.
-            step: its step; default: the Manager's. Without a Manager it is needed.
+            step: its step, a whole number of any kind (numpy's too); default: the Manager's. Without a Manager it is needed.
             own: plain values that belong to this rank alone, such as its position in the data.
             tier: where to.
 
@@ -247,6 +249,7 @@ class Checkpointer:
             raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
+        step = _plain_step(step)
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
         identity = self._identity(step)
@@ -405,7 +408,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------------------------------------------- load
 
-    def load(self, state_dict: MutableMapping[str, Any], *, step: int | None = None) -> Restored:
+    def load(self, state_dict: MutableMapping[str, Any], *, step: SupportsIndex | None = None) -> Restored:
         """Load the newest whole checkpoint into a state dict, in place, as `torch.distributed.checkpoint.load` does.
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
@@ -417,13 +420,15 @@ class Checkpointer:
             step: of that step only.
 
         Raises:
-            ConfigError: there is a Manager: use `restore`, which has all ranks of all groups take the same one.
+            ConfigError: there is a Manager: use `restore`, which has all ranks of all groups take the same one. Or `step`
+                is none.
             CheckpointNotFoundError: there is none.
             StateMismatchError: what is wanted is not in it, or of another shape or dtype.
             StorageError: the storage failed.
         """
         if self._manager is not None:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
+        step = _plain_step(step)
         template = {key: state_of_value(value) for key, value in state_dict.items()}
         fresh = {key: value for key, value in state_dict.items() if _is_sharded_and_fresh(value)}
         with with_optimizer_state(fresh.values()):
@@ -441,7 +446,7 @@ class Checkpointer:
         rung = self._rung_of(outcome.checkpoint)
         return _said(self._restored(rung, outcome, own, f"step {outcome.step} from {rung.value}"))
 
-    def restore(self, *, step: int | None = None, timeout: timedelta | None = None) -> Restored:
+    def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
         """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
 
         Where peers hold it nothing is loaded here: the first step heals from them. All ranks of all groups that start call it.
@@ -456,7 +461,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
-                (`Optimizer(manager, ...)`), because parameters are sharded.
+                (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
             StateMismatchError: the state does not fit what is registered here.
             StorageError: the storage failed.
             CheckpointNotFoundError: there is none of that step, or all there are are damaged: the state here is torn then.
@@ -465,6 +470,7 @@ class Checkpointer:
         manager = self._manager
         if manager is None:
             raise ConfigError("restore needs a Manager; use load", "manager")
+        step = _plain_step(step)
         check_optimizers_known(manager)
         gathering = manager.gather(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
@@ -591,6 +597,23 @@ def _logged(consequence: str) -> Iterator[None]:
         yield
     except StorageError as error:
         logger.warning("%s: %s", consequence, error)
+
+
+def _plain_step(step: SupportsIndex | None) -> int | None:
+    """Return a step as a plain int: numpy's go into no manifest.
+
+    Raises:
+        ConfigError: it is no whole number, or negative.
+    """
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise ConfigError(f"step={step!r:.80}: a whole number was expected", "step") from error
+    if number < 0:
+        raise ConfigError(f"step={number}: a step is not negative", "step")
+    return number
 
 
 def _said(restored: Restored) -> Restored:

@@ -87,6 +87,18 @@ def test_a_strided_shard_in_the_order_of_fsdp_over_tensor_parallelism_is_one_box
     assert torch.equal(box, full[offset : offset + 2])
 
 
+def test_a_default_device_does_not_matter_to_where_a_strided_shard_lies(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(12.0)  # of no other test, because what is known of a mesh is kept
+    dp, tp = mesh.get_coordinate()
+    local = full.chunk(2)[tp].chunk(2)[dp]
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    with torch.device("meta"):
+        box, _, (offset,) = local_box(tensor, "w")
+    assert torch.equal(box, full[offset : offset + 3])
+
+
 def test_a_strided_shard_that_is_not_one_box_is_refused(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     local = torch.arange(2.0)

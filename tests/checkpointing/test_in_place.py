@@ -139,6 +139,26 @@ def test_a_view_in_the_middle_of_a_local_storage_leaves_its_neighbours_alone(rec
     assert differences(storage, torch.cat([torch.full((1000,), 7.0), state["w"], torch.full((1000,), 7.0)])) == []
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_default_device_does_not_matter(source, destination, in_place):
+    weight = noise(50, 100)
+    state = {
+        "w": weight,
+        "turned": weight.t(),
+        "row": weight[3],
+        "array": np.arange(5.0),
+        "pair": (torch.ones(3), 1),
+        "empty": torch.empty(0, 4),
+        "step": torch.tensor(5.0),
+    }
+    local = {"w": torch.zeros(50, 100), "turned": torch.zeros(100, 50), "row": torch.zeros(100), "array": np.zeros(5)}
+    with torch.device("meta"):
+        source.send_checkpoint([1], STEP, state, LONG)
+        addresses, here = [source.metadata()], local if in_place else None
+        received = destination.fetch_checkpoint(addresses, STEP, LONG, local_state=here, in_place=in_place)
+    assert differences(received, state) == []
+
+
 def test_a_strided_local_tensor_is_copied_to_at_the_end(receive):
     state = {"w": noise(50, 60), "x": noise(9)}
     local = {"w": torch.zeros(60, 50).t(), "x": torch.zeros(9)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
+from torchft_ckpt.checkpointing.progress import ProgressBar, ProgressCallback, TransferProgress, tell
 
 MIB = 2**20
 BEGINNING = TransferProgress(
@@ -55,6 +55,21 @@ def test_skipped_bytes_are_done_but_say_nothing_about_the_rate(
     progress: TransferProgress, fraction: float, bytes_per_s: float
 ) -> None:
     assert (progress.fraction, progress.bytes_per_s) == (fraction, bytes_per_s)
+
+
+def test_a_callback_that_raises_is_logged_once_and_told_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[TransferProgress] = []
+
+    def raises_at_the_second(progress: TransferProgress) -> None:
+        told.append(progress)
+        if len(told) == 2:
+            raise ValueError("of the test")
+
+    callback: ProgressCallback | None = raises_at_the_second
+    for _ in range(4):
+        callback = tell(callback, BEGINNING)
+    assert (callback, len(told)) == (None, 2)
+    assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
 def test_a_transfer_is_one_bar_that_closes_itself() -> None:

@@ -243,6 +243,15 @@ def test_any_layout_is_bit_equal_after_any_other(tmp_path_factory, data):
     assert torch.equal(bits_of(full_of(target)), bits_of(full))
 
 
+def test_a_default_device_does_not_matter(tmp_path):
+    full = random_bits((7, 6), torch.float32, 0)
+    save(tmp_path, {"w": SpmdTensor.of(full, Layout((2, 1)))})
+    state = {"w": SpmdTensor((7, 6), torch.float32, Layout((4, 1)))}
+    with torch.device("meta"):
+        load(tmp_path, state)
+    assert torch.equal(bits_of(state["w"].full()), bits_of(full))
+
+
 def test_a_nested_state_keeps_its_form_and_other_values(tmp_path):
     full = random_bits((6, 2), torch.float32, seed=1)
     state = {
@@ -459,3 +468,17 @@ def test_a_joiner_receives_the_shards_into_its_own_tensors_class_and_each_is_mov
     for name, tensor in received.items():
         assert torch.equal(bits_of(tensor.full()), bits_of(full)), name
     assert [tensor.num_moved for tensor in state.values()] == [len(tensor.shards_) for tensor in state.values()]
+
+
+def test_who_has_no_such_tensor_gets_it_whole_whatever_the_default_device_is():
+    timeout = timedelta(seconds=20)
+    full = random_bits((7, 5), torch.bfloat16, seed=9)
+    source, joiner = HTTPTransport(timeout=timeout), HTTPTransport(timeout=timeout)
+    try:
+        source.send_checkpoint([1], step=5, state_dict={"w": SpmdTensor.of(full, Layout((4, 1)))}, timeout=timeout)
+        with torch.device("meta"):
+            received = joiner.fetch_checkpoint([source.metadata()], 5, timeout)
+    finally:
+        source.shutdown()
+        joiner.shutdown()
+    assert torch.equal(bits_of(received["w"]), bits_of(full))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in
+from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in, load_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
@@ -301,6 +301,26 @@ def test_progress_is_told_until_all_is_written(tmp_path: Path) -> None:
     checkpointer.shutdown()
 
 
+def test_a_callback_that_raises_costs_nothing_but_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[TransferProgress] = []
+
+    def raises(progress: TransferProgress) -> None:
+        told.append(progress)
+        raise BrokenPipeError("whoever watched has gone")
+
+    checkpointer = Checkpointer(tmp_path, on_progress=raises)
+    state = {"a": torch.ones(1000), "b": torch.arange(3)}
+    for step in (1, 2):
+        assert checkpointer.save(state, step=step).result(LONG_S).is_closed
+        assert [one.step for one in told] == list(range(1, step + 1))  # of each save once
+    assert all_of(tmp_path)[1]["a"].tolist() == [1.0] * 1000
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "on_progress raised at step 1; it is not called again",
+        "on_progress raised at step 2; it is not called again",
+    ]
+    checkpointer.shutdown()
+
+
 # Names and retention
 
 
@@ -338,12 +358,13 @@ def test_old_checkpoints_are_removed_but_for_those_that_are_to_stay(tmp_path: Pa
     checkpointer.shutdown()
 
 
-def test_a_save_that_failed_removes_nothing(tmp_path: Path) -> None:
-    def fail(progress: TransferProgress) -> None:
-        raise StorageError("of the test", "progress")
+def test_a_save_that_failed_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(storage: LocalStorage, path: str) -> None:
+        raise StorageError("of the test", path)
 
     Checkpointer(tmp_path, keep_last=1).save({"w": torch.zeros(4)}, step=1).result(LONG_S)
-    failing = Checkpointer(tmp_path, keep_last=1, on_progress=fail)
+    monkeypatch.setattr(LocalStorage, "create", fail)
+    failing = Checkpointer(tmp_path, keep_last=1)
     with pytest.raises(StorageError, match="of the test"):
         failing.save({"w": torch.ones(4)}, step=2).result(LONG_S)
     failing.wait()
@@ -381,6 +402,29 @@ def test_calls_that_lack_something_are_refused_and_leave_nothing(tmp_path: Path)
         checkpointer.load({"w": torch.zeros(1)})
     assert list(tmp_path.iterdir()) == []
     assert checkpointer.save({}, step=1).result(LONG_S).is_closed  # an empty state is a state
+    checkpointer.shutdown()
+
+
+@pytest.mark.parametrize(
+    "step", [np.int64(4), np.uint8(4), torch.tensor(4), np.array(4)], ids=lambda step: type(step).__name__
+)
+def test_a_step_is_a_whole_number_of_any_kind(tmp_path: Path, step: Any) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    saved = checkpointer.save({"w": torch.ones(3)}, step=step).result(LONG_S)
+    read = {"w": torch.zeros(3)}
+    restored = checkpointer.load(read, step=step)
+    assert (type(saved.step), type(restored.step), restored.step, read["w"].tolist()) == (int, int, 4, [1.0] * 3)
+    checkpointer.shutdown()
+
+
+@pytest.mark.parametrize("step", [4.0, "4", np.float32(4), torch.tensor([4, 5]), np.int64(-1), -1], ids=repr)
+def test_a_step_that_is_none_is_refused_at_the_call(tmp_path: Path, step: Any) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    for call in (checkpointer.save, checkpointer.load):
+        with pytest.raises(ConfigError, match="step=") as caught:
+            call({"w": torch.ones(3)}, step=step)
+        assert caught.value.party == "step"
+    assert list(tmp_path.iterdir()) == []
     checkpointer.shutdown()
 
 
@@ -543,6 +587,42 @@ def test_plain_dcp_loads_into_tensors_that_are_there(tmp_path: Path) -> None:
 
 
 # What belongs to this rank
+
+
+def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
+    """Nothing here is on the meta device; what the library made there would be empty."""
+    state: dict[str, Any] = {
+        "array": np.arange(3.0),
+        "turned": torch.arange(6.0).reshape(2, 3),
+        "conjugate": torch.tensor([1j, 2 + 1j]),
+        "pair": (torch.arange(3.0), 1),
+        "empty": torch.empty(0, 4),
+        "adam": {"state": {0: {"step": torch.tensor(3.0)}}},
+    }
+    here: dict[str, Any] = {
+        "array": None,
+        "turned": torch.zeros(3, 2).t(),
+        "conjugate": torch.zeros(2, dtype=torch.complex64).conj(),
+        "pair": None,
+        "empty": torch.empty(0, 4),
+        "adam": {"state": {0: {"step": torch.tensor(0.0)}}},
+    }
+    with torch.device("meta"):
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.save(state, step=1, own={"position": 7, "seen": torch.empty(0, 3, device="cpu")}).result(LONG_S)
+        expected = torch.get_rng_state()
+        torch.rand(3, device="cpu")
+        restored = checkpointer.load(here)
+        checkpointer.shutdown()
+    assert isinstance(restored.own, dict)
+    assert (restored.own["position"], restored.own["seen"].device.type) == (7, "cpu")
+    assert torch.equal(torch.get_rng_state(), expected)
+    for name in ("turned", "conjugate", "empty"):
+        assert torch.equal(here[name], state[name])
+    assert (here["array"].tolist(), here["pair"][0].tolist(), here["pair"][1]) == ([0, 1, 2], [0, 1, 2], 1)
+    assert here["adam"]["state"][0]["step"].item() == 3.0
+    load_checkpoint(next(tmp_path.iterdir()), here)  # and it was saved as ever
+    assert torch.equal(here["turned"], state["turned"])
 
 
 def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:

@@ -292,6 +292,41 @@ def test_tensors_whose_bytes_are_not_their_elements_are_loaded_by_torch(tmp_path
     assert torch.equal(read_whole(reader, "turned", turned), turned)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.full((1,), 3.0).expand(1000),
+        torch.arange(4.0).expand(300, 4),
+        torch.arange(9.0)[::2],
+        torch.tensor([1j]).conj().expand(5),
+    ],
+    ids=["expanded", "expanded rows", "sliced", "conjugate"],
+)
+def test_what_dcp_writes_of_a_view_is_read(tmp_path: Path, tensor: torch.Tensor) -> None:
+    dcp.save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(read_whole(ForeignReader(LocalStorage(tmp_path)), "w", tensor), tensor)
+
+
+def test_a_record_that_stands_for_more_bytes_than_it_has_is_damaged(tmp_path: Path) -> None:
+    """DCP writes none; read, a few bytes would take as much memory as they say."""
+    ranks = Ranks(tmp_path / "dcp", 1, rank_local=False)
+    expanded = torch.ones(1).expand(2**29)
+    ranks.add(0, "w", expanded, whole((2**29,)), expanded)
+    reader = ranks.done()
+    with pytest.raises(CheckpointDamagedError, match=r"w \[0:536870912\].*has 4 bytes for 2147483648"):
+        reader.read([Want("w", Box((0,), (4,)), torch.zeros(4))])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_record_of_a_tensor_without_elements_of_its_own_is_refused(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for name, record in (("meta", torch.empty(8, 4, device="meta")), ("nested", nested)):
+        ranks = Ranks(tmp_path / name, 1, rank_local=False)
+        ranks.add(0, "w", torch.ones(8, 4), whole((8, 4)), record)
+        with pytest.raises(UnsupportedValueError, match="no dense tensor"):
+            read_whole(ranks.done(), "w", torch.ones(8, 4))
+
+
 def test_a_record_that_would_execute_something_is_refused_by_name(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     ranks = Ranks(tmp_path / "dcp", 1, rank_local=False)

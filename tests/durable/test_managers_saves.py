@@ -14,6 +14,7 @@ from torch import nn
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.ladder import Rung
+from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.healing import StateRegistry
 from torchft_ckpt.manager.still import tensors_in
 
@@ -162,6 +163,41 @@ def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer
         again.manager.shutdown()
         for left in tmp_path.glob("local/*/*"):
             left.unlink()
+
+
+def test_a_manager_restores_whatever_the_default_device_is(tmp_path: Path, address: str) -> None:
+    """What is here and cannot be read into, as on a GPU, is read into memory that is made for it."""
+
+    def job() -> tuple[dict[str, Any], Manager, Checkpointer]:
+        state = {"w": torch.zeros(3), "z": torch.zeros(2, dtype=torch.complex64).conj()}
+        manager = make_manager(address, state.update, lambda: state)
+        return state, manager, Checkpointer(tmp_path, manager=manager)
+
+    state, manager, checkpointer = job()
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    assert manager.should_commit()
+    state.update(w=torch.ones(3), z=torch.tensor([1j, 2.0]))
+    checkpointer.save().result(LONG_S)
+    checkpointer.shutdown()
+    manager.shutdown()
+    again, manager, checkpointer = job()
+    with torch.device("meta"):
+        restored = checkpointer.restore(step=1)
+    assert (restored.rung, restored.step) == (Rung.STORAGE, 1)
+    assert all(again[name].tolist() == value.tolist() for name, value in state.items())
+    checkpointer.shutdown()
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("step", [1.0, -1])
+def test_a_step_to_restore_that_is_none_is_refused_at_the_call(tmp_path: Path, address: str, step: Any) -> None:
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    with pytest.raises(ConfigError, match="step="):
+        checkpointer.restore(step=step)
+    checkpointer.shutdown()
+    group.manager.shutdown()
 
 
 # What is every group's own

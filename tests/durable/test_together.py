@@ -194,6 +194,29 @@ def test_groups_of_two_ranks_read_their_shards_and_what_all_hold_once(
     assert sum(read) <= 1.02 * num_bytes_of(state) + 8 * 64 * 1024 + 3 * columns, read
 
 
+def test_a_default_device_does_not_matter(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
+    """Each disk has what another member wants: it is read for that one, into memory that is made for it."""
+    state = state_of()
+    disks = [tmp_path / f"disk{number}" for number in range(3)]
+    write_parts(disks, state)
+    job = job_of(3)
+    parts = job.starts(lambda number: [storage_in(disks[number])])
+    for part in parts:
+        cuts = [ROWS * at // 3 for at in range(3)]
+        box = rows((ROWS, COLUMNS), cuts)[(part.number + 1) % 3]
+        part.boxes = {f"model.{name}": [box] if name == "weight" else [] for name in state["model"]}
+
+    def read(part: Part) -> None:
+        part.reader = part.shared.agree()
+        wants = part.wants()
+        with torch.device("meta"):
+            part.shared.read(wants)
+
+    job.do(read)
+    for part in parts:
+        part.check(state)
+
+
 def test_members_of_any_layout_get_what_they_want(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
     state = state_of()
     double = save(tmp_path, state)

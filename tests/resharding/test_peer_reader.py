@@ -163,6 +163,14 @@ def test_another_dtype_is_converted_and_a_view_is_written_through(job: RunningJo
     assert same_bits(base.T, weights_at(reader.step or 0).bfloat16())
 
 
+def test_a_default_device_does_not_matter(job: RunningJob) -> None:
+    reader = PeerReader(job.urls, timeout=LIMIT)
+    base = torch.zeros(6, 7, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        dcp.load({"model": {"w": base.T}}, storage_reader=reader, no_dist=True)
+    assert same_bits(base.T, weights_at(reader.step or 0).bfloat16())
+
+
 def test_all_of_it_is_read_by_who_knows_nothing_of_it(job: RunningJob) -> None:
     state: dict[str, Any] = {}
     reader = PeerReader(job.urls, timeout=LIMIT)

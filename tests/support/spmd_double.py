@@ -80,7 +80,7 @@ class SpmdTensor(torch.Tensor):
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> SpmdTensor:
         tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         tensor.layout_, tensor.num_moved = layout, 0
-        padding = torch.full(layout.padded(shape), 77).to(dtype)
+        padding = torch.full(layout.padded(shape), 77, device="cpu").to(dtype)
         tensor.shards_ = [Shard(padding.clone(), indices, replica) for replica, indices in layout.shards(shape)]
         return tensor
 
@@ -106,7 +106,7 @@ class SpmdTensor(torch.Tensor):
 
     def full(self) -> torch.Tensor:
         """Look at the whole tensor. All replicas must agree; what no shard here holds is zero."""
-        whole = torch.zeros(self.shape, dtype=self.dtype)
+        whole = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         for shard in self.shards_:
             target = whole[_index(shard)]
             target.copy_(shard.data[tuple(slice(0, size) for size in target.shape)])

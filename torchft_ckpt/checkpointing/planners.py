@@ -218,7 +218,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         with self._lock:
             buffers = self._buffers.get(index.fqn)
             if buffers is None:
-                buffers = [torch.empty(box.sizes, dtype=sharded.tensor.dtype) for box in sharded.boxes]
+                buffers = [torch.empty(box.sizes, dtype=sharded.tensor.dtype, device="cpu") for box in sharded.boxes]
                 self._buffers[index.fqn] = buffers
             return sharded.by_offsets(buffers)[_offsets_of(index)]
 

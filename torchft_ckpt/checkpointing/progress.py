@@ -1,10 +1,11 @@
-"""How far a transfer is: what a fetch tells about itself, and a bar for people who watch.
+"""How far a transfer is: what a fetch or a save tells about itself, and a bar for people who watch.
 
 It counts and shows. It does not know blocks, sources or sockets, and it decides nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
 
+logger = logging.getLogger(__name__)
 _TERMINAL_INTERVAL_S = 0.1
 _FILE_INTERVAL_S = 5.0
 
@@ -51,7 +53,22 @@ class TransferProgress:
 
 
 ProgressCallback = Callable[[TransferProgress], None]
-"""Told of the progress of a transfer, on one of the transfer's threads: it should return at once and not raise."""
+"""Told of the progress of a transfer, on one of the transfer's threads: it should return at once and not raise (see `tell`)."""
+
+
+def tell(callback: ProgressCallback | None, progress: TransferProgress) -> ProgressCallback | None:
+    """Tell a callback how far it is, and return the one to tell next time.
+
+    Whatever it raises is logged and goes no further: the transfer goes on, and the callback is called no more (None).
+    """
+    if callback is None:
+        return None
+    try:
+        callback(progress)
+    except Exception:
+        logger.exception("on_progress raised at step %d; it is not called again", progress.step)
+        return None
+    return callback
 
 
 class ProgressBar:

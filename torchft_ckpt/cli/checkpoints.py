@@ -132,7 +132,7 @@ def _told(opened: Opened, verdict: Verdict, max_problems: int | None) -> list[st
 def _run_export(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.checkpoint_content import content_of, read_in_order, reason_of
     from torchft_ckpt.cli.reading_bar import reading_bar
-    from torchft_ckpt.cli.safetensors_file import SafetensorsFile
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, told_of_renamed
     from torchft_ckpt.cli.summary import format_bytes, some
 
     with SafetensorsFile(options.output, force=options.force) as file:
@@ -146,6 +146,8 @@ def _run_export(options: argparse.Namespace) -> int:
                 num_bytes = file.write_stream(exported.outlines, chunks, exported.content, opened.place.step)
         except (CheckpointDamagedError, StorageError) as error:
             raise type(error)(f"{reason_of(error)}; nothing was exported", opened.place.name) from error
+    for told in told_of_renamed(exported.content):
+        print(one_line(told), file=sys.stderr)
     for reason in exported.left_out:
         print(one_line(f"left out: {reason}"), file=sys.stderr)
     if not options.quiet:

@@ -116,8 +116,9 @@ def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
 
 def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.progress import ProgressBar
-    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten, told_of_renamed
     from torchft_ckpt.cli.summary import format_bytes
+    from torchft_ckpt.cli.text import one_line
 
     urls = options.url
     source = _client(options, urls[0]) if len(urls) == 1 else _peers(options)
@@ -137,6 +138,8 @@ def _run_pull(options: argparse.Namespace) -> int:
             )
         content = flatten(pulled.state)
         num_bytes = file.write(content, pulled.step)
+    for told in told_of_renamed(content):
+        print(one_line(told), file=sys.stderr)
     if not options.quiet:
         tied = f" and {len(content.tied)} tied to them" if content.tied else ""
         print(

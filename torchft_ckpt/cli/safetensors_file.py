@@ -3,6 +3,7 @@
 Tensors are named by their path in the tree. What safetensors has no place for goes into its metadata, as JSON:
 `torchft_ckpt.step`, `torchft_ckpt.values` (path to value, in the state format's nodes), `torchft_ckpt.tied` (name to the
 name of the tensor that it is the same memory as; that one is stored), `torchft_ckpt.arrays` (names that were numpy arrays).
+`__metadata__` is safetensors' own name: a tensor of that path gets a number, as the second of two of one path does.
 Views that share only some memory are stored each for itself. A state that is not all in memory is written in the order of
 `in_file_order`, as its bytes come.
 """
@@ -31,7 +32,9 @@ from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.cli.leaves import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
 
-_MAX_HEADER_BYTES = 90_000_000
+RESERVED = "__metadata__"
+"""What the header of a safetensors file has for itself: readers take no file in which a tensor is called so."""
+MAX_HEADER_BYTES = 90_000_000
 """Readers of safetensors refuse a header of more than 100 MB; some is left for the tensors' own entries."""
 
 
@@ -43,14 +46,19 @@ class Content:
     tied: dict[str, str] = field(default_factory=dict)
     arrays: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Names in the file, and the paths of those that could not keep theirs because it is `RESERVED`."""
 
 
 class Outline(NamedTuple):
     """A tensor whose elements are not here yet."""
 
     name: str
+    """In the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+    path: str | None = None
+    """Where it is read from, if by another name."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,10 +78,12 @@ def flatten(state: object) -> Content:
         UnsupportedValueError: a tensor has a dtype that safetensors cannot hold; the message has its name.
     """
     content = Content()
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     found: list[tuple[str, torch.Tensor]] = []
     for path, leaf in leaves(state):
         name = unused_name(path, taken)
+        if isinstance(leaf, (np.ndarray, torch.Tensor)):
+            name = name_of_tensor(name, taken, content.renamed)
         if isinstance(leaf, np.ndarray):
             content.arrays.append(name)
             leaf = torch.from_numpy(leaf)
@@ -161,9 +171,9 @@ class SafetensorsFile:
         }
         if step is not None:
             metadata["torchft_ckpt.step"] = str(step)
-        if sum(map(len, metadata.values())) > _MAX_HEADER_BYTES:
+        if sum(map(len, metadata.values())) > MAX_HEADER_BYTES:
             raise UnsupportedValueError(
-                f"{self._path}: the values that are no tensors take more than {_MAX_HEADER_BYTES} bytes of JSON, "
+                f"{self._path}: the values that are no tensors take more than {MAX_HEADER_BYTES} bytes of JSON, "
                 "which is more than a safetensors header holds",
                 party=str(self._path),
             )
@@ -222,14 +232,37 @@ class SafetensorsFile:
         return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
 
 
-def unused_name(path: str, taken: set[str]) -> str:
-    """Return the path, numbered where two leaves have the same one (`{1: a, "1": b}`)."""
-    name, number = path, 1
+def unused_name(path: str, taken: dict[str, int]) -> str:
+    """Return the path, numbered where two leaves have the same one (`{1: a, "1": b}`).
+
+    Args:
+        path: of a leaf.
+        taken: names that there are, each with the number that was last looked at for it; 1 to begin with. Changed.
+    """
+    name, number = path, taken.get(path, 0)
     while name in taken:
         number += 1
         name = f"{path}#{number}"
-    taken.add(name)
+    taken[path] = max(number, 1)
+    taken[name] = 1
     return name
+
+
+def name_of_tensor(name: str, taken: dict[str, int], renamed: dict[str, str]) -> str:
+    """Return the name that a tensor can have in a file: a number is added to `RESERVED`, and noted in `renamed`."""
+    if name != RESERVED:
+        return name
+    other = unused_name(name, taken)
+    renamed[other] = name
+    return other
+
+
+def told_of_renamed(content: Content) -> list[str]:
+    """Return a sentence for each tensor that is called otherwise in the file than in the state."""
+    return [
+        f"{path} is called {name} in the file: {path} is safetensors' own name"
+        for name, path in content.renamed.items()
+    ]
 
 
 def _check_dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
@@ -247,7 +280,7 @@ def _name_of(dtype: torch.dtype) -> str | None:
     It is asked itself, because versions differ.
     """
     try:
-        data = save({"x": torch.empty(2, dtype=dtype)})
+        data = save({"x": torch.empty(2, dtype=dtype, device="cpu")})
         name: str = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]["dtype"]
         return name if load(data)["x"].dtype == dtype else None
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError):
@@ -256,9 +289,9 @@ def _name_of(dtype: torch.dtype) -> str | None:
 
 def _header(outlines: Sequence[Outline], metadata: dict[str, str]) -> bytes:
     """Return the beginning of a file: the length of what follows in 8 bytes, and JSON, filled up so that data are aligned."""
-    members: dict[str, object] = {"__metadata__": metadata}
+    members: dict[str, object] = {RESERVED: metadata}
     end = 0
-    for name, dtype, shape in outlines:
+    for name, dtype, shape, _ in outlines:
         start, end = end, end + math.prod(shape) * dtype.itemsize
         members[name] = {"dtype": _name_of(dtype), "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(members, separators=(",", ":")).encode()

@@ -134,7 +134,7 @@ def _values(manifest: Manifest) -> list[str]:
 
 def _plain_values(manifest: Manifest) -> list[tuple[str, object]]:
     """Return the leaves that are neither tensors nor arrays."""
-    state = decode_tree(manifest.tree, [torch.empty(0)] * len(manifest.tensors))
+    state = decode_tree(manifest.tree, [torch.empty(0, device="cpu")] * len(manifest.tensors))
     return [(path, leaf) for path, leaf in leaves(state) if not isinstance(leaf, (torch.Tensor, np.ndarray))]
 
 

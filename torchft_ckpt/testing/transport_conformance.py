@@ -90,17 +90,22 @@ def transport_pair(make: MakeTransport) -> Iterator[TransportPair]:
 
 def example_state(seed: int = 0) -> State:
     """Return a state as training scripts have them, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     return {
         "user": {
             "model": {
-                "weight": torch.randn(300, 500, generator=generator),
-                "bias": torch.randn(7, generator=generator).to(torch.bfloat16),
-                "empty": torch.empty(0, 4),
-                "transposed": torch.randn(6, 5, generator=generator).t(),
+                "weight": torch.randn(300, 500, generator=generator, device="cpu"),
+                "bias": torch.randn(7, generator=generator, device="cpu").to(torch.bfloat16),
+                "empty": torch.empty(0, 4, device="cpu"),
+                "transposed": torch.randn(6, 5, generator=generator, device="cpu").t(),
             },
             "optim": {
-                "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(300, 500, generator=generator)}},
+                "state": {
+                    0: {
+                        "step": torch.tensor(3.0, device="cpu"),
+                        "exp_avg": torch.randn(300, 500, generator=generator, device="cpu"),
+                    }
+                },
                 "param_groups": [
                     {"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 1], "foreach": None, "fused": False}
                 ],
@@ -272,7 +277,9 @@ def check_transport(make: MakeTransport) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
+    return (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, device="cpu")
+    )
 
 
 def _require(holds: bool, sentence: str) -> None:

@@ -26,7 +26,7 @@ from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Stream
 from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
-from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
+from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
@@ -231,11 +231,7 @@ class Fetch:
             num_sources=num_sources,
             elapsed_s=time.monotonic() - self._started_at,
         )
-        try:
-            self._on_progress(progress)
-        except Exception:  # whatever a callback raises, the transfer goes on; it is not called again
-            logger.exception("on_progress raised")
-            self._on_progress = None
+        self._on_progress = tell(self._on_progress, progress)
 
     def _start_swarm(self) -> None:
         state, own = self._state, self._options.address

@@ -298,7 +298,7 @@ def _only_tensor(chunk: Chunk, dtype: torch.dtype, memory: np.ndarray) -> torch.
 def _tensor(chunk: Chunk, dtype: torch.dtype, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
     """Return one tensor of a segment that begins `base` bytes into a storage."""
     if 0 in chunk.sizes:
-        return torch.empty(chunk.sizes, dtype=dtype)
+        return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
     start = (base + chunk.byte_offset) // dtype.itemsize
     strides = torch.empty(chunk.sizes, device="meta").stride() if chunk.strides is None else tuple(chunk.strides)
-    return torch.empty(0, dtype=dtype).set_(storage, start, tuple(chunk.sizes), strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, start, tuple(chunk.sizes), strides)

@@ -109,7 +109,7 @@ class ShardedDestination:
         if self._in_place and held is not None and held.data and _has_plain_memory(held.data[number]):
             self.is_into_place = True
             return held.data[number].detach()
-        return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype))
+        return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype), device="cpu")
 
     def _finished(self, entry: TensorEntry, written: list[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of the state, as it is used here."""

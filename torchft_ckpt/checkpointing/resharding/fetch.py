@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
-from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
+from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding.plan import (
     Plan,
@@ -282,11 +282,7 @@ class ShardedFetch:
             num_sources=transfer.num_sources(),
             elapsed_s=time.monotonic() - self._started_at,
         )
-        try:
-            self._on_progress(progress)
-        except Exception:  # whatever a callback raises, the transfer goes on; it is not called again
-            logger.exception("on_progress raised")
-            self._on_progress = None
+        self._on_progress = tell(self._on_progress, progress)
 
     def _warn_of_divergence(self, transfer: PartTransfer) -> None:
         for name, tensors in transfer.divergences().items():

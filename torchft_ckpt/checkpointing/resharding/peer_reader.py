@@ -190,7 +190,7 @@ class _Content:
 
     def _add(self, manifest: Manifest, root: str | None) -> None:
         """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
-        places = [torch.empty(1, dtype=parse_dtype(entry.dtype)) for entry in manifest.tensors]
+        places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
         by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
         flat, paths = flatten_state_dict(_below(decode_tree(manifest.tree, places), root))
         for name, value in flat.items():
@@ -256,13 +256,15 @@ class _Destination:
             dtype = parse_dtype(entry.dtype)
             given = self._planner.resolve_tensor(item).detach()
             is_direct = given.is_cpu and given.dtype == dtype and given.layout is torch.strided and not given.is_conj()
-            target = given if is_direct else torch.empty(box.sizes, dtype=dtype)
+            target = given if is_direct else torch.empty(box.sizes, dtype=dtype, device="cpu")
             self._received.append((item, given, target))
             wants.append(Want(entry.fqn, box, target))
         for item in self._bytes:
             array = self._content.arrays.get(item.dest_index.fqn)
             if array is not None:
-                self._arrays[item.dest_index.fqn] = target = torch.empty(array.shape, dtype=parse_dtype(array.dtype))
+                self._arrays[item.dest_index.fqn] = target = torch.empty(
+                    array.shape, dtype=parse_dtype(array.dtype), device="cpu"
+                )
                 wants.append(Want(array.fqn, whole(tuple(array.shape)), target))
         return wants
 

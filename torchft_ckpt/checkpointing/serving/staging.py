@@ -55,7 +55,7 @@ class Staging:
             for device, stream in streams.items():
                 stream.wait_event(self._written[device])
             for memory in self._memories:
-                pinned = torch.empty(memory.length, dtype=torch.uint8, pin_memory=True)
+                pinned = torch.empty(memory.length, dtype=torch.uint8, device="cpu", pin_memory=True)
                 with streams[memory.device]:
                     source = memory.contiguous_bytes()
                     pinned.copy_(source, non_blocking=True)

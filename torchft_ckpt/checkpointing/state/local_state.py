@@ -245,7 +245,7 @@ def whole_tensor(entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Te
     if len(shards) == 1:
         return shards[0]
     if not shards:
-        return torch.empty(0, dtype=parse_dtype(entry.dtype))
+        return torch.empty(0, dtype=parse_dtype(entry.dtype), device="cpu")
     boxes = [box_of(chunk) for chunk in entry.chunks]
     everything = whole(entry.shape)
     if sum(box.volume for box in boxes) != everything.volume:
@@ -254,7 +254,7 @@ def whole_tensor(entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Te
             "and no tensor of that name is here to say which part is wanted",
             party="local_state",
         )
-    assembled = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
+    assembled = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype), device="cpu")
     for box, shard in zip(boxes, shards, strict=True):
         view_of(assembled, box).copy_(shard)
     return assembled

@@ -194,7 +194,8 @@ def _box_of(tensor: DTensor, path: str) -> Box | None:
         raise UnsupportedValueError(f"state dict at {path!r}: a DTensor with unreduced (Partial) values", path)
     box: Box | None = None
     if coordinate is not None:
-        shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
+        with torch.device("cpu"):  # it counts rows in a tensor, on the default device
+            shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
         box = Box(tuple(offsets), tuple(shape))
         if any(hasattr(placement, "split_factor") for placement in placements):
             _check_one_box(tensor, list(coordinate), box, path)
@@ -208,11 +209,13 @@ def _check_one_box(tensor: DTensor, coordinate: list[int], box: Box, path: str) 
     Strided shards (FSDP2 over tensor parallelism) can be one box or not, depending on their order.
     """
     for dim, size in enumerate(tensor.shape):
-        rows = torch.arange(size)
+        rows = torch.arange(size, device="cpu")
         for mesh_dim, placement in enumerate(tensor.placements):
             if getattr(placement, "dim", None) == dim:
                 rows = _split_rows(placement, rows, tensor.device_mesh.size(mesh_dim))[coordinate[mesh_dim]]
-        if rows.numel() and not torch.equal(rows, torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])):
+        if rows.numel() and not torch.equal(
+            rows, torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim], device="cpu")
+        ):
             raise UnsupportedValueError(
                 f"state dict at {path!r}: the local shard is not one box of the global tensor in dimension {dim} "
                 f"(placements {tensor.placements})",

@@ -290,7 +290,7 @@ def _check_index(index: object, num_tensors: int) -> int:
 def _nothing_of_each_dtype() -> dict[torch.dtype, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dtypes that torch calls experimental
-        return {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES.values()}
+        return {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES.values()}
 
 
 _NOTHING = _nothing_of_each_dtype()

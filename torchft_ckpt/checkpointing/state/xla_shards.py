@@ -211,7 +211,10 @@ class XLAShardAdapter(ShardAdapter):
                 padded[place] = filled
         with torch.no_grad():
             rebuilt: torch.Tensor = _runtime()._global_tensor_from_cpu_shards(
-                [part if part is not None else torch.zeros(padded_shape, dtype=plain.dtype) for part in padded],
+                [
+                    part if part is not None else torch.zeros(padded_shape, dtype=plain.dtype, device="cpu")
+                    for part in padded
+                ],
                 _runtime()._get_xla_op_sharding(plain),
                 list(plain.shape),
             )
@@ -293,7 +296,7 @@ def _without_padding(data: torch.Tensor, box: Box) -> torch.Tensor:
 def _with_padding(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(data.shape) == shape:
         return data.contiguous()
-    padded = torch.zeros(shape, dtype=data.dtype)
+    padded = torch.zeros(shape, dtype=data.dtype, device="cpu")
     padded[tuple(slice(0, size) for size in data.shape)] = data
     return padded
 

@@ -329,7 +329,11 @@ def _inline(tensor: torch.Tensor, path: str) -> InlineTensor:
 def _outline(tensor: InlineTensor) -> torch.Tensor:
     dtype = parse_dtype(tensor.dtype)
     data = bytearray(base64.b64decode(tensor.data, validate=True))
-    return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape) if data else torch.empty(tensor.shape, dtype=dtype)
+    return (
+        torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
+        if data
+        else torch.empty(tensor.shape, dtype=dtype, device="cpu")
+    )
 
 
 def _check_plain(value: PlainValue) -> None:

@@ -5,7 +5,8 @@ neither, and loads half a tensor without an error where rank-local files meet an
 unpickler for weights.
 
 DCP's records have no digests. Of a dense tensor in C order only the bytes that are needed are read, unchecked, or the whole
-record, whose CRC-32 is then compared. Any other tensor is read as a whole record into memory, by `torch.load`.
+record, whose CRC-32 is then compared. Any other tensor is read as a whole record into memory, by `torch.load`; one that stands
+for more bytes than it has is refused, because DCP writes none.
 Whether rank-local files of two saves are mixed in one directory cannot be known: they have no name of their save in common.
 """
 
@@ -280,9 +281,14 @@ class ForeignReader(PieceReader[ForeignPiece]):
                 return
             record = self._fetch(piece, 0, piece.length)
         tensor = load_record(record, str(piece))
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        if not isinstance(tensor, torch.Tensor) or not has_elements_here(tensor):
             raise UnsupportedValueError(f"{piece} holds a {type(tensor).__qualname__}, no dense tensor", str(piece))
         self._check_kind(piece, tensor.dtype, tuple(tensor.shape))
+        held = tensor.untyped_storage().nbytes()
+        if held < piece.box.volume * itemsize:  # DCP gives an expanded tensor memory of its own before it writes it
+            raise CheckpointDamagedError(
+                f"{piece} is damaged: it has {held} bytes for {piece.box.volume * itemsize}", piece.path
+            )
         host = tensor.detach().resolve_conj().resolve_neg().contiguous()
         _give(as_bytes(host).numpy().data, piece, cells, reading)
 
@@ -328,6 +334,11 @@ class ForeignReader(PieceReader[ForeignPiece]):
 
     def _damaged(self, what: str) -> CheckpointDamagedError:
         return CheckpointDamagedError(f"{self.location} {what}", self.location)
+
+
+def has_elements_here(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that was read from a record is dense and has elements: records can hold meta and nested ones."""
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
 
 
 def _in_file_order(pieces: Iterable[list[Cell[ForeignPiece]]]) -> list[list[Cell[ForeignPiece]]]:

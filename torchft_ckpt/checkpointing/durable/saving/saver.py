@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.durable.saving.dividing import own_share
 from torchft_ckpt.checkpointing.durable.saving.holes import share_of_holes
 from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers, write_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
+from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError
 
@@ -81,7 +81,7 @@ class SaveWorker:
     Args:
         task: what to do.
         state: what to save; closed at the end, whatever happens.
-        on_progress: told how far this rank's own share is.
+        on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
         clock: monotonic.
     """
 
@@ -217,18 +217,16 @@ class SaveWorker:
         self._progress_bytes += num_bytes
         if self._cancelled.is_set():
             raise CheckpointError(f"checkpoint {self._task.name}: the save was given up", party="save")
-        if self._on_progress is not None:
-            self._on_progress(
-                TransferProgress(
-                    step=self._task.name.step,
-                    total_bytes=self._share_bytes,
-                    received_bytes=self._progress_bytes,
-                    skipped_bytes=0,
-                    resent_bytes=0,
-                    num_sources=1,
-                    elapsed_s=self._clock() - self._began_s,
-                )
-            )
+        progress = TransferProgress(
+            step=self._task.name.step,
+            total_bytes=self._share_bytes,
+            received_bytes=self._progress_bytes,
+            skipped_bytes=0,
+            resent_bytes=0,
+            num_sources=1,
+            elapsed_s=self._clock() - self._began_s,
+        )
+        self._on_progress = tell(self._on_progress, progress)
 
     # The others
 
