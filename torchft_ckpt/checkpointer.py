@@ -205,8 +205,7 @@ class Checkpointer:
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that this optimizer changes the state, where no Manager guards it: its steps wait for the copy of a save.
 
-        State that other code changes (BatchNorm's statistics) is copied at once; where more than 1 MiB of it is in one tensor,
-        all of the state is.
+        State that no optimizer owns (BatchNorm's statistics) is copied at once.
         """
         if self._manager is not None:
             return
@@ -283,6 +282,12 @@ class Checkpointer:
             )
             if will_not_be_told:
                 captured.snapshot.detach()
+            elif held.loose and not captured.snapshot.set_apart(held.loose):
+                logger.warning(
+                    "what no optimizer owns is more than staging_budget_bytes: if anything writes to it while step %d is being"
+                    " saved, the save is not of one moment",
+                    identity.step,
+                )
         task = SaveTask(
             storage=self._storages[tier],
             name=name,
@@ -338,8 +343,9 @@ class Checkpointer:
             newest = _newest(self._storages[Tier.STORAGE], whole=True)
             removals = [name for name in removals if newest is not None and name.step <= newest]
         for name in removals:
-            logger.info("checkpoint %s is removed", name)
-            storage.remove_tree(str(name))
+            with _logged(f"checkpoint {name} stays for now"):
+                storage.remove_tree(str(name))
+                logger.info("checkpoint %s was removed", name)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until no save is in flight; return whether that is so. Any thread."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.resharding import imagined_rank
+from support.spmd_double import Layout, SpmdAdapter, SpmdTensor, registered
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -64,36 +65,47 @@ def test_large_tensors_that_no_optimizer_owns_are_not_copied():
     assert hold_still(state, [optimizer])["backup"] is state["backup"]
 
 
-def test_what_optimizers_own_and_small_buffers_do_not_have_a_save_copied_at_once():
+def test_of_what_optimizers_own_and_of_small_buffers_nothing_is_loose():
     """Others may have other statistics, and hold the parameters alike."""
     model, optimizer = trained_model()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "table": np.zeros(4)}
     held = hold_to_save(state, [optimizer])
-    assert not held.changes_untold
+    assert (held.changes_untold, held.loose) == (False, frozenset())
     statistics = [held.state["model"][name] for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked")]
     assert held.of_group == {id(tensor) for tensor in statistics}
 
 
-@pytest.mark.parametrize(
-    "other", [torch.zeros(1024 * 1024), nn.Parameter(torch.zeros(3)), torch.zeros(3).to_sparse(), np.zeros(1024 * 1024)]
-)
-def test_what_nobody_guards_and_is_not_copied_has_a_save_copied_at_once(other):
+@pytest.mark.parametrize("other", [torch.zeros(1024 * 1024), nn.Parameter(torch.zeros(3)), np.zeros(1024 * 1024)])
+def test_what_nobody_guards_and_is_not_copied_is_loose(other):
     model, optimizer = trained_model()
     held = hold_to_save({"model": model.state_dict(), "other": [other]}, [optimizer])
-    assert held.changes_untold
+    address = other.ctypes.data if isinstance(other, np.ndarray) else other.data_ptr()
+    assert (held.changes_untold, held.loose) == (False, {address})
     assert all(id(tensor) in held.of_group for tensor in tensors_in(held.state["other"]))
 
 
-def test_shards_are_known_by_where_their_bytes_are():
-    with imagined_rank(0, 2):
+def test_shards_are_known_by_where_their_bytes_are_and_empty_ones_are_nobodys():
+    with imagined_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
-        optimizer = torch.optim.SGD([weight], momentum=0.9)
+        one_row = nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # it is the other rank's
+        optimizer = torch.optim.SGD([weight, one_row], momentum=0.9)
         buffer = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
-        owned = hold_to_save({"weight": weight.detach()}, [optimizer])
-        both = hold_to_save({"weight": weight.detach(), "buffer": buffer}, [optimizer])
-    assert (owned.changes_untold, owned.of_group) == (False, frozenset())
-    assert (both.changes_untold, both.of_group) == (True, {id(buffer)})
+        state = {"weight": weight.detach(), "one_row": one_row.detach()}
+        owned = hold_to_save(state, [optimizer])
+        both = hold_to_save({**state, "buffer": buffer}, [optimizer])
+    assert (owned.loose, owned.of_group) == (frozenset(), frozenset())
+    assert (both.loose, both.of_group) == ({buffer._local_tensor.data_ptr()}, {id(buffer)})
+    assert not both.changes_untold
+
+
+def test_tensors_of_an_adapter_are_taken_to_be_guarded():
+    """Where their bytes are is not known; the groups of a job divide them among each other."""
+    _, optimizer = trained_model()
+    with registered(SpmdAdapter()):
+        tensor = SpmdTensor((8, 4), torch.float32, Layout((1, 1)))
+        held = hold_to_save({"spmd": tensor}, [optimizer])
+    assert (held.changes_untold, held.loose, held.of_group) == (False, frozenset(), frozenset())
 
 
 def test_a_source_whose_model_runs_on_serves_the_state_of_its_step():

@@ -3,7 +3,8 @@
 What an optimizer owns, its parameters and its state, changes only in its step, under the lock. Whatever else there is may be
 written by a forward pass, as BatchNorm's running statistics are, and the forward pass runs while the state is served. Such
 buffers are small. A large tensor or array that no optimizer owns is served as if it did not change outside of the lock, because
-a state is captured at every step; what is saved is captured seldom, and copied at once where it holds any of these.
+a state is captured for others at many steps; one that is saved is captured seldom, and says where these are (`loose`), to be
+copied at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.state.shards import is_dtensor
+from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
 
 MAX_COPIED_BYTES = 1024 * 1024
 _L = TypeVar("_L")
@@ -27,7 +28,9 @@ class StateHeld(NamedTuple):
     of_group: frozenset[int]
     """`id` of the tensors that other replica groups may not hold alike."""
     changes_untold: bool
-    """It may change without the lock: it is to be copied at once."""
+    """Any of it may change without the lock: it is to be copied at once."""
+    loose: frozenset[int] = frozenset()
+    """Addresses on the host of what else may change without the lock, which is to be copied at once by itself."""
 
 
 def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
@@ -43,16 +46,22 @@ def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
 def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateHeld:
     """Return the state as `hold_still` does, and what is to be known of the tensors that none of the optimizers owns.
 
-    Other replica groups may hold these otherwise, as their forward passes see other data.
+    Other replica groups may hold these otherwise, as their forward passes see other data. Of classes that an adapter carries
+    it is not known who owns them: they are taken to be guarded.
     """
     if not optimizers:
         return StateHeld(state, frozenset(), True)
     owned = _addresses(optimizers)
     held: dict[str, Any] = _copy(state, owned, {})
-    foreign = {id(tensor) for tensor in tensors_in(held) if _address(tensor) not in owned}
-    stays = any(id(tensor) in foreign and tensor.numel() for tensor in tensors_in(state))
-    stays = stays or any(array.nbytes > MAX_COPIED_BYTES for array in _leaves(state, np.ndarray))
-    return StateHeld(held, frozenset(foreign), stays)
+    foreign = {id(tensor): at for tensor in tensors_in(held) if (at := _address(tensor)) and at not in owned}
+    live = [tensor for tensor in tensors_in(state) if id(tensor) in foreign]  # the others are copies by now
+    large = (array.ctypes.data for array in _leaves(state, np.ndarray) if array.nbytes > MAX_COPIED_BYTES)
+    return StateHeld(
+        held,
+        frozenset(foreign),
+        changes_untold=any(tensor.device.type != "cpu" for tensor in live),
+        loose=frozenset([*large, *(foreign[id(tensor)] for tensor in live)]),
+    )
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -72,9 +81,13 @@ def _leaves(state: Any, kind: type[_L]) -> Iterator[_L]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where its bytes are here: those of a DTensor are its shard's. 0 where that is nowhere."""
-    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return local.data_ptr() if local.layout is torch.strided else 0
+    """Where its bytes are here: those of a DTensor are its shard's. 0 where there are none, or that is not known."""
+    adapter = adapter_of(tensor)
+    if isinstance(adapter, DTensorAdapter):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    elif adapter is not None:
+        return 0
+    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
 
 
 def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
@@ -84,7 +97,7 @@ def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
             owned.update(_address(parameter) for parameter in group["params"])
         for values in optimizer.state.values():
             owned.update(_address(value) for value in values.values() if isinstance(value, torch.Tensor))
-    return owned - {0}
+    return owned
 
 
 def _copy(value: Any, owned: set[int], copies: dict[tuple[object, ...], torch.Tensor]) -> Any:

@@ -17,13 +17,15 @@ import os
 import threading
 import uuid
 import zlib
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +42,7 @@ from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+_R = TypeVar("_R")
 _STAGING_TIMEOUT = timedelta(seconds=120)
 _RETRY_S = 0.002
 _LENT_TIMEOUT_S = 10.0
@@ -135,6 +138,8 @@ class Snapshot:
         self._copies: dict[int, Buffer] = {}
         self._copied = 0
         """The blocks of `_copies`, as a bit set."""
+        self._is_set_apart = False
+        """Blocks of `_copies` are not as the live memory is any more, so they are read from the copies."""
         self._receivers = Receivers(self.num_blocks, num_expected)
         self._sent = 0
         self._num_lent_live = 0
@@ -281,6 +286,37 @@ class Snapshot:
                     self._keep(block, buffer)
                 else:  # the source may have changed under the copy
                     self._pool.give(buffer)
+        return True
+
+    def set_apart(self, addresses: Collection[int]) -> bool:
+        """Copy aside at once what may change though nobody announces it, and read it from the copies from then on.
+
+        The caller sees to it that nothing changes meanwhile, and that nothing was copied or lent before. Over budget nothing is
+        copied.
+
+        Args:
+            addresses: on the host, in the memory of tensors or arrays of the state.
+
+        Returns:
+            whether it is set apart.
+        """
+        blocks: set[int] = set()
+        ordered = sorted(addresses)
+        for index, memory in enumerate(self._memories[: self._num_on_cpu]):
+            there = range(0) if memory is None else memory.addresses()
+            place = bisect_left(ordered, there.start)
+            if memory is not None and place < len(ordered) and ordered[place] in there:
+                start = self._starts[index]
+                blocks.update(range(start // self.block_bytes, count_blocks(start + memory.length, self.block_bytes)))
+        with self._changed:
+            num_available = self._pool.num_available()
+            if num_available is not None and len(blocks) > num_available:
+                return False
+            memories = self._memories
+        for block, buffer in self._in_threads(lambda block: (block, self._copy_aside(block, memories)), sorted(blocks)):
+            with self._changed:
+                self._keep(block, buffer)
+        self._is_set_apart = bool(blocks)
         return True
 
     @property
@@ -465,15 +501,18 @@ class Snapshot:
         """Copy what is needed; the trainer waits, so large copies are spread over a few threads, as torch does."""
         with self._changed:
             wanted = self._to_copy()  # looked at once: there may be thousands of receivers
-        blocks = [block for block in range(self._num_live_blocks()) if wanted >> block & 1]
+        for _ in self._in_threads(
+            self._copy_block, [block for block in range(self._num_live_blocks()) if wanted >> block & 1]
+        ):
+            pass
+
+    def _in_threads(self, copy: Callable[[int], _R], blocks: Sequence[int]) -> Iterator[_R]:
         num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
         if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
-            for block in blocks:
-                self._copy_block(block)
+            yield from map(copy, blocks)
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="torchft_ckpt-detach") as threads:
-            for _ in threads.map(self._copy_block, blocks):
-                pass
+            yield from threads.map(copy, blocks)
 
     def _copy_block(self, block: int) -> None:
         """Copy a block, without holding `_changed`: nobody mutates the live memory before `detach` has returned."""
@@ -503,18 +542,19 @@ class Snapshot:
         return buffer
 
     def _note_lent(self, start: int, stop: int) -> bool:
-        if self._phase is not Phase.DETACHED:
-            self._num_lent_live += 1
-            return True
-        self._lent.update(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
-        return False
+        is_live = self._phase is not Phase.DETACHED
+        self._num_lent_live += is_live
+        if self._is_set_apart or not is_live:
+            self._lent.update(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
+        return is_live
 
     def _note_returned(self, start: int, stop: int, is_live: bool) -> None:
         if is_live:
             self._num_lent_live -= 1
             if not self._num_lent_live:
                 self._changed.notify_all()
-            return
+            if not self._is_set_apart:
+                return
         for block in range(start // self.block_bytes, count_blocks(stop, self.block_bytes)):
             self._lent[block] -= 1
             if not self._lent[block]:
@@ -540,6 +580,8 @@ class Snapshot:
                 views.append(self._staged_memory(index).view(low, high))
             elif is_detached:
                 views += self._copied_views(position, at)
+            elif self._is_set_apart:
+                views += self._views_of_either(index, low, position, at)
             else:
                 views.append(self._live(index).view(low, high))
         if at < stop:
@@ -553,6 +595,18 @@ class Snapshot:
             end = min(stop, offset + self.block_bytes)
             yield self._copies[block].view[start - offset : end - offset]
             start = end
+
+    def _views_of_either(self, index: int, low: int, start: int, stop: int) -> Iterator[memoryview]:
+        """Views of bytes [start, stop), which begin at `low` in the memory of that index; of copies where there are any."""
+        at = start
+        while at < stop:
+            block = at // self.block_bytes
+            end = min(stop, (block + 1) * self.block_bytes)
+            if block in self._copies:
+                yield from self._copied_views(at, end)
+            else:
+                yield self._live(index).view(low + at - start, low + end - start)
+            at = end
 
     def _staged_memory(self, index: int) -> Memory:
         if not self._staged and self._staging is not None:

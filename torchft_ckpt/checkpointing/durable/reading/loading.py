@@ -174,7 +174,7 @@ def _misfits(reader: StateReader, local: LocalState, paths: Sequence[str]) -> li
             here = (tuple(given.shape), given.dtype)
             if here != (saved.shape, saved.dtype):
                 wrong.append(f"{path[:120]} is {saved.dtype}{[*saved.shape]} there, {here[1]}{[*here[0]]} here")
-            elif given.is_meta:
+            elif given.is_meta and given.numel():
                 wrong.append(f"{path[:120]} has no memory here, it is on the meta device")
             elif held.adapter is None and _overlaps_itself(given):
                 wrong.append(f"{path[:120]} has several elements in one place here, it is expanded")
@@ -182,8 +182,10 @@ def _misfits(reader: StateReader, local: LocalState, paths: Sequence[str]) -> li
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    return (
+        tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
 
 

@@ -142,7 +142,7 @@ class CheckpointReader(PieceReader[Piece]):
                 values.update({fqn: (leaves[fqn][1], leaves[fqn][0]) for fqn in fresh})
             return values
 
-        return PlannedValues([fqn for _, _, fresh in planned for fqn in fresh], wants, make)
+        return PlannedValues({fqn for _, _, fresh in planned for fqn in fresh}, wants, make)
 
     def own(self, replica_id: str, rank: int) -> object | None:
         """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""

@@ -1,5 +1,8 @@
 """What this rank writes of a state when nobody is lost: `core/shares.py` asked about a state that is being saved.
 
+In two steps. The ranks of a group divide each tensor by what all of them know of it. Then the replicas of one rank divide that
+rank's part; they run the same script, so what one of them knows of a tensor they all know.
+
 A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by layout,
 and nothing but what this rank holds is looked at one by one.
 """
@@ -7,7 +10,7 @@ and nothing but what this rank holds is looked at one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.holdings import Held, TensorHoldings
@@ -29,68 +32,57 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
         member: this rank.
         replicas: the replica groups that divide the work; this rank's is one of them.
     """
+    pieces = _part_of_rank(state, writers.num_ranks, member.rank)
+    num_tensors = len(state.holdings)
+    # What each group has its own of comes from the first, and not in part from each.
+    first_groups = [piece for piece in pieces if piece[0] < num_tensors and not state.holdings[piece[0]].is_alike]
+    everywhere = [piece for piece in pieces if piece[0] >= num_tensors or state.holdings[piece[0]].is_alike]
+    loads = [0] * len(replicas)
+    loads[0] = sum(item.num_bytes for _, item in first_groups)
+    place = replicas.index(member.replica)
+    all_replicas = tuple(range(len(replicas)))
+    items = [item._replace(holders=all_replicas) for _, item in everywhere]
+    mine = [(everywhere[share.item][0], share.box) for share in deal_shares(items, len(replicas), loads)[place]]
+    if place == 0:
+        mine += [(number, item.box) for number, item in first_groups]
+    boxes = sorted(piece for piece in mine if piece[0] < num_tensors)
+    return PartShare(boxes, [number - num_tensors for number, _ in mine if number >= num_tensors])
 
-    def members(ranks: Sequence[int], is_alike: bool) -> Holders:
-        # What each group has its own of comes from the first, and not in part from each.
-        of = replicas if is_alike else replicas[:1]
-        return tuple(writers.number_of(replica, rank) for replica in of for rank in ranks)
 
-    me = writers.number_of(*member)
-    everybody = members(range(writers.num_ranks), True)
-    totals = _totals(state.holdings, members)
+def _part_of_rank(state: CapturedState, num_ranks: int, rank: int) -> list[tuple[int, Item]]:
+    """Return what one rank of a group, and its replicas, have to write; values are numbered after tensors."""
+    everybody = tuple(range(num_ranks))
+    totals = _totals(state.holdings)
     if state.values:
         totals[everybody] += _VALUE_BYTES * len(state.values)
-    quotas = level_quotas(totals, writers.num_members)
+    quotas = level_quotas(totals, num_ranks)
     classes: dict[Holders, list[tuple[int, Item]]] = {}
-    alone: list[tuple[int, Item]] = []
+    pieces: list[tuple[int, Item]] = []
     for number, tensor in enumerate(state.holdings):
         for held in tensor.mine:
-            holders = members(held.ranks, tensor.is_alike)
-            if me not in holders:
-                continue
-            item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, holders)
-            if tensor.is_known_to_all:
-                classes.setdefault(item.holders, []).append((number, item))
-            else:  # nobody of this group knows of it but this rank: its replicas share it with it, all of it together
-                alone.append((number, item))
-    num_tensors = len(state.holdings)
-    for number, value in enumerate(state.values):
+            item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, held.ranks)
+            # Where nobody of this group knows of it but this rank, it is this rank's.
+            (classes.setdefault(held.ranks, []) if tensor.is_known_to_all else pieces).append((number, item))
+    for number, value in enumerate(state.values, len(state.holdings)):
         item = Item(value.fqn, Box((0,), (_VALUE_BYTES,)), 1, (_VALUE_BYTES,), everybody, is_whole=True)
-        classes.setdefault(everybody, []).append((num_tensors + number, item))
-    boxes: list[tuple[int, Box]] = []
-    values: list[int] = []
-    for holders, items in classes.items():
-        place = holders.index(me)
-        for share in cut_by_quotas([item for _, item in items], quotas[holders])[place]:
-            number = items[share.item][0]
-            if number < num_tensors:
-                boxes.append((number, share.box))
-            else:
-                values.append(number - num_tensors)
-    for share in deal_shares([item for _, item in alone], writers.num_members, _loads(quotas, writers.num_members))[me]:
-        boxes.append((alone[share.item][0], share.box))
-    return PartShare(sorted(boxes), values)
+        classes.setdefault(everybody, []).append((number, item))
+    for ranks, items in classes.items():
+        for share in cut_by_quotas([item for _, item in items], quotas[ranks])[ranks.index(rank)]:
+            number, item = items[share.item]
+            pieces.append((number, item._replace(box=share.box)))
+    return pieces
 
 
-def _loads(quotas: Mapping[Holders, Sequence[int]], num_members: int) -> list[int]:
-    """Return how many bytes each member takes of what all ranks know of."""
-    loads = [0] * num_members
-    for holders, of_holders in quotas.items():
-        for holder, quota in zip(holders, of_holders, strict=True):
-            loads[holder] += quota
-    return loads
-
-
-def _totals(holdings: Sequence[TensorHoldings], members: Callable[[Sequence[int], bool], Holders]) -> Counter[Holders]:
-    """Return how many bytes are held by whom, as far as all ranks know of them."""
+def _totals(holdings: Sequence[TensorHoldings]) -> Counter[Holders]:
+    """Return how many bytes are held by which ranks, as far as all of them know it."""
     layouts: dict[int, Sequence[Held]] = {}
-    bytes_of: Counter[tuple[int, bool]] = Counter()
+    bytes_of: Counter[int] = Counter()
     for tensor in holdings:
         if tensor.is_known_to_all:
             layouts[id(tensor.held)] = tensor.held
-            bytes_of[id(tensor.held), tensor.is_alike] += tensor.itemsize
+            bytes_of[id(tensor.held)] += tensor.itemsize
     totals: Counter[Holders] = Counter()
-    for (layout, is_alike), itemsizes in bytes_of.items():
+    for layout, itemsizes in bytes_of.items():
         for held in layouts[layout]:
-            totals[members(held.ranks, is_alike)] += held.box.volume * itemsizes
+            totals[held.ranks] += held.box.volume * itemsizes
     return totals

@@ -70,14 +70,23 @@ class Leftovers:
             return
         before, self._seen = self._seen[1], None
         for name in plan_abandoned(before, self._look(), in_flight=[in_flight]):
-            if self._is_shared:
-                checkpoint = read_checkpoint([self._storage], name)
-                if checkpoint.left_aside or why_not_whole(checkpoint) is None:
-                    continue  # somebody may have to look at it; or it is whole, and nobody has said so yet
-            logger.warning(
-                "checkpoint %s is removed: it is not whole, its writers left it, and there was no room", name
-            )
-            self._storage.remove_tree(str(name))
+            try:
+                if self._is_needed(name):
+                    continue
+                self._storage.remove_tree(str(name))
+            except StorageError as error:  # another one may go, and make room
+                logger.warning("checkpoint %s, which its writers left, could not be removed: %s", name, error)
+            else:
+                logger.warning(
+                    "checkpoint %s was removed: its writers left it before it was whole, and there was no room", name
+                )
+
+    def _is_needed(self, name: CheckpointName) -> bool:
+        """Whether somebody may have to look at it; or it is whole, and nobody has said so yet."""
+        if not self._is_shared:
+            return False
+        checkpoint = read_checkpoint([self._storage], name)
+        return bool(checkpoint.left_aside) or why_not_whole(checkpoint) is None
 
     def _look(self) -> _Look:
         found: _Look = {}
