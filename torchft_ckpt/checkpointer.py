@@ -27,7 +27,8 @@ import torch
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, list_checkpoints
-from torchft_ckpt.checkpointing.durable.reading.directory import give_back, state_of_value
+from torchft_ckpt.checkpointing.durable.reading.directory import give_back
+from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import state_of_value, template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
@@ -51,7 +52,6 @@ from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals
 from torchft_ckpt.core.saving import Member
@@ -63,7 +63,6 @@ from torchft_ckpt.errors import (
     StorageError,
 )
 from torchft_ckpt.manager.guarding import guard_steps
-from torchft_ckpt.manager.optimizer_state import with_optimizer_state
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
@@ -435,18 +434,15 @@ class Checkpointer:
         if self._manager is not None:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
         step = _plain_step(step)
-        template = {key: state_of_value(value) for key, value in state_dict.items()}
-        fresh = {key: value for key, value in state_dict.items() if _is_sharded_and_fresh(value)}
-        with with_optimizer_state(fresh.values()):
-            like = {key: state_of_value(value) for key, value in fresh.items()}
+        template = template_of(state_dict)
 
         def make(reader: CheckpointReader, read: ReadWants) -> None:
-            load_into(reader, template, read, like=like)
+            load_into(reader, template.state_dict, read, like=template.like)
 
         self._make_way()
         with self._place_to_meet() as place:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
-        give_back(state_dict, template)
+        give_back(state_dict, template.state_dict)
         rank = self._place()[0]
         own = self._own_of(outcome.checkpoint_reader, "", rank)
         rung = self._rung_of(outcome.checkpoint)
@@ -647,13 +643,6 @@ def _default_store() -> torch.distributed.Store | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _is_sharded_and_fresh(value: object) -> bool:
-    """Whether it is an optimizer without state, of parameters of which this process holds parts."""
-    if not isinstance(value, torch.optim.Optimizer) or value.state:
-        return False
-    return any(adapter_of(parameter) is not None for group in value.param_groups for parameter in group["params"])
 
 
 _num_alone = 0

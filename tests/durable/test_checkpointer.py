@@ -670,7 +670,8 @@ def test_objects_that_are_fresh_go_on_where_those_that_were_saved_were(tmp_path:
     assert train(second, range(10, 15)) == expected
 
 
-def test_a_fresh_optimizer_of_sharded_parameters_gets_its_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loads", [True, False], ids=["load", "load_checkpoint"])
+def test_a_fresh_optimizer_of_sharded_parameters_gets_its_shards(tmp_path: Path, loads: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -690,7 +691,10 @@ def test_a_fresh_optimizer_of_sharded_parameters_gets_its_shards(tmp_path: Path)
         train(first, 1)
         checkpointer.save(first, step=1).result(LONG_S)
         expected = train(first, 2)
-        checkpointer.load(second)
+        if loads:
+            checkpointer.load(second)
+        else:
+            load_checkpoint(next((tmp_path / "saved").iterdir()), second)
         assert train(second, 2) == expected
         checkpointer.shutdown()
     finally:

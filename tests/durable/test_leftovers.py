@@ -129,3 +129,27 @@ def test_a_job_that_found_its_storage_full_saves_again(tmp_path: Path, monkeypat
     checkpointer.shutdown()
     assert checkpoints_in(tmp_path) == [3]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path, place: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another user's is, or one in which a network file system keeps a deleted file that is still open."""
+    paths = [place(step) for step in (2, 3, 4)]
+    for path in paths:
+        next(path.glob("part-*")).unlink()
+    remove_tree = LocalStorage.remove_tree
+
+    def refuse_the_first(self: LocalStorage, directory: str) -> None:
+        if directory == paths[0].name:
+            raise storage_error(errno.EACCES)
+        remove_tree(self, directory)
+
+    monkeypatch.setattr(LocalStorage, "remove_tree", refuse_the_first)
+    clock = Clock()
+    leftovers = leftovers_of(tmp_path, clock)
+    leftovers.note_failure(storage_error(errno.ENOSPC))
+    clock.now_s = 30.0
+    leftovers.remove(IN_FLIGHT)
+    assert [path.exists() for path in paths] == [True, False, False]
+    assert f"{paths[0].name}, which its writers left, could not be removed" in caplog.text

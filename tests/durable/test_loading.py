@@ -229,12 +229,15 @@ def test_where_loading_fails_a_fresh_optimizer_stays_fresh(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_fresh_sharded_optimizer_gets_its_shards_or_a_warning(
-    tmp_path: Path, is_known: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fresh_sharded_optimizer_gets_its_shards_or_is_refused(tmp_path: Path, is_known: bool) -> None:
+    """One plain parameter among sharded ones (FSDP2's `ignored_params`) costs none of the others its moments."""
     generator = torch.Generator().manual_seed(8)
-    weight, moment = torch.randn(8, 3, generator=generator), torch.randn(8, 3, generator=generator)
-    saved = {"weight": weight, "optim": {"state": {0: {"exp_avg": moment}}, "param_groups": [{"params": [0]}]}}
+    weight, moment, plain = (torch.randn(8, 3, generator=generator) for _ in range(3))
+    groups = [{"params": [0, 1]}]
+    saved = {
+        "weight": weight,
+        "optim": {"state": {0: {"exp_avg": moment}, 1: {"exp_avg": plain}}, "param_groups": groups},
+    }
     checkpoint = save(tmp_path, saved)
     with imagined_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
@@ -242,15 +245,37 @@ def test_a_fresh_sharded_optimizer_gets_its_shards_or_a_warning(
         def shards() -> torch.Tensor:
             return distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])
 
-        here: dict[str, Any] = {"weight": shards(), "optim": {"state": {}, "param_groups": [{"params": [0]}]}}
-        like = {"optim": {"state": {0: {"exp_avg": shards()}}, "param_groups": [{"params": [0]}]}} if is_known else None
+        here: dict[str, Any] = {"weight": shards(), "optim": {"state": {}, "param_groups": [{"params": [0, 1]}]}}
+        like = {
+            "optim": {"state": {0: {"exp_avg": shards()}, 1: {"exp_avg": torch.zeros(8, 3)}}, "param_groups": groups}
+        }
+        if not is_known:
+            with pytest.raises(StateMismatchError, match="its layout is not known"):
+                load_into(CheckpointReader(checkpoint), here)
+            assert here["optim"]["state"] == {}
+            return
         load_into(CheckpointReader(checkpoint), here, like=like)
         assert bits(here["weight"].to_local()) == bits(weight[4:])
-        if is_known:
-            assert bits(here["optim"]["state"][0]["exp_avg"].to_local()) == bits(moment[4:])
-        else:
-            assert here["optim"]["state"] == {}
-    assert ("1 tensors of the state of an optimizer" in caplog.text) is not is_known
+        assert bits(here["optim"]["state"][0]["exp_avg"].to_local()) == bits(moment[4:])
+        assert bits(here["optim"]["state"][1]["exp_avg"]) == bits(plain)
+
+
+@pytest.mark.parametrize("whose", ["ours", "DCP's"])
+def test_nested_state_of_a_fresh_optimizer_has_the_keys_that_were_saved_or_is_refused(
+    tmp_path: Path, whose: str
+) -> None:
+    """DCP saves a dict's keys as text, so whether one was a number is not known of what it wrote."""
+    nested = {0: {"precond": {0: torch.ones(2), 1: torch.zeros(2)}, "seen": {}, "list": [torch.ones(1), {"n": 3}]}}
+    trained = {"optim": {"state": nested, "param_groups": [{"params": [0]}]}}
+    here: dict[str, Any] = {"optim": {"state": {}, "param_groups": [{"params": [0]}]}}
+    if whose == "ours":
+        load_into(CheckpointReader(save(tmp_path, trained)), here)
+        assert same(here["optim"]["state"], nested)
+        return
+    torch.distributed.checkpoint.save(trained, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(StateMismatchError, match=r"optim\.state\.0\.precond\.0"):
+        load_checkpoint(tmp_path / "theirs", here)
+    assert here["optim"]["state"] == {}
 
 
 def test_a_directory_is_loaded_whoever_wrote_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
+from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
@@ -35,7 +36,6 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferCancelledError,
 )
-from torchft_ckpt.manager.optimizer_state import with_optimizer_state
 from torchft_ckpt.manager.still import StateHeld, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.manager.worker import Worker
 

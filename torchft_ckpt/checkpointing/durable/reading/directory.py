@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
@@ -14,6 +14,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     why_not_whole,
 )
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
@@ -50,21 +51,15 @@ def load_checkpoint(
         if why_not is not None:
             raise CheckpointDamagedError(f"checkpoint {directory} is not whole: {why_not}", str(directory))
         reader = CheckpointReader(checkpoint)
-    template = {key: state_of_value(value) for key, value in state_dict.items()}
-    load_into(reader, template)
-    give_back(state_dict, template)
+    template = template_of(state_dict)
+    load_into(reader, template.state_dict, like=template.like)
+    give_back(state_dict, template.state_dict)
 
 
 def checkpoints_in(location: str | os.PathLike[str], **storage_options: Any) -> Sequence[int]:
     """Return the steps of the whole checkpoints of a place, the newest first."""
     storage = open_storage(location, **storage_options)
     return [name.step for name in list_checkpoints(storage) if is_closed(storage, name)]
-
-
-def state_of_value(value: Any) -> Any:
-    """Return the state of an object that has one, as `torch.distributed.checkpoint.save` does at the root."""
-    get: Callable[[], Any] | None = getattr(value, "state_dict", None)
-    return get() if callable(get) and hasattr(value, "load_state_dict") else value
 
 
 def give_back(state_dict: MutableMapping[str, Any], template: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -42,6 +42,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     new_memory,
     spans_of,
 )
+from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import c_strides, region_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
@@ -111,10 +112,14 @@ class ForeignReader(PieceReader[ForeignPiece]):
         """The tensors that are there, by fqn; their `pieces` are not listed."""
         return self._tensors
 
-    @property
-    def value_paths(self) -> Mapping[str, Path]:
-        """The keys that lead to the values, by fqn."""
-        return {fqn: path for fqn, (path, _) in self._values.items()}
+    def structure_at(self, path: Path) -> Any:
+        """Return the containers that were saved below a path, as far as DCP's paths show them.
+
+        Raises:
+            StateMismatchError: a key may have been a number or its text.
+        """
+        tensors = {fqn: tensor.path for fqn, tensor in self._tensors.items()}
+        return structure_of_paths(tensors, (path for path, _ in self._values.values()), path)
 
     def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them. Of several ranks' the first one's.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 
 from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
-from torchft_ckpt.checkpointing.durable.reading.optimizer_state import room_for_optimizer_state
+from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
+from torchft_ckpt.checkpointing.durable.reading.structure import leaves_of
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -100,7 +102,7 @@ def load_into(
     state_dict: MutableMapping[str, Any],
     read: ReadWants | None = None,
     *,
-    like: Mapping[str, Any] | None = None,
+    like: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Load what a state dict names, in place: tensors keep their memory and layout, other leaves are replaced.
 
@@ -111,7 +113,7 @@ def load_into(
         reader: of the checkpoint.
         state_dict: nested dicts and lists; names are DCP's.
         read: fills targets, if not `reader` does.
-        like: the state dict with that state, where it is to be sharded.
+        like: the state dict with that state, where it is to be sharded; see `template_of`.
 
     Raises:
         StateMismatchError: something is not in the checkpoint, or of another shape or dtype, or cannot be loaded into; nothing
@@ -124,7 +126,7 @@ def load_into(
 
 def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read: ReadWants) -> None:
     local = LocalState(state_dict)
-    places = list(_leaves(state_dict))
+    places = list(leaves_of(state_dict))
     values = reader.plan_values({fqn for fqn, _, _ in places})
     in_leaves = {path for fqn, container, key in places for path in _tensors_in(container[key], fqn)}
     paths = [path for path in local.paths() if path not in in_leaves]
@@ -204,26 +206,3 @@ def _target(held: HeldTensor, number: int, box: Box) -> torch.Tensor:
         if data.is_cpu and not data.is_conj() and not data.is_neg() and data.layout is torch.strided:
             return data
     return torch.empty(box.sizes, dtype=held.given.dtype, device="cpu")
-
-
-def _is_leaf(value: object) -> bool:
-    """Whether DCP sees it as one: a mapping is none, and a list that holds tensors or mappings is none."""
-    if isinstance(value, Mapping):
-        return False
-    if not isinstance(value, list):
-        return True
-    return not any(
-        isinstance(item, torch.Tensor) or (isinstance(item, (Mapping, list)) and not _is_leaf(item)) for item in value
-    )
-
-
-def _leaves(container: Any, fqn: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the leaves that are no tensors: the name of each, what it is in, and its key there."""
-    for key, item in container.items() if isinstance(container, Mapping) else enumerate(container):
-        name = f"{fqn}.{key}" if fqn else str(key)
-        if isinstance(item, torch.Tensor):
-            continue
-        if _is_leaf(item):
-            yield name, container, key
-        else:
-            yield from _leaves(item, name)

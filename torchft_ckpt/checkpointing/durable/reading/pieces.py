@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -97,10 +97,13 @@ class StateReader(ABC):
     def tensors(self) -> Mapping[str, SavedTensor]:
         """The tensors that are there, by fqn. Of what DCP wrote, their `pieces` are not listed."""
 
-    @property
     @abstractmethod
-    def value_paths(self) -> Mapping[str, Path]:
-        """The keys that lead to the values that are no tensors, by fqn."""
+    def structure_at(self, path: Path) -> Any:
+        """Return the containers that were saved below a path of DCP's, see `structure`; None where nothing was.
+
+        Raises:
+            StateMismatchError: they cannot be told from what was saved.
+        """
 
     @abstractmethod
     def read(self, wants: Sequence[Want]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     new_memory,
     spans_of,
 )
+from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
@@ -91,10 +92,21 @@ class CheckpointReader(PieceReader[Piece]):
         """The tensors that are there, by fqn."""
         return self.checkpoint.tensors
 
-    @property
-    def value_paths(self) -> Mapping[str, Path]:
-        """The keys that lead to the values, by fqn."""
-        return {fqn: value.path for fqn, value in self.checkpoint.values.items()}
+    def structure_at(self, path: Path) -> Any:
+        """Return the containers that were saved below a path, with their keys; of all ranks together."""
+        found: Any = None
+        known: set[str] = set()
+        for part in self.checkpoint.parts:
+            manifest = part.manifest
+            here = {entry.fqn for entry in manifest.tensors if tuple(entry.path[: len(path)]) == path}
+            if found is not None and here <= known:
+                continue
+            known |= here
+            places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
+            names = {place.data_ptr(): entry.fqn for place, entry in zip(places, manifest.tensors, strict=True)}
+            state = item_at(decode_tree(manifest.tree, places), path)
+            found = merged(found, structure_of(state, lambda tensor, names=names: names[tensor.data_ptr()]))  # type: ignore[misc]
+        return found
 
     def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
         """Return the values that are no tensors, by fqn, with the keys that lead to them. Arrays and tensors in them are read.

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchft_ckpt.manager.optimizer_state import with_optimizer_state
+from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
