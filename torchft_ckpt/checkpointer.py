@@ -283,8 +283,8 @@ class Checkpointer:
                 captured.snapshot.detach()
             elif held.loose and not captured.snapshot.set_apart(held.loose):
                 logger.warning(
-                    "what no optimizer owns is more than staging_budget_bytes: if anything writes to it while step %d is being"
-                    " saved, the save is not of one moment",
+                    "what no optimizer owns could not be copied aside (staging_budget_bytes?): if anything writes to it while"
+                    " step %d is being saved, the save is not of one moment",
                     identity.step,
                 )
         task = SaveTask(

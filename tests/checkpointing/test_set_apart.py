@@ -99,6 +99,17 @@ def test_without_room_nothing_is_copied_and_the_save_goes_on() -> None:
     assert scene.read() == scene.old
 
 
+def test_where_the_system_has_no_memory_the_trainer_hears_of_it_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene({"codebook": torch.zeros(3 * BLOCK // 4)})
+
+    def refuse() -> None:
+        raise MemoryError("of the test")
+
+    monkeypatch.setattr(scene.pool, "take", refuse)
+    assert not scene.set_apart("codebook")
+    assert scene.read() == scene.old
+
+
 def test_memory_that_is_lent_is_not_used_again_before_it_is_given_back() -> None:
     scene = Scene({"codebook": torch.full((BLOCK // 4,), 7.0)})
     scene.pool.open("another")

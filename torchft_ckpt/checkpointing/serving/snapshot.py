@@ -291,14 +291,14 @@ class Snapshot:
     def set_apart(self, addresses: Collection[int]) -> bool:
         """Copy aside at once what may change though nobody announces it, and read it from the copies from then on.
 
-        The caller sees to it that nothing changes meanwhile, and that nothing was copied or lent before. Over budget nothing is
-        copied.
+        The caller sees to it that nothing changes meanwhile, and that nothing was copied or lent before. Nothing is raised, because
+        the caller is the trainer.
 
         Args:
             addresses: on the host, in the memory of tensors or arrays of the state.
 
         Returns:
-            whether it is set apart.
+            whether it is set apart; False where the budget or the system has no room.
         """
         blocks: set[int] = set()
         ordered = sorted(addresses)
@@ -313,9 +313,15 @@ class Snapshot:
             if num_available is not None and len(blocks) > num_available:
                 return False
             memories = self._memories
-        for block, buffer in self._in_threads(lambda block: (block, self._copy_aside(block, memories)), sorted(blocks)):
-            with self._changed:
-                self._keep(block, buffer)
+        try:
+            for block, buffer in self._in_threads(
+                lambda block: (block, self._copy_aside(block, memories)), sorted(blocks)
+            ):
+                with self._changed:
+                    self._keep(block, buffer)
+        except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
+            logger.warning("%r: what may change was not copied aside: %s", self, error)
+            return False
         self._is_set_apart = bool(blocks)
         return True
 
