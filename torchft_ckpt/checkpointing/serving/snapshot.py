@@ -291,8 +291,8 @@ class Snapshot:
     def set_apart(self, addresses: Collection[int]) -> bool:
         """Copy aside at once what may change though nobody announces it, and read it from the copies from then on.
 
-        The caller sees to it that nothing changes meanwhile, and that nothing was copied or lent before. Nothing is raised, because
-        the caller is the trainer.
+        The caller sees to it that nothing changes meanwhile, and that nothing was copied or lent before. Nothing is raised,
+        because the caller is the trainer.
 
         Args:
             addresses: on the host, in the memory of tensors or arrays of the state.
