@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from datetime import timedelta
@@ -99,15 +100,26 @@ def test_without_room_nothing_is_copied_and_the_save_goes_on() -> None:
     assert scene.read() == scene.old
 
 
-def test_where_the_system_has_no_memory_the_trainer_hears_of_it_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene({"codebook": torch.zeros(3 * BLOCK // 4)})
+def test_where_the_system_has_no_memory_the_trainer_hears_of_it_and_nothing_leaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many blocks, which are copied in threads; what was copied in time is read from its copy."""
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.snapshot._SPREAD_FROM_BYTES", BLOCK)
+    scene = Scene({"codebook": torch.zeros(40 * BLOCK // 4)}, budget_bytes=50 * BLOCK)
+    take, lock, num_taken = scene.pool.take, threading.Lock(), itertools.count()
 
-    def refuse() -> None:
-        raise MemoryError("of the test")
+    def take_a_few() -> Any:
+        with lock:
+            if next(num_taken) == 9:
+                raise MemoryError("of the test")
+        return take()
 
-    monkeypatch.setattr(scene.pool, "take", refuse)
+    monkeypatch.setattr(scene.pool, "take", take_a_few)
     assert not scene.set_apart("codebook")
     assert scene.read() == scene.old
+    scene.snapshot.close()
+    assert scene.pool.num_available() == 50
+    assert scene.pool.held_bytes() == 0
 
 
 def test_memory_that_is_lent_is_not_used_again_before_it_is_given_back() -> None:

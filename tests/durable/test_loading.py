@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, load_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Part, newest_whole
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
@@ -276,6 +276,21 @@ def test_nested_state_of_a_fresh_optimizer_has_the_keys_that_were_saved_or_is_re
     with pytest.raises(StateMismatchError, match=r"optim\.state\.0\.precond\.0"):
         load_checkpoint(tmp_path / "theirs", here)
     assert here["optim"]["state"] == {}
+
+
+def test_state_of_a_fresh_optimizer_is_put_together_of_all_ranks_plain_values_too(tmp_path: Path) -> None:
+    """Each rank's optimizer owns other parameters, and some of them have no tensors for state."""
+    groups = [{"params": ["a", "b"]}]
+    state = {"optim": {"state": {"a": {"m": torch.ones(4)}}, "param_groups": groups}}
+    other = {"optim": {"state": {"b": {"calls": 7}}, "param_groups": groups}}
+    checkpoint = save(tmp_path, state)
+    (part,) = checkpoint.parts
+    second = save(tmp_path / "second", other).parts[0]
+    both = Checkpoint(checkpoint.name, [part, Part(second.manifest, second.storage)])
+    assert CheckpointReader(both).structure_at(("optim", "state")) == {
+        "a": {"m": "optim.state.a.m"},
+        "b": {"calls": None},
+    }
 
 
 def test_a_directory_is_loaded_whoever_wrote_it(tmp_path: Path) -> None:

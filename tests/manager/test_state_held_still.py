@@ -108,6 +108,31 @@ def test_tensors_of_an_adapter_are_taken_to_be_guarded():
     assert (held.changes_untold, held.loose, held.of_group) == (False, frozenset(), frozenset())
 
 
+class Boxed(torch.Tensor):
+    """A class of which an adapter shows the memory."""
+
+    def __init__(self, data):
+        self.memory = data
+
+
+class BoxedAdapter(SpmdAdapter):
+    shares_memory = True
+
+    def handles(self, tensor):
+        return isinstance(tensor, Boxed)
+
+    def data(self, tensor, path):
+        return [tensor.memory]
+
+
+def test_memory_that_an_adapter_shows_is_known_by_who_owns_it():
+    owned, buffer = Boxed(torch.zeros(3)), Boxed(torch.zeros(3))
+    with registered(BoxedAdapter()):
+        optimizer = torch.optim.SGD([owned.requires_grad_()])
+        held = hold_to_save({"owned": owned, "buffer": buffer}, [optimizer])
+    assert (held.loose, held.of_group) == ({buffer.memory.data_ptr()}, {id(buffer)})
+
+
 def test_a_source_whose_model_runs_on_serves_the_state_of_its_step():
     """Blocks are hashed and sent at different moments: with live statistics an honest source would seem to lie."""
     model, optimizer = trained_model()

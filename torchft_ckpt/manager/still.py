@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
+from torchft_ckpt.errors import UnsupportedValueError
 
 MAX_COPIED_BYTES = 1024 * 1024
 _L = TypeVar("_L")
@@ -46,21 +47,23 @@ def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
 def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateHeld:
     """Return the state as `hold_still` does, and what is to be known of the tensors that none of the optimizers owns.
 
-    Other replica groups may hold these otherwise, as their forward passes see other data. Of classes that an adapter carries
-    it is not known who owns them: they are taken to be guarded.
+    Other replica groups may hold these otherwise, as their forward passes see other data. Of classes whose adapter does not show
+    their memory it is not known who owns them: they are copied when they are captured, and taken to be alike.
     """
     if not optimizers:
         return StateHeld(state, frozenset(), True)
     owned = _addresses(optimizers)
     held: dict[str, Any] = _copy(state, owned, {})
-    foreign = {id(tensor): at for tensor in tensors_in(held) if (at := _address(tensor)) and at not in owned}
-    live = [tensor for tensor in tensors_in(state) if id(tensor) in foreign]  # the others are copies by now
+    foreign = {id(tensor): data for tensor in tensors_in(held) if (data := _data_of(tensor, owned))}
+    live = [
+        data for tensor in tensors_in(state) for data in foreign.get(id(tensor), ())
+    ]  # the others are copies by now
     large = (array.ctypes.data for array in _leaves(state, np.ndarray) if array.nbytes > MAX_COPIED_BYTES)
     return StateHeld(
         held,
         frozenset(foreign),
-        changes_untold=any(tensor.device.type != "cpu" for tensor in live),
-        loose=frozenset([*large, *(foreign[id(tensor)] for tensor in live)]),
+        changes_untold=any(not data.is_cpu for data in live),
+        loose=frozenset([*large, *(data.data_ptr() for data in live)]),
     )
 
 
@@ -80,23 +83,36 @@ def _leaves(state: Any, kind: type[_L]) -> Iterator[_L]:
             yield from _leaves(item, kind)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Where its bytes are here: those of a DTensor are its shard's. 0 where there are none, or that is not known."""
+def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors whose bytes a tensor has here; none where it has none, or they are copied at capture."""
     adapter = adapter_of(tensor)
-    if isinstance(adapter, DTensorAdapter):
-        tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    elif adapter is not None:
-        return 0
-    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+    if adapter is None:
+        parts = [tensor]
+    elif isinstance(adapter, DTensorAdapter):
+        parts = [tensor._local_tensor]  # type: ignore[attr-defined]
+    elif adapter.shares_memory:
+        try:
+            parts = adapter.data(tensor, "")
+        except UnsupportedValueError:  # the capture names it
+            parts = []
+    else:
+        parts = []
+    return [part for part in parts if part.layout is torch.strided and part.numel()]
+
+
+def _data_of(tensor: torch.Tensor, owned: set[int]) -> list[torch.Tensor]:
+    """Return the memory of a tensor that is not owned."""
+    return [part for part in _memory_of(tensor) if part.data_ptr() not in owned]
 
 
 def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     owned: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update(_address(parameter) for parameter in group["params"])
+            owned.update(part.data_ptr() for parameter in group["params"] for part in _memory_of(parameter))
         for values in optimizer.state.values():
-            owned.update(_address(value) for value in values.values() if isinstance(value, torch.Tensor))
+            tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
+            owned.update(part.data_ptr() for tensor in tensors for part in _memory_of(tensor))
     return owned
 
 

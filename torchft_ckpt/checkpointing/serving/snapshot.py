@@ -313,16 +313,20 @@ class Snapshot:
             if num_available is not None and len(blocks) > num_available:
                 return False
             memories = self._memories
+
+        def copy(block: int) -> None:
+            buffer = self._copy_aside(block, memories)
+            with self._changed:
+                self._keep(block, buffer)
+
         try:
-            for block, buffer in self._in_threads(
-                lambda block: (block, self._copy_aside(block, memories)), sorted(blocks)
-            ):
-                with self._changed:
-                    self._keep(block, buffer)
+            for _ in self._in_threads(copy, sorted(blocks)):
+                pass
         except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
             logger.warning("%r: what may change was not copied aside: %s", self, error)
             return False
-        self._is_set_apart = bool(blocks)
+        finally:
+            self._is_set_apart = bool(self._copies)  # what was copied is read from there, whatever became of the rest
         return True
 
     @property

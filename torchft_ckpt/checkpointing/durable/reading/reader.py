@@ -99,6 +99,7 @@ class CheckpointReader(PieceReader[Piece]):
         for part in self.checkpoint.parts:
             manifest = part.manifest
             here = {entry.fqn for entry in manifest.tensors if tuple(entry.path[: len(path)]) == path}
+            here.update(manifest.holds_values)
             if found is not None and here <= known:
                 continue
             known |= here
