@@ -317,8 +317,8 @@ def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_n
     scene.snapshot.contact("a", 0.0, received=blocks([0]))
     real_copy = scene.snapshot._copy_block
 
-    def copy_and_look(block: int) -> None:
-        real_copy(block)
+    def copy_and_look(block: int, phase: Phase) -> None:
+        real_copy(block, phase)
         seen.append(
             (scene.snapshot.statistics().phase, scene.read_all() == scene.old_bytes, scene.snapshot.register("b"))
         )
@@ -333,8 +333,8 @@ def test_a_snapshot_that_is_closed_while_it_is_copied_aside_stays_closed(monkeyp
     scene = Scene()
     real_copy = scene.snapshot._copy_block
 
-    def copy_and_close(block: int) -> None:
-        real_copy(block)
+    def copy_and_close(block: int, phase: Phase) -> None:
+        real_copy(block, phase)
         scene.snapshot.close()
 
     monkeypatch.setattr(scene.snapshot, "_copy_block", copy_and_close)

@@ -95,6 +95,25 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def run_ranks(num_ranks: int, script: str, *arguments: str | Path) -> list[tuple[int, str, str]]:
+    """Run a script in so many processes, with its rank as the last argument; return their statuses, output and errors."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        told = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, out, errors) for rank, (out, errors) in zip(ranks, told, strict=True)]
+
+
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -718,21 +737,8 @@ def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(tmp
         "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
     )
     meeting = f"file://{tmp_path / 'meeting'}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path, meeting, str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outcomes = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [out for out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
+    outcomes = run_ranks(2, script, tmp_path, meeting)
+    assert [out for _, out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
 
 
 def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) -> None:
@@ -811,16 +817,8 @@ def test_the_last_save_of_several_ranks_is_whole_at_the_end_of_the_script(tmp_pa
         "Checkpointer(sys.argv[1]).save({'w': torch.ones(4_000_000)}, step=3)"
     )
     place, meeting = tmp_path / "saved", f"file://{tmp_path / 'meeting'}"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", script, place, meeting, str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
+    outcomes = run_ranks(3, script, place, meeting)
+    assert [status for status, _, _ in outcomes] == [0, 0, 0], outcomes
     assert checkpoints_in(place) == [3]
 
 

@@ -10,7 +10,7 @@ copied at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
 from torchft_ckpt.errors import UnsupportedValueError
 
 MAX_COPIED_BYTES = 1024 * 1024
-_L = TypeVar("_L")
 
 
 class StateHeld(NamedTuple):
@@ -53,34 +52,38 @@ def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimiz
     if not optimizers:
         return StateHeld(state, frozenset(), True)
     owned = _addresses(optimizers)
-    held: dict[str, Any] = _copy(state, owned, {})
-    foreign = {id(tensor): data for tensor in tensors_in(held) if (data := _data_of(tensor, owned))}
-    live = [
-        data for tensor in tensors_in(state) for data in foreign.get(id(tensor), ())
-    ]  # the others are copies by now
-    large = (array.ctypes.data for array in _leaves(state, np.ndarray) if array.nbytes > MAX_COPIED_BYTES)
-    return StateHeld(
-        held,
-        frozenset(foreign),
-        changes_untold=any(not data.is_cpu for data in live),
-        loose=frozenset([*large, *(data.data_ptr() for data in live)]),
-    )
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    held: dict[str, Any] = _copy(state, owned, copies)
+    copied = {id(copy) for copy in copies.values()}
+    foreign: set[int] = set()
+    loose: set[int] = set()
+    changes_untold = False
+    for leaf in _leaves(held, (torch.Tensor, np.ndarray)):
+        if isinstance(leaf, np.ndarray):
+            if leaf.nbytes > MAX_COPIED_BYTES:
+                loose.add(leaf.ctypes.data)
+        elif data := _memory_not_in(owned, leaf):
+            foreign.add(id(leaf))
+            if id(leaf) not in copied:
+                loose.update(part.data_ptr() for part in data)
+                changes_untold = changes_untold or any(not part.is_cpu for part in data)
+    return StateHeld(held, frozenset(foreign), changes_untold, frozenset(loose))
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a state, in dicts, lists and tuples."""
-    return _leaves(state, torch.Tensor)
+    return _leaves(state, (torch.Tensor,))
 
 
-def _leaves(state: Any, kind: type[_L]) -> Iterator[_L]:
-    if isinstance(state, kind):
+def _leaves(state: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+    if isinstance(state, kinds):
         yield state
     elif isinstance(state, Mapping):
         for item in state.values():
-            yield from _leaves(item, kind)
+            yield from _leaves(item, kinds)
     elif isinstance(state, (list, tuple)):
         for item in state:
-            yield from _leaves(item, kind)
+            yield from _leaves(item, kinds)
 
 
 def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -100,8 +103,8 @@ def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for part in parts if part.layout is torch.strided and part.numel()]
 
 
-def _data_of(tensor: torch.Tensor, owned: set[int]) -> list[torch.Tensor]:
-    """Return the memory of a tensor that is not owned. Quick where it is, as nearly always."""
+def _memory_not_in(owned: set[int], tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the memory of a tensor as far as it is not owned. Quick where it is, as nearly always."""
     if type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.data_ptr() in owned:
         return []
     return [part for part in _memory_of(tensor) if part.data_ptr() not in owned]

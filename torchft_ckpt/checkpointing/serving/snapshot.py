@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from typing import TypeVar
 
 import torch
 
@@ -42,7 +41,6 @@ from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-_R = TypeVar("_R")
 _STAGING_TIMEOUT = timedelta(seconds=120)
 _RETRY_S = 0.002
 _LENT_TIMEOUT_S = 10.0
@@ -278,14 +276,7 @@ class Snapshot:
                 wanted = self._to_copy()
                 if not wanted:
                     return False
-                memories = self._memories
-            block = (wanted & -wanted).bit_length() - 1
-            buffer = self._copy_aside(block, memories)
-            with self._changed:
-                if self._phase is Phase.LIVE:
-                    self._keep(block, buffer)
-                else:  # the source may have changed under the copy
-                    self._pool.give(buffer)
+            self._copy_block((wanted & -wanted).bit_length() - 1, Phase.LIVE)
         return True
 
     def set_apart(self, addresses: Collection[int]) -> bool:
@@ -312,16 +303,8 @@ class Snapshot:
             num_available = self._pool.num_available()
             if num_available is not None and len(blocks) > num_available:
                 return False
-            memories = self._memories
-
-        def copy(block: int) -> None:
-            buffer = self._copy_aside(block, memories)
-            with self._changed:
-                self._keep(block, buffer)
-
         try:
-            for _ in self._in_threads(copy, sorted(blocks)):
-                pass
+            self._copy_blocks(sorted(blocks), Phase.LIVE)
         except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
             logger.warning("%r: what may change was not copied aside: %s", self, error)
             return False
@@ -511,30 +494,29 @@ class Snapshot:
         """Copy what is needed; the trainer waits, so large copies are spread over a few threads, as torch does."""
         with self._changed:
             wanted = self._to_copy()  # looked at once: there may be thousands of receivers
-        for _ in self._in_threads(
-            self._copy_block, [block for block in range(self._num_live_blocks()) if wanted >> block & 1]
-        ):
-            pass
+        self._copy_blocks([block for block in range(self._num_live_blocks()) if wanted >> block & 1], Phase.DETACHING)
 
-    def _in_threads(self, copy: Callable[[int], _R], blocks: Sequence[int]) -> Iterator[_R]:
+    def _copy_blocks(self, blocks: Sequence[int], phase: Phase) -> None:
         num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
         if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
-            yield from map(copy, blocks)
+            for block in blocks:
+                self._copy_block(block, phase)
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="torchft_ckpt-detach") as threads:
-            yield from threads.map(copy, blocks)
+            for _ in threads.map(lambda block: self._copy_block(block, phase), blocks):
+                pass
 
-    def _copy_block(self, block: int) -> None:
-        """Copy a block, without holding `_changed`: nobody mutates the live memory before `detach` has returned."""
+    def _copy_block(self, block: int, phase: Phase) -> None:
+        """Copy a block in this phase, without holding `_changed`: nobody mutates the live memory before the caller returns."""
         with self._changed:
-            if self._phase is not Phase.DETACHING or block in self._copies:
+            if self._phase is not phase or block in self._copies:
                 return
             memories = self._memories
         buffer = self._copy_aside(block, memories)
         with self._changed:
-            if self._phase is Phase.DETACHING:
+            if self._phase is phase:
                 self._keep(block, buffer)
-            else:
+            else:  # the source may have changed under the copy
                 self._pool.give(buffer)
 
     def _copy_aside(self, block: int, memories: list[Memory | None]) -> Buffer:

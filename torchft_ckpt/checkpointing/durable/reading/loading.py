@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
-from torchft_ckpt.checkpointing.durable.reading.structure import leaves_of
+from torchft_ckpt.checkpointing.durable.reading.structure import items_of, leaves_of
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -195,9 +195,8 @@ def _tensors_in(leaf: object, path: str) -> Iterator[str]:
     """Yield the paths of the tensors and arrays in a leaf, which come with it: DCP looks into no tuple."""
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
         yield path
-    elif isinstance(leaf, (list, tuple, Mapping)):
-        for key, item in leaf.items() if isinstance(leaf, Mapping) else enumerate(leaf):
-            yield from _tensors_in(item, f"{path}.{key}")
+    for key, item in items_of(leaf):
+        yield from _tensors_in(item, f"{path}.{key}")
 
 
 def _target(held: HeldTensor, number: int, box: Box) -> torch.Tensor:

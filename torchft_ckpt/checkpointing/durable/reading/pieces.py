@@ -131,8 +131,8 @@ class StateReader(ABC):
             CheckpointError: one cannot be read.
         """
 
-    def plan_values(self, names: Collection[str]) -> PlannedValues:
-        """As `values`, of these names, with the tensors and arrays in them left to be read by the caller.
+    def plan_values(self, names: Collection[str] | None = None) -> PlannedValues:
+        """As `values`, with the tensors and arrays in them left to be read by the caller.
 
         Raises:
             CheckpointError: one cannot be read.

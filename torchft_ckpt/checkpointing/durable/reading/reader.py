@@ -120,14 +120,12 @@ class CheckpointReader(PieceReader[Piece]):
         Raises:
             CheckpointError: as `read`, of arrays and tensors inside of values.
         """
-        plan = self._plan_values(names)
+        plan = self.plan_values(names)
         self.read(plan.wants)
         return plan.make()
 
-    def plan_values(self, names: Collection[str]) -> PlannedValues:
-        return self._plan_values(names)
-
-    def _plan_values(self, names: Collection[str] | None) -> PlannedValues:
+    def plan_values(self, names: Collection[str] | None = None) -> PlannedValues:
+        """See `StateReader.plan_values`: nothing is read."""
         planned: list[tuple[PartManifest, list[torch.Tensor], list[str]]] = []
         known: set[str] = set()
         wants: list[Want] = []

@@ -35,8 +35,9 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
     pieces = _part_of_rank(state, writers.num_ranks, member.rank)
     num_tensors = len(state.holdings)
     # What each group has its own of comes from the first, and not in part from each.
-    first_groups = [piece for piece in pieces if piece[0] < num_tensors and not state.holdings[piece[0]].is_alike]
-    everywhere = [piece for piece in pieces if piece[0] >= num_tensors or state.holdings[piece[0]].is_alike]
+    is_alike = [*(tensor.is_alike for tensor in state.holdings), *(True for _ in state.values)]
+    first_groups = [(number, item) for number, item in pieces if not is_alike[number]]
+    everywhere = [(number, item) for number, item in pieces if is_alike[number]]
     loads = [0] * len(replicas)
     loads[0] = sum(item.num_bytes for _, item in first_groups)
     place = replicas.index(member.replica)
