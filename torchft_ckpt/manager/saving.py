@@ -6,9 +6,9 @@ Nobody is asked: all of it follows from the quorum in which the last step was co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.still import StateHeld
 
@@ -124,19 +124,16 @@ def check_optimizers_known(manager: Manager) -> None:
         ConfigError: such state is registered, and no optimizer is known.
     """
     registry = manager._registry
-    if registry.layout() and not registry.knows_optimizers and _has_empty_optimizer_state(registry.capture()):
+    if (
+        registry.layout()
+        and not registry.knows_optimizers
+        and any(not of_optimizer["state"] for _, of_optimizer in optimizer_states(registry.capture()))
+    ):
         raise ConfigError(
             "parameters are sharded and an optimizer without state is registered, but the Manager knows no optimizer: call"
             " Optimizer(manager, ...), Manager.guard_optimizer or register_state_dict_fn(optimizers=...) before restore",
             "optimizer",
         )
-
-
-def _has_empty_optimizer_state(node: object) -> bool:
-    if isinstance(node, Mapping):
-        is_empty = "param_groups" in node and "state" in node and not node["state"]
-        return is_empty or any(_has_empty_optimizer_state(child) for child in node.values())
-    return isinstance(node, (list, tuple)) and any(_has_empty_optimizer_state(child) for child in node)
 
 
 def load_saved(manager: Manager, state: dict[str, Any]) -> None:

@@ -7,13 +7,14 @@ becomes a tensor of the same class and layout. It does not know blocks or the ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, adapter_of
@@ -63,7 +64,7 @@ class LocalState:
             self._held = {path: _hold(path, tensor) for path, tensor in encoder.tensors if counts[path] == 1}
             self._lies_apart = _lie_apart(self._held.values())
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
-            self._optional = tuple(_optimizer_state(state, ""))
+            self._optional = _optional_paths(state)
 
     def paths(self) -> Iterable[str]:
         """Return the paths of the tensors that are here."""
@@ -227,7 +228,7 @@ def tensors_but_optimizer_state(state: object) -> list[tuple[str, torch.Tensor]]
         encoder.encode(state)
     except UnsupportedValueError:
         return []  # another transport may carry it
-    optional = tuple(_optimizer_state(state, ""))
+    optional = _optional_paths(state)
     return [(path, tensor) for path, tensor in encoder.tensors if not optional or not path.startswith(optional)]
 
 
@@ -294,16 +295,9 @@ def _text(dtype: str, shape: list[int], boxes: list[Box]) -> str:
     return f"{held} of {dtype}{shape}"
 
 
-def _optimizer_state(value: object, path: str) -> Iterator[str]:
-    """Yield what the paths of optimizer state begin with: of `state` beside `param_groups`."""
-    if isinstance(value, dict):
-        if {"state", "param_groups"} <= value.keys():
-            yield f"{path}state."
-        for key, item in value.items():
-            yield from _optimizer_state(item, f"{path}{key}.")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _optimizer_state(item, f"{path}{index}.")
+def _optional_paths(state: object) -> tuple[str, ...]:
+    """Return what the paths of optimizer state begin with."""
+    return tuple(".".join(map(str, (*path, "state", ""))) for path, _ in optimizer_states(state))
 
 
 def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:

@@ -15,7 +15,7 @@ import torch
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Path
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
-from torchft_ckpt.checkpointing.durable.reading.structure import items_of
+from torchft_ckpt.checkpointing.state.containers import items_of, optimizer_states
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.errors import StateMismatchError
@@ -65,7 +65,7 @@ def room_for_optimizer_state(
         StateMismatchError: the layout of a tensor is not known here.
     """
     added: list[dict[Any, Any]] = []
-    empty = list(_without_state(state_dict, ()))
+    empty = list(_without_state(state_dict))
     if empty:
         is_sharded = any(adapter_of(tensor) is not None for tensor in _tensors(state_dict).values())
         place_of = _places(reader, is_sharded, _tensors(like))
@@ -82,15 +82,13 @@ def room_for_optimizer_state(
         raise
 
 
-def _without_state(value: object, path: Path) -> Iterator[tuple[Path, dict[Any, Any], dict[str, Any]]]:
+def _without_state(value: object) -> Iterator[tuple[Path, dict[Any, Any], dict[str, Any]]]:
     """Yield each empty `state`, with its path, and the keys that it will have by their text, which is all that DCP knows."""
-    if isinstance(value, Mapping):
-        state, groups = value.get("state"), value.get("param_groups")
+    for path, of_optimizer in optimizer_states(value):
+        state, groups = of_optimizer["state"], of_optimizer["param_groups"]
         if isinstance(groups, list) and isinstance(state, dict) and not state:
             lists = [group.get("params") for group in groups if isinstance(group, Mapping)]
             yield (*path, "state"), state, {str(key): key for keys in lists if isinstance(keys, list) for key in keys}
-    for key, item in items_of(value):
-        yield from _without_state(item, (*path, key))
 
 
 def _tensors(value: object) -> dict[Path, torch.Tensor]:

@@ -19,9 +19,10 @@ from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
-from torchft_ckpt.checkpointing.durable.reading.structure import items_of, leaves_of
+from torchft_ckpt.checkpointing.durable.reading.structure import leaves_of
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
+from torchft_ckpt.checkpointing.state.containers import items_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of

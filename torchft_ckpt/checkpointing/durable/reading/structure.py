@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Path
+from torchft_ckpt.checkpointing.state.containers import items_of
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.errors import StateMismatchError
 
@@ -36,15 +37,6 @@ def leaves_of(container: Any, fqn: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield name, container, key
         else:
             yield from leaves_of(item, name)
-
-
-def items_of(value: object) -> Iterator[tuple[str | int, Any]]:
-    """Yield the items of a container, by the keys that DCP's paths have: of a mapping their text, of a list numbers."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key), item
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
 
 
 def structure_of(state: Any, name_of: Callable[[torch.Tensor], str]) -> Any:
