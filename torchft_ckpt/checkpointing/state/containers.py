@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Path = tuple[str | int, ...]
+"""The keys that lead to a tensor or a value: DCP's `planner_data`."""
 
 
 def items_of(value: object) -> Iterator[tuple[str | int, Any]]:

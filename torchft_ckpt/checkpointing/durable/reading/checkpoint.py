@@ -28,6 +28,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
 from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.boxes import Box, intersect, whole
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
-Path = tuple[str | int, ...]
-"""The keys that lead to a tensor or a value: DCP's `planner_data`."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torchft_ckpt.checkpointing.durable.format.archive import ArchiveError, PlainTensor, plain_tensor
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, Path, SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
     MAX_METADATA_BYTES,
     box_of,
@@ -43,6 +43,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     spans_of,
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
+from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import c_strides, region_of
 from torchft_ckpt.checkpointing.state.space import as_bytes

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Path
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
-from torchft_ckpt.checkpointing.state.containers import items_of, optimizer_states
+from torchft_ckpt.checkpointing.state.containers import Path, items_of, optimizer_states
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.errors import StateMismatchError

@@ -17,9 +17,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, Path, PieceIndex, SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, PieceIndex, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
 from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of

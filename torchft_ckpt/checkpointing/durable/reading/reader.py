@@ -29,7 +29,6 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     NUM_THREADS,
     Checkpoint,
     Part,
-    Path,
     Piece,
     SavedTensor,
 )
@@ -49,6 +48,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
 from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree

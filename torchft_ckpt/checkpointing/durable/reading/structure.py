@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Path
-from torchft_ckpt.checkpointing.state.containers import items_of
+from torchft_ckpt.checkpointing.state.containers import Path, items_of
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.errors import StateMismatchError
 
