@@ -34,6 +34,7 @@
     |-- ProcessGroupError
     |   |-- ProcessGroupAbortedError    a collective ended because the group was aborted
     |   |-- CollectiveFailedError       a collective failed by itself: a peer was lost or did not answer in time
+    |   |-- CollectivesDifferError      the groups issued different collectives in a step, which is discarded
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
     `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (also a RuntimeError)
 
@@ -212,6 +213,10 @@ class ProcessGroupAbortedError(ProcessGroupError):
 
 class CollectiveFailedError(ProcessGroupError):
     """A collective failed by itself (a peer was lost, aborted, or did not answer in time); its tensors must not be used."""
+
+
+class CollectivesDifferError(ProcessGroupError):
+    """Another replica group issued another collective than this one: the step is discarded, and no tensor was touched."""
 
 
 class ProcessGroupConfigureError(ProcessGroupError):

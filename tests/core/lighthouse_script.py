@@ -28,6 +28,8 @@ from torchft_ckpt.core.lighthouse import (
 )
 from torchft_ckpt.core.messages import (
     AllowStepLoss,
+    CollectiveCleared,
+    CollectiveWait,
     CommitDecided,
     FromLighthouse,
     Heartbeat,
@@ -171,7 +173,15 @@ class Member:
         assert self.formed is not None
         self.replica.load_finished(self.formed.version)
 
-    def votes(self, *, load: bool = True, error: str | None = None, broken: bool = False) -> None:
+    def votes(
+        self,
+        *,
+        load: bool = True,
+        error: str | None = None,
+        broken: bool = False,
+        collectives: str = "",
+        num_collectives: int = 0,
+    ) -> None:
         """Ends its part of the step. Who has to load has loaded, unless `load` is False."""
         if self.replica.phase is not Phase.TRAINING:
             return
@@ -181,7 +191,17 @@ class Member:
             self.replica.fail(error)
         if broken:
             self.replica.collectives_failed()
-        self.says(self.replica.vote())
+        self.says(self.replica.vote(collectives, num_collectives))
+
+    def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False) -> None:
+        """A collective takes long, or (`deviates`) is one that never came here."""
+        assert self.formed is not None
+        quorum_id, step = self.formed.quorum_id, self.formed.version.step
+        self.says(
+            CollectiveWait(
+                quorum_id=quorum_id, step=step, index=index, digest=digest, deviates=deviates, what=f"sum of {digest}"
+            )
+        )
 
     def has_the_sum(self) -> None:
         """Its collectives had finished before it could abort them."""
@@ -253,6 +273,8 @@ def _words(message: FromLighthouse) -> str:
         return message.outcome.value
     if isinstance(message, QuorumBroken):
         return f"broken by {message.replica_id}" + (", lost" if message.lost else "")
+    if isinstance(message, CollectiveCleared):
+        return f"cleared collective {message.index}"
     if isinstance(message, QuorumPending):
         return f"pending: {message.reason}"
     if isinstance(message, Refused):

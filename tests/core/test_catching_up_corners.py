@@ -7,7 +7,7 @@ from lighthouse_script import Job
 from test_catching_up import NEWEST, Looker, job_in_a_phase, look
 
 from torchft_ckpt.core.group import GroupState, RankSaid
-from torchft_ckpt.core.messages import Hello, QuorumRequest, Role, StateVersion
+from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, QuorumRequest, Role, StateVersion
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, assign_recovery
 
@@ -171,7 +171,7 @@ def test_a_new_lighthouse_knows_sources_before_they_ask_for_a_quorum() -> None:
 
 def test_a_group_introduces_itself_with_the_addresses_that_it_knows() -> None:
     group = GroupState(2)
-    hello = Hello(protocol=1, replica_id="a:1", group_world_size=2)
+    hello = Hello(protocol=PROTOCOL_VERSION, replica_id="a:1", group_world_size=2)
     assert group.introduce(hello) == hello
     for rank in range(2):
         request = QuorumRequest(request_id=1, version=NEWEST, checkpoint_addresses=[f"http://{rank}"])

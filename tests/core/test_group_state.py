@@ -17,6 +17,7 @@ from torchft_ckpt.core.group import (
     Up,
 )
 from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -280,9 +281,9 @@ def test_a_stall_is_reported_once_for_the_open_step_only() -> None:
 
 def test_ranks_that_are_not_of_this_group_are_refused_by_name() -> None:
     group = GroupState(2)
-    assert group.refusal(1, RankHello(protocol=1, group_rank=1)) is None
+    assert group.refusal(1, RankHello(protocol=PROTOCOL_VERSION, group_rank=1)) is None
     wrong_rank, wrong_version = (
-        group.refusal(2, RankHello(protocol=1, group_rank=2)),
+        group.refusal(2, RankHello(protocol=PROTOCOL_VERSION, group_rank=2)),
         group.refusal(1, RankHello(protocol=99, group_rank=1)),
     )
     assert (wrong_rank.code, wrong_version.code) == ("config", "version")

@@ -16,7 +16,7 @@ from support.groups import free_port
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
-from torchft_ckpt.core import messages
+from torchft_ckpt.core.messages import PROTOCOL_VERSION as VERSION
 from torchft_ckpt.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -428,8 +428,8 @@ def test_a_taken_port_is_named(lighthouse: LighthouseServer) -> None:
 def test_another_version_is_refused_with_both_versions(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_ckpt.core.replica.PROTOCOL_VERSION", messages.PROTOCOL_VERSION + 1)
-    with pytest.raises(ProtocolVersionError, match=r"speaks protocol 1, group:.* speaks 2"):
+    monkeypatch.setattr("torchft_ckpt.core.replica.PROTOCOL_VERSION", VERSION + 1)
+    with pytest.raises(ProtocolVersionError, match=rf"speaks protocol {VERSION}, group:.* speaks {VERSION + 1}"):
         Replica(lighthouse, "group")
 
 

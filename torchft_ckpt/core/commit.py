@@ -4,6 +4,7 @@ One decision is taken for all members together, so that no survivor is ever a st
 - one vote against by a member whose vote counts: the step is discarded, for all;
 - every living member whose vote counts approved: the step is committed. The dead have no vote: what they contributed is
   already in the sum that the living hold;
+- voters that issued different collectives in the step have different sums, whatever they approve: it is discarded, for all;
 - joiners never decide. Those that approved in time commit with the others; those that did not are left behind. How long
   the others wait for them is the caller's business (`Tally.all_voters_approved`, then `close`).
 
@@ -44,6 +45,8 @@ class Tally:
     lost: set[str] = field(default_factory=set)
     undecided_voters: int = 0
     undecided_joiners: int = 0
+    first_approval: str | None = None
+    """The voter whose collectives are those of the step."""
 
     def __post_init__(self) -> None:
         self.undecided_voters = sum(role in (Role.HEALTHY, Role.INLINE) for role in self.roles.values())
@@ -64,12 +67,19 @@ class Tally:
             return
         self.votes[replica_id] = vote
         self._settle(replica_id)
-        if vote.approve:
-            self._close_if_complete()
-        elif self.roles[replica_id] in (Role.HEALTHY, Role.INLINE):
+        is_voter = self.roles[replica_id] in (Role.HEALTHY, Role.INLINE)
+        if is_voter and not vote.approve:
             self._decide(Verdict.DISCARD, f"{replica_id}: {clip(vote.reason or 'voted against')}", broken=vote.broken)
+        elif is_voter and self._has_other_collectives(vote):
+            reason = (
+                f"{self.first_approval} and {replica_id} issued different collectives in this step: the loops of the"
+                " groups differ"
+            )
+            self._decide(Verdict.DISCARD, reason, broken=True)
         else:
-            self.broken = self.broken or vote.broken
+            if is_voter and self.first_approval is None:
+                self.first_approval = replica_id
+            self.broken = self.broken or (vote.broken and not vote.approve)
             self._close_if_complete()
 
     def lose(self, replica_id: str, reason: str) -> None:
@@ -116,7 +126,12 @@ class Tally:
         if self.verdict is not Verdict.COMMIT:
             return Outcome.DISCARD
         vote = self.votes.get(replica_id)
-        return Outcome.COMMIT if vote is not None and vote.approve else Outcome.LEFT_BEHIND
+        approved = vote is not None and vote.approve and not self._has_other_collectives(vote)
+        return Outcome.COMMIT if approved else Outcome.LEFT_BEHIND
+
+    def _has_other_collectives(self, vote: CommitVote) -> bool:
+        """Whether it issued others than the voter that approved first."""
+        return self.first_approval is not None and vote.collectives != self.votes[self.first_approval].collectives
 
     def _settle(self, replica_id: str) -> None:
         role = self.roles[replica_id]

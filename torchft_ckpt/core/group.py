@@ -29,6 +29,8 @@ import msgspec
 from torchft_ckpt.core.layouts import combine_layouts
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
+    CollectiveCleared,
+    CollectiveWait,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -171,8 +173,11 @@ class GroupState:
             yield from self._votes_on(rank, message)
         elif isinstance(message, GiveUpWaiting):
             yield from self._gives_up_waiting(rank, message)
+        elif isinstance(message, CollectiveWait):
+            if self._is_of_open_step(message):
+                yield Up(msgspec.structs.replace(message, group_rank=rank))
         elif isinstance(message, StallReport):
-            if not self._stall_reported and self._is_stallable(message):
+            if not self._stall_reported and self._is_of_open_step(message):
                 self._stall_reported = True
                 yield Up(message)
         elif isinstance(message, Leave):
@@ -343,13 +348,20 @@ class GroupState:
         self._voted = msgspec.structs.replace(
             vote,
             broken=any(cast.broken for cast in self._votes.values()),
+            num_collectives=max(cast.num_collectives for cast in self._votes.values()),
+            collectives=self._collectives(),
             reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
         )
         yield Up(self._voted)
         if self._voted.broken and self._voted.counts:
             yield from self._break_off(vote.quorum_id, self._voted.reason)
 
-    def _is_stallable(self, report: StallReport) -> bool:
+    def _collectives(self) -> str:
+        """Return a word for what all ranks issued; empty where none issued anything."""
+        words = [self._votes[rank].collectives for rank in sorted(self._votes)]
+        return words[0] if self.world_size == 1 else combine_layouts(words) if any(words) else ""
+
+    def _is_of_open_step(self, report: StallReport | CollectiveWait) -> bool:
         formed = self._quorum
         return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
 
@@ -383,6 +395,9 @@ class GroupState:
                 yield from self._break_off(message.quorum_id, clip(message.reason))
             for rank in range(self.world_size):
                 yield ToRank(rank, message)
+        elif isinstance(message, CollectiveCleared):
+            if message.group_rank < self.world_size:
+                yield ToRank(message.group_rank, message)
         elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused):
             for rank in range(self.world_size):
                 yield ToRank(rank, message)

@@ -46,6 +46,8 @@ from torchft_ckpt.core.locating import locate_state
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
+    CollectiveCleared,
+    CollectiveWait,
     CommitDecided,
     CommitVote,
     Dropped,
@@ -74,6 +76,7 @@ from torchft_ckpt.core.patience import JoinBackoff
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recollection import Recollection, StepKey
 from torchft_ckpt.core.recovery import Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.sequence import may_start, why_apart
 
 QUORUM_IDS_PER_LIFE = 1000
 PENDING_NOTICE_S = 1.0
@@ -223,6 +226,8 @@ class LighthouseState:
             yield from self._voted(member, message, now)
         elif isinstance(message, StallReport):
             yield from self._stalled(member, message, now)
+        elif isinstance(message, CollectiveWait):
+            yield from self._waits_in_collective(member, message, now)
         elif isinstance(message, Leave):
             yield from self._lose(replica_id, clip(message.reason) or "it left", now, is_on_purpose=True)
             yield Close(connection)
@@ -803,7 +808,9 @@ class LighthouseState:
                 current.all_approved_at = now
         if tally.decided:
             yield from self._announce(current, now)
-        elif current.stalled:
+            return
+        yield from self._judge_waits(current, now)
+        if current.stalled and not tally.decided:
             yield from self._judge_stall(current, now)
 
     def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
@@ -870,6 +877,44 @@ class LighthouseState:
             self._backoff.setdefault(group_name(replica_id), JoinBackoff()).failed(cost_s, now)
         if len(self._backoff) > 4096:
             self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
+
+    def _waits_in_collective(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
+        current = self.round
+        if (
+            current is None
+            or current.tally.decided
+            or (current.quorum_id, current.step) != (wait.quorum_id, wait.step)
+            or member.replica_id not in current.tally.roles
+        ):
+            return
+        current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
+        yield from self._judge_waits(current, now)
+        if current.tally.decided:
+            return
+        waits = self._living_waits(current, wait.group_rank)
+        living = [replica_id for replica_id in current.tally.roles if replica_id not in current.tally.lost]
+        if wait.deviates and may_start(waits, living):
+            cleared = CollectiveCleared(
+                quorum_id=wait.quorum_id, step=wait.step, group_rank=wait.group_rank, index=wait.index
+            )
+            for replica_id in living:
+                yield Send(self.members[replica_id].connection, cleared)
+
+    def _judge_waits(self, current: Round, now: float) -> Iterator[Instruction]:
+        """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
+        for group_rank in current.waits:
+            apart = why_apart(self._living_waits(current, group_rank), current.tally.votes)
+            if apart is not None:
+                culprit, reason = apart
+                if current.tally.roles.get(culprit) is Role.JOINER:
+                    self._fail_join([culprit], now - current.formed_at, now)
+                current.tally.give_up(reason)
+                yield from self._announce(current, now, culprit=culprit)
+                return
+
+    def _living_waits(self, current: Round, group_rank: int) -> dict[str, CollectiveWait]:
+        waits = current.waits.get(group_rank, {})
+        return {replica_id: wait for replica_id, wait in waits.items() if replica_id not in current.tally.lost}
 
     def _stalled(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
         current = self.round

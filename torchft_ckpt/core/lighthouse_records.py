@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchft_ckpt.core.commit import Tally
-from torchft_ckpt.core.messages import Hello, QuorumRequest, StateVersion
+from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, StateVersion
 from torchft_ckpt.core.recovery import Assignment
 
 
@@ -62,6 +62,8 @@ class Round:
     """Since when nothing but joiners is waited for."""
     stalled: set[str] = field(default_factory=set)
     """Voters that wait in a collective for longer than the budget."""
+    waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
+    """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""
     failed: set[str] = field(default_factory=set)
     """Joiners whose attempt has been counted as failed already."""
 

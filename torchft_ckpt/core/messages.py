@@ -20,7 +20,7 @@ import msgspec
 
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_QUOTE_CHARS = 600
 
@@ -28,6 +28,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 ReplicaId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
 
 
@@ -163,6 +164,10 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """False from a joiner: nobody's commit depends on it."""
     num_voters: Count = 0
     """Votes that count in this quorum, as it was formed."""
+    collectives: Word = ""
+    """Of a rank: a digest of the step's collectives in their order. Of a group: a word for those of all of its ranks."""
+    num_collectives: Count = 0
+    """How many they are; of a group: the most that one of its ranks issued."""
     reason: Text = ""
 
 
@@ -171,6 +176,22 @@ class StallReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     quorum_id: Count
     step: Count
+
+
+class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank waits in a collective of the step for longer than usual, or asks whether it may start one: see `core.sequence`."""
+
+    quorum_id: Count
+    step: Count
+    group_rank: Count = 0
+    index: Count
+    """Which collective of the step, counted from 0."""
+    digest: Word
+    """Of the step's collectives up to this one."""
+    deviates: bool = False
+    """It has not started: in earlier steps another one came here. The lighthouse answers with `CollectiveCleared`."""
+    what: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """The collective in words, for the operator."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -288,6 +309,15 @@ class QuorumBroken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
+class CollectiveCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All members ask to start the same collective: start it."""
+
+    quorum_id: Count
+    step: Count
+    group_rank: Count
+    index: Count
+
+
 class Dropped(msgspec.Struct, frozen=True, tag=True):
     """This incarnation was taken for dead; it may connect again and will be told what to do."""
 
@@ -331,7 +361,7 @@ class GroupBroken(msgspec.Struct, frozen=True, tag=True):
 
 
 ToLighthouse: TypeAlias = (
-    Hello | Heartbeat | QuorumRequest | LocateState | CommitVote | StallReport | Leave | AllowStepLoss
+    Hello | Heartbeat | QuorumRequest | LocateState | CommitVote | StallReport | CollectiveWait | Leave | AllowStepLoss
 )
 FromLighthouse: TypeAlias = (
     Welcome
@@ -342,10 +372,19 @@ FromLighthouse: TypeAlias = (
     | JoinerWaiting
     | CommitDecided
     | QuorumBroken
+    | CollectiveCleared
     | Dropped
 )
 RankToGroup: TypeAlias = (
-    RankHello | Heartbeat | QuorumRequest | LocateState | CommitVote | GiveUpWaiting | StallReport | Leave
+    RankHello
+    | Heartbeat
+    | QuorumRequest
+    | LocateState
+    | CommitVote
+    | GiveUpWaiting
+    | StallReport
+    | CollectiveWait
+    | Leave
 )
 GroupToRank: TypeAlias = (
     Refused
@@ -356,6 +395,7 @@ GroupToRank: TypeAlias = (
     | CommitDecided
     | CommitUnknown
     | QuorumBroken
+    | CollectiveCleared
     | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank

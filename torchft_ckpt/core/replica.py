@@ -301,8 +301,13 @@ class ReplicaState:
         self.collectives_failed()
         return True
 
-    def vote(self) -> CommitVote:
-        """All work of the step is done, or failed: what to say about it."""
+    def vote(self, collectives: str = "", num_collectives: int = 0) -> CommitVote:
+        """All work of the step is done, or failed: what to say about it.
+
+        Args:
+            collectives: a word for those of the step in their order.
+            num_collectives: how many they are.
+        """
         if self.quorum is None or self.phase is not Phase.TRAINING:
             raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
         formed = self.quorum
@@ -320,6 +325,8 @@ class ReplicaState:
             broken=self._is_broken or (self.error is not None and formed.role is not Role.JOINER),
             counts=formed.role in (Role.HEALTHY, Role.INLINE),
             num_voters=formed.num_voters,
+            collectives=collectives,
+            num_collectives=num_collectives,
             reason=reason[:1000],
         )
         if self._vote.broken:

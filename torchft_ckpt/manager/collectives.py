@@ -3,6 +3,9 @@
 What goes wrong in a collective is noted, the tensor is handed on as it is, and the step is discarded at the vote: no
 exception reaches the training loop, no replica waits for one that is gone. The averaging runs where the collective
 completes, so it overlaps with the backward pass.
+
+A collective starts when it is clear that all groups issue the same one (`clearing.py`): at once where that is known. One that a
+member waits in for longer than usual is reported, so that nobody waits for a group that will not come.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -21,6 +23,8 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from torch.futures import Future
 
 from torchft_ckpt.core.patience import StallWatch
+from torchft_ckpt.core.sequence import Clearance
+from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.lane import Lane
 from torchft_ckpt.process_group.quantized import allreduce_quantized
 
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
     from torchft_ckpt.process_group.quantization import Codec
 
 logger = logging.getLogger(__name__)
+
+REPORT_WAIT_S = 0.5
+"""A collective that takes longer is reported to the lighthouse, once: it knows whether all others will come."""
 
 T = TypeVar("T")
 
@@ -85,34 +92,45 @@ class Collectives:
 
     Args:
         process_group: reduces.
+        clearing: says when a collective may start.
         on_error: called on any thread with what went wrong.
         schedule: calls a function later, on a thread that must not be blocked.
         on_stall: called, on that thread, when a collective waits longer for a joiner than it may.
+        on_wait: called, on that thread, with a collective of the step that has been waited in for a while.
     """
 
     def __init__(
         self,
         process_group: ProcessGroup,
+        clearing: Clearing,
         *,
         on_error: Callable[[Exception], None],
         schedule: Callable[[float, Callable[[], object]], None],
         on_stall: Callable[[], None],
+        on_wait: Callable[[Issued], None],
     ) -> None:
         self._process_group = process_group
+        self._clearing = clearing
         self._on_error = on_error
         self._schedule = schedule
         self._on_stall = on_stall
+        self._on_wait = on_wait
         self._lane = Lane()
         self._lock = threading.Lock()
         self._open: list[Future[torch.Tensor]] = []
         self._num_unfinished = 0
+        self._last_progress_at = 0.0
+        self._last_reported: int | None = None
         self._watch = StallWatch()
         self._is_armed = False
+        self._is_looking = False
 
-    def begin_step(self, join_budget_s: float | None) -> None:
+    def begin_step(self, join_budget_s: float | None, *, is_new_quorum: bool) -> None:
         """A step begins; `join_budget_s` None: nobody joins."""
+        self._clearing.begin_step(is_new_quorum=is_new_quorum)
         with self._lock:
             self._open.clear()
+            self._last_reported = None
             self._watch.begin_step(join_budget_s)
 
     def allreduce(
@@ -137,11 +155,16 @@ class Collectives:
             failed: whether the step has failed.
             codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.
         """
+        issued = self._clearing.issue(tensor, op, divisor, codec)
         with self._lock:
+            now = time.monotonic()
+            if self._num_unfinished == 0:
+                self._last_progress_at = now
             self._num_unfinished += 1
-            self._watch.entered(time.monotonic())
+            self._watch.entered(now)
             self._arm()
-        future = self._start(tensor, op, divisor, timeout, codec)
+            self._look_later()
+        future = self._start(issued, tensor, op, divisor, timeout, codec)
         if future is None:
             return done_work(tensor, failed)
         with self._lock:
@@ -150,6 +173,7 @@ class Collectives:
 
     def _start(
         self,
+        issued: Issued,
         tensor: torch.Tensor,
         op: ReduceOp | ReduceOp.RedOpType,
         divisor: int | None,
@@ -161,6 +185,8 @@ class Collectives:
         options.reduceOp = op  # type: ignore[assignment]
         options.timeout = timeout
         later = future_for(tensor)
+        has_peers = self._process_group.size() > 1
+        is_clear = issued.clearance is Clearance.KNOWN or not has_peers
 
         def start() -> Future[torch.Tensor]:
             work = self._process_group.allreduce([tensor], options)
@@ -168,17 +194,25 @@ class Collectives:
 
         def start_later() -> None:
             try:
+                if not is_clear:
+                    self._clearing.clear(issued, tensor.device, timeout)
                 start().then(lambda done: later.set_result(tensor))
             except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
                 self._failed(error)
                 later.set_result(tensor)
 
         try:
-            if codec is not None and self._process_group.size() > 1:
-                reduce = partial(
-                    allreduce_quantized, self._process_group, tensor, codec, divisor=divisor, timeout=timeout
-                )
+            if codec is not None and has_peers:
+
+                def reduce() -> None:
+                    if not is_clear:
+                        self._clearing.clear(issued, tensor.device, timeout)
+                    allreduce_quantized(self._process_group, tensor, codec, divisor=divisor, timeout=timeout)
+
                 self._lane.run(lambda: later.set_result(self._finish(reduce, tensor, None)), tensor)
+                return later
+            if not is_clear:
+                self._lane.run(start_later, tensor)
                 return later
             return later if self._lane.run_if_busy(start_later, tensor) else start()
         except Exception as error:  # noqa: BLE001 - as above
@@ -215,8 +249,31 @@ class Collectives:
     def _finished(self) -> None:
         with self._lock:
             self._num_unfinished -= 1
+            self._last_progress_at = time.monotonic()
             if self._num_unfinished == 0:
                 self._watch.finished(time.monotonic())
+
+    def _look_later(self) -> None:
+        if not self._is_looking:
+            self._is_looking = True
+            waited_s = time.monotonic() - self._last_progress_at
+            self._schedule(REPORT_WAIT_S - waited_s if waited_s < REPORT_WAIT_S else REPORT_WAIT_S, self._look)
+
+    def _look(self) -> None:
+        """Report the collective that is waited in, if nothing has gone on for a while."""
+        with self._lock:
+            self._is_looking = False
+            index = self._clearing.count - self._num_unfinished
+            if self._num_unfinished == 0 or index < 0:
+                return
+            self._look_later()
+            has_stopped = time.monotonic() - self._last_progress_at >= REPORT_WAIT_S
+            if not has_stopped or self._last_reported == index:
+                return
+            self._last_reported = index
+        issued = self._clearing.issued(index)
+        if issued is not None and issued.clearance is not Clearance.ASK:  # that was reported when it was asked for
+            self._on_wait(issued)
 
     def _arm(self) -> None:
         deadline = self._watch.deadline()

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torchft_ckpt.core.messages import (
+    CollectiveCleared,
+    CollectiveWait,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -36,6 +38,7 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.core.replica import Phase, ReplicaState, StepPlan
 from torchft_ckpt.errors import (
+    CollectiveFailedError,
     CommitUnknownError,
     CoordinationError,
     GroupBrokenError,
@@ -43,6 +46,7 @@ from torchft_ckpt.errors import (
     QuorumTimeoutError,
     RefusedError,
 )
+from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
 
 logger = logging.getLogger(__name__)
@@ -80,6 +84,7 @@ class Conversation:
         self._fatal: CoordinationError | None = None
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
+        self._cleared: int | None = None
 
     # ------------------------------------------------------------------------------------------------- the step begins
 
@@ -125,6 +130,7 @@ class Conversation:
         self._pending = None
         self._error = None
         self._is_stall_reported = False
+        self._cleared = None
 
     def is_behind(self) -> bool:
         """Return whether there is no whole state here, or a newer one is known to exist."""
@@ -270,6 +276,40 @@ class Conversation:
         logger.warning("%s: a collective waits longer than join_budget for a joiner", self.replica_id)
         return StallReport(quorum_id=formed.quorum_id, step=formed.version.step)
 
+    def note_wait(self, issued: Issued, *, deviates: bool = False) -> CollectiveWait | None:
+        """A collective of the step is waited in, or (`deviates`) for. Returns what to send, None where no step is open."""
+        with self._lock:
+            formed = self.replica.quorum
+            if formed is None or self.replica.phase is not Phase.TRAINING:
+                return None
+            return CollectiveWait(
+                quorum_id=formed.quorum_id,
+                step=formed.version.step,
+                index=issued.index,
+                digest=issued.digest,
+                deviates=deviates,
+                what=issued.what[:256],
+            )
+
+    def await_clearance(self, issued: Issued, timeout: timedelta) -> None:
+        """Wait until the lighthouse lets a collective start.
+
+        Raises:
+            CollectiveFailedError: the step has failed meanwhile, or the others did not come in time.
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        give_up_at = time.monotonic() + timeout.total_seconds()
+        with self._changed:
+            while self._cleared != issued.index:
+                self._raise_if_fatal()
+                left_s = give_up_at - time.monotonic()
+                if self.has_failed() or left_s <= 0:
+                    raise CollectiveFailedError(
+                        f"collective {issued.index + 1} of the step ({issued.what}) was not started: in earlier steps another"
+                        " one came here, and not all groups asked for this one"
+                    )
+                self._changed.wait(left_s)
+
     def end(self, error: CoordinationError) -> None:
         """This group cannot go on: whoever waits here, now or later, gets the error."""
         with self._changed:
@@ -281,6 +321,7 @@ class Conversation:
         self.replica.fail(f"{type(error).__name__}: {lines[0] if lines else ''}")
         if self._error is None:
             self._error = ExceptionWithTraceback(error)
+        self._changed.notify_all()
 
     def _raise_if_fatal(self) -> None:
         if self._fatal is not None:
@@ -288,11 +329,16 @@ class Conversation:
 
     # ---------------------------------------------------------------------------------------------------- the step ends
 
-    def vote(self) -> CommitVote:
-        """All work of the step is done. Returns what to send."""
+    def vote(self, collectives: str, num_collectives: int) -> CommitVote:
+        """All work of the step is done. Returns what to send.
+
+        Args:
+            collectives: a word for the collectives of the step in their order.
+            num_collectives: how many they are.
+        """
         with self._lock:
             self._raise_if_fatal()
-            return self.replica.vote()
+            return self.replica.vote(collectives, num_collectives)
 
     def await_decision(
         self, vote: CommitVote, limit: timedelta, send: Callable[[RankToGroup], None]
@@ -381,6 +427,10 @@ class Conversation:
                 self._asked_where = None
                 replica.located(message)
                 self._located = message
+        elif isinstance(message, CollectiveCleared):
+            formed = replica.quorum
+            if formed is not None and (formed.quorum_id, formed.version.step) == (message.quorum_id, message.step):
+                self._cleared = message.index
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, JoinerWaiting):

@@ -35,12 +35,14 @@ from torchft_ckpt.errors import (
     CoordinationError,
     GroupBrokenError,
     MaxRetriesExceededError,
+    ProcessGroupAbortedError,
     ProcessGroupError,
     StateDictLoadError,
     StateMismatchError,
     UnsupportedValueError,
 )
 from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
+from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
 from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.gathering import Gathering, gather
@@ -243,11 +245,15 @@ class Manager:
             raise
         store_address = self._link.store_address()
         self._store_prepared = pg.prepare_store(store_address) if store_address else None
+        self._clearing = Clearing(pg, name=lambda: self._talk.replica_id, ask=self._ask_to_start)
+        self._has_warned_of_none = False
         self._collectives = Collectives(
             pg,
+            self._clearing,
             on_error=self._talk.note_collective_error,
             schedule=self._link.schedule,
             on_stall=self._report_stall,
+            on_wait=lambda issued: self._report_wait(issued, deviates=False),
         )
 
     def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
@@ -470,6 +476,7 @@ class Manager:
         self._vote = None
         if self._collectives.has_open():
             # They must not end in the middle of the next one.
+            self._talk.note_error(ProcessGroupAbortedError("the step was abandoned", self.replica_id()))
             self._pg.abort()
             self._collectives.wait_all()
         if self._is_load_pending:
@@ -505,7 +512,9 @@ class Manager:
         plan = self._talk.await_plan(limit, self._quorum_retries, self._link.waiting_for)
         formed = plan.formed
         budget_s = formed.join_budget_s
-        self._collectives.begin_step(None if budget_s is None else max(budget_s, formed.patience_s))
+        self._collectives.begin_step(
+            None if budget_s is None else max(budget_s, formed.patience_s), is_new_quorum=plan.configure
+        )
         if plan.serve:
             self._serve(formed, captured)
         elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
@@ -649,6 +658,15 @@ class Manager:
         if report is not None:
             self._link.send(report)
 
+    def _report_wait(self, issued: Issued, *, deviates: bool) -> None:
+        report = self._talk.note_wait(issued, deviates=deviates)
+        if report is not None:
+            self._link.send(report)
+
+    def _ask_to_start(self, issued: Issued, timeout: timedelta) -> None:
+        self._report_wait(issued, deviates=True)
+        self._talk.await_clearance(issued, timeout)
+
     # --------------------------------------------------------------------------------------------------------- commit
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -697,7 +715,7 @@ class Manager:
             self._talk.note_collective_error(error)
         if self._is_load_pending:
             self._load(before_forward=False)
-        vote = self._vote = self._talk.vote()
+        vote = self._vote = self._talk.vote(self._clearing.digest, self._clearing.count)
         self._link.send(vote)
         return vote
 
@@ -876,6 +894,8 @@ class Manager:
         if outcome is Outcome.COMMIT:
             self._batches_committed += self.num_participants()
             self._commit_failures = 0
+            self._clearing.committed()
+            self._warn_if_nothing_was_averaged(vote)
             self._healing.withdraw()
         else:
             self._commit_failures += 1
@@ -898,6 +918,17 @@ class Manager:
             raise MaxRetriesExceededError(
                 f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
                 f" the last, step {vote.step}, because of: {vote.reason or reason}"
+            )
+
+    def _warn_if_nothing_was_averaged(self, vote: CommitVote) -> None:
+        if vote.num_collectives == 0 and self.num_participants() > 1 and not self._has_warned_of_none:
+            self._has_warned_of_none = True
+            logger.warning(
+                "%s: step %d was committed by %d replica groups, and none of them averaged anything: their weights drift apart."
+                " Wrap the model in DistributedDataParallel, call set_all_reduce_hook, or average gradients by allreduce",
+                self.replica_id(),
+                vote.step,
+                self.num_participants(),
             )
 
     def _warn_if_too_few(self, vote: CommitVote) -> None:

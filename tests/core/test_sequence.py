@@ -1,0 +1,144 @@
+"""Which collectives may start without asking, and when those of a step are seen to be apart."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.messages import CollectiveWait, CommitVote
+from torchft_ckpt.core.sequence import Clearance, KnownSequences, may_start, why_apart
+
+KNOWN, COMPARE, ASK = Clearance.KNOWN, Clearance.COMPARE, Clearance.ASK
+
+
+def step(known: KnownSequences, *signatures: str, commits: bool = True) -> list[Clearance]:
+    known.begin_step()
+    clearances = [known.issue(signature) for signature in signatures]
+    if commits:
+        known.committed()
+    return clearances
+
+
+def test_the_first_step_of_a_quorum_is_compared_and_the_same_again_is_known() -> None:
+    known = KnownSequences()
+    assert step(known, "a", "b") == [COMPARE, COMPARE]
+    assert step(known, "a", "b") == [KNOWN, KNOWN]
+    known.forget()
+    assert step(known, "a", "b") == [COMPARE, COMPARE]
+
+
+def test_a_discarded_step_teaches_nothing() -> None:
+    known = KnownSequences()
+    step(known, "a", "b", commits=False)
+    assert step(known, "a", "b") == [COMPARE, COMPARE]
+
+
+def test_another_collective_than_ever_is_asked_for_once_and_compared_from_then_on() -> None:
+    known = KnownSequences()
+    step(known, "a", "b")
+    assert step(known, "a", "c") == [KNOWN, ASK]
+    assert step(known, "a", "c") == step(known, "a", "b") == [KNOWN, COMPARE]
+
+
+def test_one_more_than_ever_is_compared_because_nobody_can_have_started_another_there() -> None:
+    known = KnownSequences()
+    step(known, "a")
+    assert step(known, "a", "metric") == [KNOWN, COMPARE]
+    assert step(known, "a", "metric") == [KNOWN, KNOWN]
+    assert step(known, "a") == [KNOWN]
+
+
+@given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), max_size=4), st.booleans()), max_size=8), st.data())
+def test_what_starts_without_a_word_is_what_every_member_expects(
+    steps: list[tuple[list[str], bool]], data: st.DataObject
+) -> None:
+    """Two members with one history: where one starts unasked, the other one, whatever it does, starts no other unasked."""
+    mine, theirs = KnownSequences(), KnownSequences()
+    for signatures, commits in steps:
+        assert step(mine, *signatures, commits=commits) == step(theirs, *signatures, commits=commits)
+    mine.begin_step()
+    theirs.begin_step()
+    for _ in range(3):
+        ours, other = data.draw(st.sampled_from("abc")), data.draw(st.sampled_from("abc"))
+        clearances = {mine.issue(ours), theirs.issue(other)}
+        if ours != other:
+            assert clearances in ({KNOWN, ASK}, {ASK}, {COMPARE})
+            return
+        assert len(clearances) == 1
+        assert mine.digest == theirs.digest
+
+
+def wait(index: int, digest: str = "x", *, deviates: bool = False) -> CollectiveWait:
+    return CollectiveWait(quorum_id=1, step=0, index=index, digest=digest, deviates=deviates, what=digest)
+
+
+def vote(count: int, *, approve: bool = True) -> CommitVote:
+    return CommitVote(quorum_id=1, epoch="e", step=0, approve=approve, num_collectives=count)
+
+
+def test_who_waits_for_more_than_another_issued_in_all_waits_in_vain() -> None:
+    assert why_apart({"a": wait(2)}, {"b": vote(2)}) is not None
+    assert why_apart({"a": wait(2)}, {"b": vote(3)}) is None
+    assert why_apart({"a": wait(2)}, {"a": vote(2)}) is None
+
+
+def test_two_in_different_collectives_are_apart_where_one_has_not_started() -> None:
+    assert why_apart({"a": wait(2, "x"), "b": wait(2, "y", deviates=True)}, {}) is not None
+    assert why_apart({"a": wait(2, "x", deviates=True), "b": wait(2, "x", deviates=True)}, {}) is None
+    assert why_apart({"a": wait(1, "x"), "b": wait(2, "y", deviates=True)}, {}) is None
+
+
+def test_a_collective_that_was_never_there_starts_when_all_ask_for_it() -> None:
+    both = {"a": wait(2, "y", deviates=True), "b": wait(2, "y", deviates=True)}
+    assert may_start(both, ["a", "b"])
+    assert not may_start(both, ["a", "b", "c"])
+    assert not may_start({**both, "b": wait(2, "y")}, ["a", "b"])
+
+
+# ------------------------------------------------------------------------------------------------- in the lighthouse
+
+
+def three_in_a_step() -> tuple[Job, list[Member]]:
+    job = Job(least=3)
+    members = [job.join(name) for name in "abc"]
+    for member in members:
+        member.asks()
+    for member in members:
+        member.hears()
+    return job, members
+
+
+def test_a_group_that_votes_after_fewer_collectives_ends_the_step_for_those_who_wait_for_it() -> None:
+    job, (a, b, c) = three_in_a_step()
+    a.votes(num_collectives=2)
+    b.waits_in(2)
+    assert a.hears() == ["discard"]
+    assert b.hears() == c.hears() == ["broken by a:1"]
+    assert "b:1 waits in collective 3 of the step (sum of x), and a:1 has ended the step after 2" in " ".join(job.log)
+
+
+def test_it_is_all_the_same_whether_the_vote_comes_first_or_the_wait() -> None:
+    _, (a, b, _) = three_in_a_step()
+    b.waits_in(2)
+    assert b.hears() == []
+    a.votes(num_collectives=2)
+    assert a.hears() == ["discard"]
+
+
+def test_different_collectives_of_voters_discard_the_step_and_name_both() -> None:
+    job, (a, b, c) = three_in_a_step()
+    a.votes(collectives="one")
+    c.votes(collectives="one")
+    b.votes(collectives="other")
+    assert a.hears() == b.hears() == c.hears() == ["discard"]
+    assert "a:1 and b:1 issued different collectives" in " ".join(job.log)
+
+
+def test_all_are_cleared_when_the_last_of_them_asks() -> None:
+    _, (a, b, c) = three_in_a_step()
+    a.waits_in(1, deviates=True)
+    b.waits_in(1, deviates=True)
+    assert a.hears() == b.hears() == []
+    c.waits_in(1, deviates=True)
+    assert a.hears() == b.hears() == c.hears() == ["cleared collective 1"]

@@ -1,0 +1,122 @@
+"""This file decides which collectives may start without asking, and when those of a step are seen to be apart.
+
+All groups have to issue the same collectives in a step: the same shapes, dtypes and reductions in the same order. Gloo ends the
+whole process where two of them are of different sizes, and a collective that one group does not issue holds the others up. So a
+collective starts only when it is known that every other group issues the same one. A group knows it in one of three ways:
+
+- *Known.* In each committed step of this quorum that began with the same collectives, this one came next. All members of a
+  quorum have committed the same steps, so they have the same memory (`KnownSequences`), and it needs no message.
+- *Compare.* Nothing is known of what comes here, or it was not always the same. All members know that alike, so each of them
+  compares with the others before it starts; the comparison is a collective of one fixed size.
+- *Ask.* Something else than this one has always come here. The others may start that at once, or may deviate in the same way.
+  The lighthouse is asked: it says go when all members ask for the same one, and ends the step as soon as one of them
+  waits for another.
+
+What a member waits for, or has asked for, reaches the lighthouse as a `CollectiveWait`, what it has issued with its vote.
+`why_apart` compares them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from enum import Enum
+
+from torchft_ckpt.core.messages import CollectiveWait, CommitVote
+
+MAX_KNOWN = 65536
+"""Collectives that are remembered. With more of them all memory is dropped, on all members in the same step."""
+
+
+class Clearance(Enum):
+    """What has to happen before a collective starts."""
+
+    KNOWN = "known"
+    COMPARE = "compare"
+    ASK = "ask"
+
+
+class KnownSequences:
+    """The collectives of this step so far, and what came after the same ones in committed steps of this quorum."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, str | None] = {}
+        """By digest of a sequence: the digest with what always came next; None where that was not always the same."""
+        self._digests: list[str] = []
+
+    def forget(self) -> None:
+        """Another quorum: nobody knows what its members have in common."""
+        self._next.clear()
+
+    def begin_step(self) -> None:
+        """No collective of the step has been issued."""
+        self._digests = []
+
+    def issue(self, signature: str) -> Clearance:
+        """Note a collective, and return what has to happen before it starts.
+
+        Args:
+            signature: its shape, dtype and reduction.
+        """
+        before = self.digest
+        after = hashlib.blake2b(f"{before};{signature}".encode(), digest_size=8).hexdigest()
+        self._digests.append(after)
+        if before not in self._next:
+            return Clearance.COMPARE
+        known = self._next[before]
+        if known is None:
+            return Clearance.COMPARE
+        return Clearance.KNOWN if known == after else Clearance.ASK
+
+    @property
+    def count(self) -> int:
+        """How many collectives the step has so far."""
+        return len(self._digests)
+
+    @property
+    def digest(self) -> str:
+        """A word for all of them in their order; empty where there was none."""
+        return self._digests[-1] if self._digests else ""
+
+    def digest_through(self, index: int) -> str:
+        """Return the word for those up to one of them, which is counted from 0."""
+        return self._digests[index]
+
+    def committed(self) -> None:
+        """The step was committed, by all members that are in the next step of this quorum."""
+        if len(self._next) + len(self._digests) > MAX_KNOWN:
+            self._next.clear()
+        before = ""
+        for digest in self._digests:
+            if self._next.setdefault(before, digest) != digest:
+                self._next[before] = None
+            before = digest
+
+
+def why_apart(waits: Mapping[str, CollectiveWait], votes: Mapping[str, CommitVote]) -> tuple[str, str] | None:
+    """Return whose collectives cannot meet those of the others, and why; None while all of them still may.
+
+    Args:
+        waits: the latest wait of each member that lives, of one rank, by replica id.
+        votes: the votes for the step, by replica id.
+    """
+    for waiting, wait in waits.items():
+        for voter, vote in votes.items():
+            if voter != waiting and vote.approve and vote.num_collectives <= wait.index:
+                return voter, (
+                    f"{waiting} waits in collective {wait.index + 1} of the step ({wait.what}), and {voter} has ended the step"
+                    f" after {vote.num_collectives}: the loops of the groups differ"
+                )
+        for other, another in waits.items():
+            if another.index == wait.index and another.digest != wait.digest and wait.deviates:
+                return waiting, (
+                    f"{waiting} issues another collective {wait.index + 1} of the step ({wait.what}) than {other}"
+                    f" ({another.what}): the loops of the groups differ"
+                )
+    return None
+
+
+def may_start(waits: Mapping[str, CollectiveWait], members: Collection[str]) -> bool:
+    """Return whether all living members ask for the same collective."""
+    asked = {(wait.index, wait.digest) for wait in waits.values() if wait.deviates}
+    return len(asked) == 1 and all(member in waits and waits[member].deviates for member in members)
