@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.layouts import combine_layouts, of_another_layout, trains_in
+from torchft_ckpt.core.layouts import combine_layouts, of_another_layout, trains_in, what_differs
+from torchft_ckpt.core.messages import Outcome
 
 
-def asks_as(member: Member, layout: str) -> None:
+def asks_as(member: Member, layout: str, *, frozen: str = "") -> None:
     request = member.replica.begin(allow_heal=True, shrink_only=False, can_serve=True, store_address="store")
-    member.says(msgspec.structs.replace(request, layout=layout))
+    member.says(msgspec.structs.replace(request, layout=layout, layout_text=layout, frozen=frozen))
 
 
 def job_of_two() -> tuple[Job, Member, Member]:
@@ -47,7 +48,7 @@ def test_it_is_told_why_it_waits() -> None:
     job.passes(2.0)
     for member in (a, b):
         asks_as(member, "two ranks")
-    assert c.hears()[-1].startswith("pending: c:1 has another layout (four ranks) than the groups that train")
+    assert c.hears()[-1].startswith("pending: c:1 cannot train with a:1: it has four ranks, they have two ranks")
 
 
 def test_one_that_holds_the_newest_state_takes_over_when_the_others_are_gone() -> None:
@@ -110,4 +111,77 @@ def test_who_cannot_be_in_a_quorum_is_named_while_there_is_none() -> None:
     asks_as(a, "two ranks")
     job.passes(10.0)
     assert a.hears()[-1] == "pending: 1 of at least 2 replica groups are here (a:1); of another layout: c:1"
-    assert c.hears()[-1].startswith("pending: c:1 has another layout (four ranks)")
+    assert c.hears()[-1].startswith("pending: c:1 cannot train with a:1: it has four ranks")
+
+
+def test_what_differs_is_the_first_item_that_does() -> None:
+    assert (
+        what_differs("1 ranks; p 0: 4x4; p 1: 4", "1 ranks; p 0: 8x4; p 1: 8") == "it has p 0: 4x4, they have p 0: 8x4"
+    )
+    assert (
+        what_differs("1 ranks; p 0: 4x4", "1 ranks; p 0: 4x4; p 1: 4") == "it has no more parameters, they have p 1: 4"
+    )
+
+
+# --------------------------------------------------------------------------------- the same parameters, others of them frozen
+
+
+def job_that_has_unfrozen() -> tuple[Job, Member, Member]:
+    job = Job()
+    a, b = job.join("a"), job.join("b")
+    for member in (a, b):
+        asks_as(member, "p", frozen="none")
+    for member in (a, b):
+        member.votes()
+        member.hears()
+    return job, a, b
+
+
+def test_a_group_that_comes_back_with_frozen_layers_learns_the_step_and_joins_when_it_has_unfrozen_them() -> None:
+    job, a, b = job_that_has_unfrozen()
+    c = job.join("c")
+    asks_as(c, "p", frozen="layer 1")
+    asks_as(a, "p", frozen="none")
+    asks_as(b, "p", frozen="none")
+    assert c.hears()[-1] == "quorum 1 step 1 learner"
+    assert a.hears()[-1] == b.hears()[-1] == "quorum 1 step 1 healthy"
+    c.loads()
+    assert c.step == 1
+    for member in (a, b):
+        member.votes()
+    assert a.hears() == b.hears() == ["commit"]
+    asks_as(c, "p", frozen="none")
+    for member in (a, b):
+        asks_as(member, "p", frozen="none")
+    assert c.hears() == ["quorum 2 step 2 joiner"]
+    assert [a.outcomes, b.outcomes] == [[Outcome.COMMIT, Outcome.COMMIT]] * 2
+
+
+def test_a_group_that_still_has_frozen_layers_learns_again_less_and_less_often_and_is_told_why() -> None:
+    job, a, b = job_that_has_unfrozen()
+    c = job.join("c")
+    heard = []
+    for _ in range(60):
+        if c.replica.phase.value != "asking":
+            if c.formed is not None and c.replica.version != c.formed.version:
+                c.loads()
+            asks_as(c, "p", frozen="layer 1")
+        for member in (a, b):
+            asks_as(member, "p", frozen="none")
+        job.passes(0.5)
+        for member in (a, b):
+            member.votes()
+        assert a.hears()[-1] == b.hears()[-1] == "commit"
+        heard += c.hears()
+    assert heard.count("quorum 1 step 1 learner") == 1
+    assert 3 <= sum("learner" in words for words in heard) <= 8
+    assert any("it has layer 1, they have none" in words for words in heard)
+
+
+def test_a_member_that_freezes_something_by_itself_waits_and_the_others_go_on() -> None:
+    job, a, b = job_that_has_unfrozen()
+    asks_as(a, "p", frozen="none")
+    asks_as(b, "p", frozen="layer 1")
+    job.passes(2.0)
+    assert a.hears()[-1] == "quorum 2 step 1 healthy"
+    assert b.hears()[-1].startswith("pending: b:1 cannot train with a:1: it has layer 1, they have none")

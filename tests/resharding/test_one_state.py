@@ -20,6 +20,7 @@ from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.core.boxes import MAX_CELLS, Box, refine
 from torchft_ckpt.errors import SourceRefusedError, StateMismatchError, UnsupportedValueError
 from torchft_ckpt.manager.healing import StateRegistry
+from torchft_ckpt.manager.layout import ParameterLayout
 
 ROWS = Layout((2,), ((0, 0),))
 
@@ -194,8 +195,8 @@ def test_a_layout_is_that_of_the_state_where_no_optimizer_is_known_and_follows_n
     with imagined_rank(0, 2):
         weight = torch.nn.Parameter(sharded(torch.zeros(6, 2)))
         registry = registry_of(lambda: {"w": weight})
-        assert registry.layout()
-        assert not registry_of(lambda: {"w": torch.zeros(2)}).layout()
+        assert registry.layout().is_sharded
+        assert registry_of(lambda: {"w": torch.zeros(2)}).layout() == ParameterLayout()
         optimizer = torch.optim.SGD([weight], lr=0.1)
         registry.guard(optimizer)
         before = registry.layout()
@@ -205,7 +206,7 @@ def test_a_layout_is_that_of_the_state_where_no_optimizer_is_known_and_follows_n
 
 def test_a_state_that_only_another_transport_can_carry_has_no_layout():
     registry = registry_of(lambda: {"w": object()})
-    assert registry.layout() == ""
+    assert registry.layout() == ParameterLayout()
     with pytest.raises(UnsupportedValueError):
         make_transport().send_checkpoint([0], 1, registry.capture(), LONG)
 

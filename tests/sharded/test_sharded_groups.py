@@ -172,3 +172,19 @@ def test_a_group_of_four_joins_with_tensor_parallelism_and_is_killed(tmp_path: P
     moments = [what for rank in joins for what in run.moments(rank).values()]
     assert {(kind, mesh) for kind, *_, mesh in moments} == {("DTensor", "own mesh")}
     assert any("_StridedShard" in placements for _, placements, _, _ in moments)
+
+
+def test_a_group_that_comes_back_to_layers_that_were_unfrozen_meanwhile_learns_the_step_and_joins(
+    tmp_path: Path,
+) -> None:
+    """Its first forward pass is that of step 0, in which the first block is frozen; its state has no moments of that block."""
+    with sharded_job(tmp_path, pause_s=0.1, unfreezes_at=4) as job:
+        stays, leaves = start_two(job)
+        stays[0].wait_for_step(6)
+        kill(leaves)
+        back = come_back(job, stays)
+        job.finish(ahead=4)
+
+    assert [found for found in digests([*stays, *leaves, *back]).values() if len(found) != 1] == []
+    assert [discards_in_a_row(rank.steps()) <= 1 for rank in stays] == [True, True]
+    assert max(event["healed"] for event in back[0].steps()) == 2

@@ -88,6 +88,8 @@ def main() -> None:
     try:
         while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
             before = manager.statistics()
+            for parameter in model.blocks[0].parameters():
+                parameter.requires_grad_(manager.current_step() >= options.get("unfreezes_at", 0))
             optimizer.zero_grad()
             time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
             inputs, targets = batch_of(manager.current_step(), 0, place.data_rank, BATCH_SIZE)

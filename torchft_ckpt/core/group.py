@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchft_ckpt.core.layouts import combine_layouts
+from torchft_ckpt.core.layouts import SEPARATOR, combine_layouts
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     CollectiveCleared,
@@ -121,6 +121,7 @@ class GroupState:
         """Why the group cannot go on, once a rank is gone."""
         self._addresses: dict[int, str] = {}
         self._addresses_told: list[str] | None = None
+        self._layout_told: str | None = None
         self._requests: dict[int, QuorumRequest] = {}
         """Of ranks that asked for the next step, while not all of them have."""
         self._request_id = 0
@@ -247,6 +248,8 @@ class GroupState:
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
+        if self._quorum is not None and self._quorum.role is Role.LEARNER:
+            return  # it is in no collective and has no vote
         if self._voted is None:
             yield from self._give_up(rank)
         elif _key(self._voted) not in self._decided:
@@ -313,6 +316,9 @@ class GroupState:
         addresses = [self._addresses.get(rank, "") for rank in range(self.world_size)]
         told = None if addresses == self._addresses_told else addresses
         self._addresses_told = addresses
+        text = f"{self.world_size} ranks{SEPARATOR}{first.layout_text or ''}"
+        news = None if text == self._layout_told else text
+        self._layout_told = text
         return msgspec.structs.replace(
             first,
             request_id=self._request_id,
@@ -331,8 +337,14 @@ class GroupState:
             patience_s=max(request.patience_s for request in requests),
             join_budget_s=min(request.join_budget_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
+            layout_text=news,
+            frozen=first.frozen if len({request.frozen for request in requests}) == 1 else self._frozen(requests),
             checkpoint_addresses=told,
         )
+
+    def _frozen(self, requests: list[QuorumRequest]) -> str:
+        """The ranks of a group train different parameters: a word for what each of them has frozen."""
+        return f"frozen parameters: not the same on all ranks ({combine_layouts([r.frozen for r in requests])})"
 
     def _votes_on(self, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:
         if self._quorum is None or _key_of(self._quorum) != _key(vote) or self._voted is not None:
@@ -429,10 +441,12 @@ class GroupState:
         if self.broken is not None:
             yield Up(Leave(self.broken))
         elif self._asked is not None:
-            self._asked = msgspec.structs.replace(self._asked, checkpoint_addresses=self._addresses_told)
+            self._asked = msgspec.structs.replace(
+                self._asked, checkpoint_addresses=self._addresses_told, layout_text=self._layout_told
+            )
             yield Up(self._asked)
         else:
-            self._addresses_told = None  # a new lighthouse has not heard them
+            self._addresses_told = self._layout_told = None  # a new lighthouse has not heard them
             if self._located_for is not None:
                 yield Up(self._located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:

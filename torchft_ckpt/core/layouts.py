@@ -5,12 +5,22 @@ groups that train together have the same number of ranks, and each rank the same
 *layout*. A collective between others would end in an error at best; Gloo ends the whole process.
 
 A group of another layout can have the state of those that train, and can take over when they are gone. Until then it waits.
+
+Groups whose parameters are alike may still differ in which of them are frozen. A group that does, and is behind, may not know yet
+at which step it is: a loop that unfreezes layers at a step has to be told the step first. So it gets the state alone, outside of
+the quorum (`Role.LEARNER`), and asks again. One that holds the newest state and still differs waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
+
+SEPARATOR = "; "
+"""Between the items of a layout in words."""
+_SHORTEST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
 
 
 def trains_in(
@@ -55,3 +65,16 @@ def combine_layouts(of_ranks: Sequence[str]) -> str:
         for character in f"{number}:{layout};":
             digest = (digest * 1_000_003 ^ ord(character)) & 0xFFFFFFFFFFFF
     return f"{len(of_ranks)} ranks, {digest:012x}"
+
+
+def what_differs(own: str, theirs: str) -> str:
+    """Say where two layouts in words begin to differ, from the side of the first."""
+    for mine, other in zip_longest(own.split(SEPARATOR), theirs.split(SEPARATOR), fillvalue=""):
+        if mine != other:
+            return f"it has {mine or 'no more parameters'}, they have {other or 'no more parameters'}"
+    return "their ranks hold other parameters, or other parts of them"
+
+
+def pause_before_learning_again_s(num_learned: int) -> float:
+    """Return how long a group waits for the state after it got it so many times and still could not train with the others."""
+    return min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** min(num_learned, 16)) if num_learned else 0.0

@@ -24,11 +24,16 @@ Work per event is constant but for the event that forms a quorum or decides a st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.gathering import decide_gathering
-from torchft_ckpt.core.layouts import of_another_layout, trains_in
+from torchft_ckpt.core.layouts import (
+    of_another_layout,
+    pause_before_learning_again_s,
+    trains_in,
+    what_differs,
+)
 from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse_events import (
     Close,
@@ -75,7 +80,7 @@ from torchft_ckpt.core.messages import (
 from torchft_ckpt.core.patience import JoinBackoff
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recollection import Recollection, StepKey
-from torchft_ckpt.core.recovery import Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.sequence import may_start, why_apart
 
 QUORUM_IDS_PER_LIFE = 1000
@@ -373,7 +378,9 @@ class LighthouseState:
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._abandoned(current, replica_id, now)
-        member.layout = request.layout
+        member.layout, member.frozen = request.layout, request.frozen
+        if request.layout_text is not None:
+            member.layout_text = request.layout_text
         if request.checkpoint_addresses is not None:
             member.checkpoint_addresses = request.checkpoint_addresses
         if request.store_address:
@@ -462,7 +469,7 @@ class LighthouseState:
         others = self._of_another_layout()
         candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
         admitted, out = self._split_out(candidates, now)
-        out |= others | gathering
+        out |= others.keys() | gathering
         asked = {
             m.replica_id: Asked(
                 at=m.asked_at,
@@ -485,7 +492,7 @@ class LighthouseState:
         yield from self._tell_others(others, now)
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
-            yield from self._pending(reason, now, verdict.deadline, but=others | gathering)
+            yield from self._pending(reason, now, verdict.deadline, but=others.keys() | gathering)
             return
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
@@ -512,7 +519,7 @@ class LighthouseState:
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1], is_warning=True)
             return
-        yield from self._form(assignment, verdict.reason, now)
+        yield from self._form(assignment, self._learners(others, now), verdict.reason, now)
 
     def _gathering(self) -> set[str]:
         return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
@@ -578,29 +585,61 @@ class LighthouseState:
             " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
         )
 
-    def _of_another_layout(self) -> set[str]:
-        """Groups that cannot train with the others, because their ranks hold other parts of the tensors."""
-        layouts = {member.replica_id: member.layout for member in self.members.values()}
+    def _of_another_layout(self) -> dict[str, str]:
+        """Groups that cannot train with the others, and why not: their parameters, or which of them train, are others."""
+        found = self._apart({member.replica_id: member.layout for member in self.members.values()})
+        others = {replica_id: self._why_apart(replica_id, like, "layout_text") for replica_id, like in found.items()}
+        alike = {m.replica_id: m.frozen for m in self.members.values() if m.replica_id not in others}
+        found = self._apart(alike)
+        return others | {replica_id: self._why_apart(replica_id, like, "frozen") for replica_id, like in found.items()}
+
+    def _apart(self, layouts: dict[str, str]) -> dict[str, str]:
+        """Return who has another layout than the next quorum, with somebody who has that one."""
         if len(set(layouts.values()) - {""}) < 2:
-            return set()
-        valid = [member for member in self.members.values() if self._ledger.is_valid(member.version)]
+            return {}
+        valid = [m for m in self.members.values() if m.replica_id in layouts and self._ledger.is_valid(m.version)]
         newest = max((member.version for member in valid), default=None)
         holders = [member.replica_id for member in valid if member.version == newest]
-        layout = trains_in(layouts, last_quorum=self._quorum_members, holders=holders, candidates=list(self._waiting))
-        return of_another_layout(layouts, layout, at_work=self._quorum_members.keys() - self._waiting.keys())
+        candidates = [replica_id for replica_id in self._waiting if replica_id in layouts]
+        layout = trains_in(
+            layouts,
+            last_quorum=[replica_id for replica_id in self._quorum_members if replica_id in layouts],
+            holders=holders,
+            candidates=candidates,
+        )
+        apart = of_another_layout(layouts, layout, at_work=self._quorum_members.keys() - self._waiting.keys())
+        like = next((replica_id for replica_id, own in layouts.items() if own == layout), "")
+        return dict.fromkeys(sorted(apart), like)
 
-    def _tell_others(self, others: set[str], now: float) -> Iterator[Instruction]:
+    def _why_apart(self, replica_id: str, like: str, what: str) -> str:
+        own, theirs = getattr(self.members[replica_id], what), getattr(self.members[like], what)
+        return (
+            f"{replica_id} cannot train with {like}: {clip(what_differs(own, theirs))}. It waits until its parameters are alike,"
+            " or until those groups are gone"
+        )
+
+    def _tell_others(self, others: Mapping[str, str], now: float) -> Iterator[Instruction]:
         for replica_id in self._waiting:
             member = self.members[replica_id]
             if replica_id in others and now - member.told_at >= PENDING_NOTICE_S:
-                reason = (
-                    f"{replica_id} has another layout ({member.layout}) than the groups that train: its ranks hold other parts "
-                    "of the tensors, so they cannot be averaged. It waits until they are gone"
-                )
+                reason = others[replica_id]
                 if member.told_reason != reason:
                     yield Log(reason, is_warning=True)
                 member.told_reason, member.told_at = reason, now
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
+
+    def _learners(self, others: Collection[str], now: float) -> list[Member]:
+        """Groups that may train with the others once they know the step: they are behind, and only other parameters train."""
+        layouts = {self.members[m].layout for m in self._waiting if m not in others}
+        return [
+            member
+            for member in (self.members[m] for m in self._waiting if m in others)
+            if member.layout in layouts
+            and member.asked.allow_heal
+            and member.asked.waits_for_quorum
+            and now >= member.learns_from
+            and (not self._ledger.is_valid(member.version) or member.version.step < self.newest_step)
+        ]
 
     def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
         """Set joiners aside that were left behind lately, if those who remain are enough."""
@@ -655,7 +694,7 @@ class LighthouseState:
                 member.told_reason, member.told_at = reason, now
                 yield Send(member.connection, QuorumPending(reason=reason, waited_s=waited))
 
-    def _form(self, assignment: Assignment, reason: str, now: float) -> Iterator[Instruction]:
+    def _form(self, assignment: Assignment, learners: list[Member], reason: str, now: float) -> Iterator[Instruction]:
         if self.round is not None and not self.round.tally.decided:
             self.round.tally.give_up("a new quorum was formed without those who have not voted")
             yield from self._announce(self.round, now)
@@ -664,6 +703,12 @@ class LighthouseState:
         quorum_id = self._next_quorum_id(replica_ids, members)
         is_new = quorum_id != self.quorum_id or self.round is None
         roles = {part.replica_id: part.role for part in assignment.parts}
+        teachers = [
+            rank
+            for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True))
+            if part.role is Role.HEALTHY and member.asked.can_serve
+        ][:MAX_SOURCES]
+        taught = learners if teachers else []
         healing = [part for part in assignment.parts if part.role in (Role.INLINE, Role.JOINER)]
         budgets = [
             member.asked.join_budget_s
@@ -717,23 +762,41 @@ class LighthouseState:
                 num_voters=num_voters,
                 store_address=store,
                 standby_store_address=standby,
-                sources=[
-                    Source(
-                        replica_id=replica_ids[source],
-                        replica_rank=source,
-                        checkpoint_addresses=members[source].checkpoint_addresses,
-                    )
-                    for source in part.sources
-                ],
-                destinations=list(part.destinations),
+                sources=_sources(members, part.sources),
+                destinations=[*part.destinations, *(len(members) + n for n in range(len(taught)) if rank in teachers)],
                 join_budget_s=budget,
-                joiner_waiting=bool(assignment.deferred),
+                joiner_waiting=bool(assignment.deferred) or len(taught) < len(learners),
                 newest_step=self.newest_step,
                 patience_s=patience_s,
                 names_state=assignment.is_first,
                 rolled_back_to=self._ledger.rolled_back_to,
                 reason=clip(reason),
             )
+            yield Send(member.connection, formed)
+        for place, member in enumerate(taught):
+            formed = QuorumFormed(
+                request_id=member.asked.request_id,
+                quorum_id=quorum_id,
+                epoch=self.epoch,
+                version=assignment.version,
+                role=Role.LEARNER,
+                replica_rank=len(members) + place,
+                replica_world_size=len(members),
+                contributor_rank=None,
+                num_contributors=num_contributors,
+                num_voters=num_voters,
+                store_address="",
+                sources=_sources(members, teachers),
+                newest_step=self.newest_step,
+                rolled_back_to=self._ledger.rolled_back_to,
+                reason="it learns at which step the others are: other parameters are frozen here",
+            )
+            member.request, member.is_looking, member.has_left_step = None, True, True
+            member.told_reason = ""
+            member.num_learned += 1
+            member.learns_from = now + pause_before_learning_again_s(member.num_learned)
+            del self._waiting[member.replica_id]
+            yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {formed.reason}")
             yield Send(member.connection, formed)
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
@@ -1052,3 +1115,14 @@ class LighthouseState:
 
 def _superseded(name: str) -> Refused:
     return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now")
+
+
+def _sources(members: Sequence[Member], ranks: Iterable[int]) -> list[Source]:
+    return [
+        Source(
+            replica_id=members[rank].replica_id,
+            replica_rank=rank,
+            checkpoint_addresses=members[rank].checkpoint_addresses,
+        )
+        for rank in ranks
+    ]

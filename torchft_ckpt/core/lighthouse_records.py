@@ -21,7 +21,13 @@ class Member:
     checkpoint_addresses: list[str] = field(default_factory=list)
     store_address: str = ""
     layout: str = ""
+    layout_text: str = ""
+    frozen: str = ""
     """As in its last request."""
+    num_learned: int = 0
+    """How often it got the state outside of a quorum."""
+    learns_from: float = float("-inf")
+    """When it may get it again."""
     request: QuorumRequest | None = None
     has_left_step: bool = False
     """It asked where the newest state is, and takes no decision on an earlier step any more."""

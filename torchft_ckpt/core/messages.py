@@ -60,6 +60,9 @@ class Role(str, Enum):
     """Loads the newest state beside its forward pass, contributes zeros; the others wait for it within a budget."""
     IDLE = "idle"
     """Must not heal in this step (`allow_heal=False`): contributes zeros, commits nothing, nobody waits for it."""
+    LEARNER = "learner"
+    """Gets the newest state before its forward pass, and trains beside the others in this step: it is in no collective, has no
+    vote, and commits nothing."""
 
 
 class Outcome(str, Enum):
@@ -138,7 +141,11 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     join_budget_s: Seconds = 5.0
     store_address: Text = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Of a rank: a digest of which boxes of the tensors it holds. Of a group: a word for that of all of its ranks."""
+    """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
+    layout_text: Text | None = None
+    """The layout of group rank 0 in words; None: as in the last request on this connection."""
+    frozen: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Which of the parameters need no gradient, in words; empty: not known."""
     checkpoint_addresses: Addresses | None = None
     """One for each group rank; None: as in the last request on this connection."""
 

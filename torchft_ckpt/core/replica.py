@@ -122,7 +122,13 @@ class ReplicaState:
     @property
     def waits_for_quorum(self) -> bool:
         """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
-        return self.settings.heal_inline or not self.version.proven or self.version.step < self.newest_step
+        is_behind = not self.version.proven or self.version.step < self.newest_step
+        return self.settings.heal_inline or is_behind or self.is_learner
+
+    @property
+    def is_learner(self) -> bool:
+        """In the open step, or the last one, it is beside the quorum."""
+        return self.quorum is not None and self.quorum.role is Role.LEARNER
 
     @property
     def is_behind(self) -> bool:
@@ -250,16 +256,18 @@ class ReplicaState:
                 self.fail(f"the quorum takes this replica for a holder of {formed.version}, it holds {self.version}")
             else:
                 self._adopt(formed.version)
-        load = formed.role in (Role.INLINE, Role.JOINER) and self.version != formed.version
+        load = formed.role in (Role.INLINE, Role.JOINER, Role.LEARNER) and self.version != formed.version
         self._is_stale = self.version != formed.version
-        configure = self.configured != (formed.quorum_id, formed.epoch)
+        configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
         if configure:
             self.configured = None
+        if self.is_learner:
+            self.fail(formed.reason)
         return StepPlan(
             formed=formed,
             configure=configure,
             load=load,
-            load_before_forward=load and formed.role is Role.INLINE,
+            load_before_forward=load and formed.role in (Role.INLINE, Role.LEARNER),
             serve=bool(formed.destinations),
         )
 
@@ -333,6 +341,11 @@ class ReplicaState:
             self.configured = None
         return self._vote
 
+    def learned(self) -> Outcome:
+        """The step beside the quorum is over: nothing of it counts."""
+        self.phase = Phase.IDLE
+        return Outcome.LEFT_BEHIND
+
     def is_open(self, decided: CommitDecided) -> bool:
         """Whether this decision is about the step that was voted on."""
         vote = self._vote
@@ -396,7 +409,7 @@ class ReplicaState:
 
     def hello(self, replica_id: str, group_world_size: int) -> Hello:
         """What a lighthouse that hears of this replica for the first time has to know."""
-        formed = self.quorum
+        formed = None if self.is_learner else self.quorum  # a learner has no part in how that step ends
         return Hello(
             protocol=PROTOCOL_VERSION,
             replica_id=replica_id,

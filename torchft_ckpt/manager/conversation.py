@@ -340,6 +340,11 @@ class Conversation:
             self._raise_if_fatal()
             return self.replica.vote(collectives, num_collectives)
 
+    def learned(self) -> tuple[Outcome, str]:
+        """End a step beside the quorum, which nobody else knows of; returns how, and why."""
+        with self._lock:
+            return self.replica.learned(), self.replica.error or ""
+
     def await_decision(
         self, vote: CommitVote, limit: timedelta, send: Callable[[RankToGroup], None]
     ) -> tuple[Outcome, str]:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
 import torch
-import xxhash
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
-from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
 from torchft_ckpt.errors import (
@@ -36,6 +34,7 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferCancelledError,
 )
+from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
 from torchft_ckpt.manager.still import StateHeld, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.manager.worker import Worker
 
@@ -57,7 +56,7 @@ class StateRegistry:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
-        self._layout: tuple[int, str] | None = None
+        self._layout: tuple[int, ParameterLayout] | None = None
         self._trains_apart = False
         self._has_untold = False
         """Something that moves belongs to optimizers that are not guarded."""
@@ -108,27 +107,34 @@ class StateRegistry:
     @property
     def is_sharded(self) -> bool:
         """Whether there are parameters of which this process holds parts, as far as is known."""
-        return self._layout is not None and bool(self._layout[1])
+        return self._layout is not None and self._layout[1].is_sharded
 
-    def layout(self) -> str:
-        """Return a digest of the boxes of parameters that are here; empty where they are here whole.
+    def layout(self) -> ParameterLayout:
+        """Return what has to be alike in all groups of the parameters that are here.
 
-        Parameters are those of guarded optimizers; without one, all tensors that are registered, but state of optimizers. On the
-        training thread.
+        Parameters are those of guarded optimizers; without one, all sharded tensors that are registered, but state of
+        optimizers. On the training thread.
 
         Raises:
             UnsupportedValueError: what is here of a parameter is no box.
         """
-        optimizers = [*self._optimizers, *self._unguarded]
-        num = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-        if self._layout is None or self._layout[0] != num:
-            parameters = [
-                (f"parameter {place} of optimizer {number}", parameter)
-                for number, optimizer in enumerate(optimizers)
-                for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-            ]
-            self._layout = num, _layout_of(parameters if optimizers else tensors_but_optimizer_state(self.capture()))
+        parameters = self._parameters()
+        if self._layout is None or self._layout[0] != len(parameters):
+            named = (
+                [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
+                if self.knows_optimizers
+                else tensors_but_optimizer_state(self.capture())
+            )
+            self._layout = len(parameters), layout_of(named, only_sharded=not self.knows_optimizers)
         return self._layout[1]
+
+    def frozen(self) -> str:
+        """Say which parameters of the optimizers need no gradient now; empty where no optimizer is known."""
+        return frozen_in_words([parameter.requires_grad for parameter in self._parameters()])
+
+    def _parameters(self) -> list[torch.Tensor]:
+        optimizers = [*self._optimizers, *self._unguarded]
+        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def capture_to_receive(self, *, beside_steps: bool = False) -> dict[str, Any]:
         """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
@@ -201,18 +207,6 @@ class StateRegistry:
                 except Exception as error:
                     message = f"load_state_dict of {key!r} raised {type(error).__name__}: {error}"
                     raise StateDictLoadError(message, party=key) from error
-
-
-def _layout_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    hasher = xxhash.xxh3_64()
-    is_sharded = False
-    for name, parameter in parameters:
-        adapter = adapter_of(parameter)
-        if adapter is not None:
-            is_sharded = True
-            boxes = adapter.boxes(parameter, name)
-            hasher.update(f"{name} {tuple(parameter.shape)} {' '.join(map(str, boxes))};".encode())
-    return hasher.hexdigest() if is_sharded else ""
 
 
 class Healing:

@@ -444,7 +444,7 @@ class Manager:
         has_to_capture = has_to_capture or is_wished_for
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
         layout = self._registry.layout()
-        is_sharded = bool(layout)
+        is_sharded = layout.is_sharded
         # What arrives for sharded tensors takes its layout from those that are here.
         has_to_capture = has_to_capture or (is_sharded and self.is_behind)
         captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
@@ -458,7 +458,13 @@ class Manager:
             patience_s=patience.total_seconds() if patience is not None else 0.0,
             waits=wait,
         )
-        request = msgspec.structs.replace(request, checkpoint_addresses=[self._transport.metadata()], layout=layout)
+        request = msgspec.structs.replace(
+            request,
+            checkpoint_addresses=[self._transport.metadata()],
+            layout=layout.digest,
+            layout_text=layout.text if self._launch.group_rank == 0 else None,
+            frozen=self._registry.frozen(),
+        )
         self._link.send(request)
         limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
@@ -688,7 +694,10 @@ class Manager:
         self.wait_quorum()
         vote = self._vote or self._cast_vote(synchronize=True)
         limit = self._at_least_patience(timeout or self._timeouts.collective)
-        outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
+        if self._replica.is_learner:
+            outcome, reason = self._talk.learned()
+        else:
+            outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
         self._finish_step(vote, outcome, reason)
         return outcome is Outcome.COMMIT
 
@@ -716,7 +725,8 @@ class Manager:
         if self._is_load_pending:
             self._load(before_forward=False)
         vote = self._vote = self._talk.vote(self._clearing.digest, self._clearing.count)
-        self._link.send(vote)
+        if not self._replica.is_learner:
+            self._link.send(vote)
         return vote
 
     def _at_least_patience(self, limit: timedelta) -> timedelta:

@@ -125,7 +125,7 @@ def check_optimizers_known(manager: Manager) -> None:
     """
     registry = manager._registry
     if (
-        registry.layout()
+        registry.layout().is_sharded
         and not registry.knows_optimizers
         and any(not of_optimizer["state"] for _, of_optimizer in optimizer_states(registry.capture()))
     ):

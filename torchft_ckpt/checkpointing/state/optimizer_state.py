@@ -37,7 +37,9 @@ _SCAN_DEPTH = 3
 
 @contextmanager
 def with_optimizer_state(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """While open, parameters that require grad and have no state in their optimizer have one of the right structure.
+    """While open, parameters that have no state in their optimizer have one of the right structure.
+
+    Also those that are frozen now: the state that arrives may be of a step at which they were trained.
 
     A `state_dict()` captured meanwhile has the keys, types, shapes, strides, dtypes, devices and placements that it has after
     a step; the values of what was created mean nothing, memory may be as it was found. State that is there already stays.
@@ -89,13 +91,13 @@ class _Filled(defaultdict[Any, Any]):
 
 
 def _state_to_come(optimizer: Optimizer) -> dict[torch.Tensor, State]:
-    """Return state for each parameter that requires grad and has none; nothing at all where that cannot be made."""
+    """Return state for each parameter that has none; nothing at all where that cannot be made."""
     name = type(optimizer).__name__
     wanting = [
         (group, parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.requires_grad and parameter not in optimizer.state
+        if (parameter.is_floating_point() or parameter.is_complex()) and parameter not in optimizer.state
     ]
     if not wanting:
         return {}
