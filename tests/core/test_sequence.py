@@ -15,8 +15,7 @@ KNOWN, COMPARE, ASK = Clearance.KNOWN, Clearance.COMPARE, Clearance.ASK
 def step(known: KnownSequences, *signatures: str, commits: bool = True) -> list[Clearance]:
     known.begin_step()
     clearances = [known.issue(signature) for signature in signatures]
-    if commits:
-        known.committed()
+    known.decided(committed=commits)
     return clearances
 
 
@@ -47,6 +46,14 @@ def test_one_more_than_ever_is_compared_because_nobody_can_have_started_another_
     assert step(known, "a", "metric") == [KNOWN, COMPARE]
     assert step(known, "a", "metric") == [KNOWN, KNOWN]
     assert step(known, "a") == [KNOWN]
+
+
+def test_what_comes_between_two_steps_is_compared_and_not_learned() -> None:
+    known = KnownSequences()
+    step(known, "a", "b")
+    step(known, "a")
+    assert known.issue("metric") is COMPARE
+    assert step(known, "a", "b") == [KNOWN, KNOWN]
 
 
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), max_size=4), st.booleans()), max_size=8), st.data())

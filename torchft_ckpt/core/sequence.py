@@ -43,6 +43,7 @@ class KnownSequences:
         self._next: dict[str, str | None] = {}
         """By digest of a sequence: the digest with what always came next; None where that was not always the same."""
         self._digests: list[str] = []
+        self._is_decided = False
 
     def forget(self) -> None:
         """Another quorum: nobody knows what its members have in common."""
@@ -51,6 +52,7 @@ class KnownSequences:
     def begin_step(self) -> None:
         """No collective of the step has been issued."""
         self._digests = []
+        self._is_decided = False
 
     def issue(self, signature: str) -> Clearance:
         """Note a collective, and return what has to happen before it starts.
@@ -61,10 +63,8 @@ class KnownSequences:
         before = self.digest
         after = hashlib.blake2b(f"{before};{signature}".encode(), digest_size=8).hexdigest()
         self._digests.append(after)
-        if before not in self._next:
-            return Clearance.COMPARE
-        known = self._next[before]
-        if known is None:
+        known = self._next.get(before)
+        if known is None or self._is_decided:
             return Clearance.COMPARE
         return Clearance.KNOWN if known == after else Clearance.ASK
 
@@ -82,8 +82,14 @@ class KnownSequences:
         """Return the word for those up to one of them, which is counted from 0."""
         return self._digests[index]
 
-    def committed(self) -> None:
-        """The step was committed, by all members that are in the next step of this quorum."""
+    def decided(self, *, committed: bool) -> None:
+        """The step was decided, alike for all members that are in the next step of this quorum.
+
+        What is issued after that, before the next step begins, is compared: what comes there is not learned.
+        """
+        self._is_decided = True
+        if not committed:
+            return
         if len(self._next) + len(self._digests) > MAX_KNOWN:
             self._next.clear()
         before = ""

@@ -61,10 +61,10 @@ class Clearing:
             if is_new_quorum:
                 self._sequences.forget()
 
-    def committed(self) -> None:
-        """The step counts: what was issued in it is known to all members from now on."""
+    def decided(self, *, committed: bool) -> None:
+        """The step is over; if it counts, what was issued in it is known to all members from now on."""
         with self._lock:
-            self._sequences.committed()
+            self._sequences.decided(committed=committed)
 
     @property
     def digest(self) -> str:

@@ -901,10 +901,10 @@ class Manager:
 
     def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         formed = self._replica.quorum
+        self._clearing.decided(committed=outcome is Outcome.COMMIT)
         if outcome is Outcome.COMMIT:
             self._batches_committed += self.num_participants()
             self._commit_failures = 0
-            self._clearing.committed()
             self._warn_if_nothing_was_averaged(vote)
             self._healing.withdraw()
         else:
