@@ -40,7 +40,7 @@ class OptimizerWrapper(Optimizer):
         return self.optim.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step (`Manager.start_quorum`), then clear the gradients."""
+        """Begin a step, unless one is open in which nothing has happened (`Manager.start_quorum`); then clear the gradients."""
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 

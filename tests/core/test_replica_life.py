@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, StateVersion
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 
 V4 = StateVersion(step=4, quorum_id=1, epoch="e")
 V7 = StateVersion(step=7, quorum_id=3, epoch="e")
@@ -168,6 +170,91 @@ def test_an_abandoned_step_leaves_it_healing_in_the_next() -> None:
     begun(state, version=V7, role=Role.JOINER)
     request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
     assert (request.version, request.needs_new_quorum) == (V4, True)
+
+
+def may_keep(state: ReplicaState, *, has_reduced: bool = False, is_loading: bool = False, **wishes: object) -> bool:
+    asked = StepWishes(**{"allow_heal": True, "shrink_only": False, **wishes})  # type: ignore[arg-type]
+    return state.may_keep_step(asked, has_reduced=has_reduced, is_loading=is_loading)
+
+
+def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on() -> None:
+    state = replica()
+    kept = [may_keep(state)]
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    kept.append(may_keep(state))
+    state.formed(formed(request.request_id))
+    kept.append(may_keep(state))
+    state.vote()
+    kept.append(may_keep(state))
+    state.decided(decision(Outcome.COMMIT))
+    kept.append(may_keep(state))
+    assert kept == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{"allow_heal": False}, {"shrink_only": True}, {"contributes": False}, {"patience_s": 5.0}, {"waits": True}],
+)
+def test_a_step_that_is_asked_for_with_other_arguments_is_a_new_one(wishes: dict[str, object]) -> None:
+    state = replica()
+    begun(state)
+    assert (may_keep(state), may_keep(state, **wishes)) == (True, False)
+
+
+@pytest.mark.parametrize("wishes", [{"contributes": False}, {"waits": True}, {"waits": False}])
+def test_an_outer_loop_gets_a_new_step_each_time_it_asks(wishes: dict[str, bool]) -> None:
+    state = replica()
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", **wishes)  # type: ignore[arg-type]
+    state.formed(formed(request.request_id))
+    assert not may_keep(state, **wishes)
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda state: state.fail("loss is not a number"),
+        lambda state: state.collectives_failed(),
+        lambda state: state.broken(BROKEN),
+        lambda state: state.overtaken(decision(Outcome.COMMIT)),
+        lambda state: state.restore(2),
+        lambda state: state.load_torn(),
+        lambda state: state.state_changed(),
+        lambda state: state.locate(),
+    ],
+    ids=["error", "collective failed", "quorum broke", "others went on", "restored", "torn", "changed", "locate"],
+)
+@pytest.mark.parametrize("is_formed", [True, False])
+def test_a_step_that_is_over_or_whose_state_has_changed_is_not_kept(
+    happen: Callable[[ReplicaState], object], is_formed: bool, request: pytest.FixtureRequest
+) -> None:
+    state = replica()
+    asked = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    if is_formed:
+        state.formed(formed(asked.request_id))
+    happen(state)
+    is_of_the_formed = any(what in request.node.name for what in ("quorum broke", "others went on"))
+    assert may_keep(state) == (is_of_the_formed and not is_formed)
+
+
+def test_a_step_with_a_collective_in_it_is_not_kept() -> None:
+    state = replica()
+    begun(state)
+    assert not may_keep(state, has_reduced=True)
+
+
+@pytest.mark.parametrize("role", [Role.JOINER, Role.INLINE, Role.IDLE])
+def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way(role: Role) -> None:
+    state = replica()
+    begun(state, version=V7, role=role)
+    assert (may_keep(state, is_loading=True), may_keep(state)) == (True, False)
+    state.load_finished(V7)
+    assert may_keep(state)
+
+
+def test_a_question_who_gathers_is_no_step_to_keep() -> None:
+    state = replica()
+    state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", gathers=True)
+    assert not may_keep(state)
 
 
 def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:

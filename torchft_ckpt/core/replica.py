@@ -15,7 +15,7 @@ simulation drives it in the same way.
     VOTED      decided(other)             IDLE        do not step it
     VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did. In a
                                                       group of several ranks none may decide that alone: `GiveUpWaiting`
-    any        begin                      ASKING      the step that was open is abandoned
+    any        begin                      ASKING      the step that was open is abandoned; ask `may_keep_step` before
     any        locate                     IDLE        likewise; send the returned `LocateState`
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
 
@@ -66,6 +66,17 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepWishes:
+    """What a step is asked for with; see `ReplicaState.begin`."""
+
+    allow_heal: bool
+    shrink_only: bool
+    contributes: bool = True
+    patience_s: float = 0.0
+    waits: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What to do with a quorum that was formed."""
 
@@ -109,6 +120,8 @@ class ReplicaState:
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self._vote: CommitVote | None = None
         self._gathers = False
+        self._wishes: StepWishes | None = None
+        """What the open step was asked for with; None where the state has changed since."""
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
@@ -160,6 +173,30 @@ class ReplicaState:
         self.version = StateVersion(step=step)
         self.restored = True
         self.torn = False
+        self.state_changed()
+
+    def state_changed(self) -> None:
+        """The state is not the one any more with which the open step was asked for."""
+        self._wishes = None
+
+    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
+        """Whether a step that is asked for can be the one that is open, because nothing has happened in it yet.
+
+        A loop that calls `zero_grad` twice, or skips a batch, then costs the others nothing. An outer loop, which says whether it
+        contributes or waits, asks anew on purpose.
+
+        Args:
+            wishes: for the step that is asked for.
+            has_reduced: a collective was issued in the open step.
+            is_loading: what it has to load is on the way, or not known yet.
+        """
+        if self.phase not in (Phase.ASKING, Phase.TRAINING) or wishes != self._wishes:
+            return False
+        if not wishes.contributes or wishes.waits is not None:
+            return False
+        if has_reduced or self.error is not None or self._is_broken:
+            return False
+        return self.phase is Phase.ASKING or self.healed or is_loading
 
     def begin(
         self,
@@ -188,6 +225,14 @@ class ReplicaState:
         self.phase = Phase.ASKING
         self.capture_wanted = gathers and self.capture_wanted
         self._gathers = gathers
+        if not gathers:
+            self._wishes = StepWishes(
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                contributes=contributes,
+                patience_s=patience_s,
+                waits=waits,
+            )
         return QuorumRequest(
             request_id=self._request_id,
             version=self.version,
@@ -236,6 +281,7 @@ class ReplicaState:
         self.error = None
         self._is_broken = False
         self._vote = None
+        self._wishes = None
 
     def formed(self, formed: QuorumFormed) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
@@ -287,6 +333,7 @@ class ReplicaState:
         self.version = StateVersion()
         self.restored = False
         self.torn = True
+        self.state_changed()
 
     def fail(self, reason: str) -> None:
         """This step cannot count. The first reason is kept."""

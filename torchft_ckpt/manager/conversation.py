@@ -36,7 +36,7 @@ from torchft_ckpt.core.messages import (
     StateLocated,
     StateVersion,
 )
-from torchft_ckpt.core.replica import Phase, ReplicaState, StepPlan
+from torchft_ckpt.core.replica import Phase, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
     CollectiveFailedError,
     CommitUnknownError,
@@ -97,6 +97,15 @@ class Conversation:
             self._raise_if_fatal()
             replica = self.replica
             return replica.waits_for_quorum, replica.capture_wanted or not replica.version.proven
+
+    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
+        """Return whether the step that is asked for can be the open one.
+
+        Raises: what this group cannot go on after.
+        """
+        with self._lock:
+            self._raise_if_fatal()
+            return self.replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
 
     def begin(
         self,
@@ -220,6 +229,11 @@ class Conversation:
         """The state of a quorum is in place."""
         with self._lock:
             self.replica.load_finished(formed.version, before_forward=before_forward)
+
+    def state_changes(self) -> None:
+        """Somebody is about to change the state."""
+        with self._lock:
+            self.replica.state_changed()
 
     def load_torn(self) -> None:
         """Loading failed half-way."""

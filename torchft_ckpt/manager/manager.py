@@ -28,7 +28,7 @@ from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
-from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState
+from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState, StepWishes
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -199,6 +199,8 @@ class Manager:
             self._replica, self._launch.replica_id, abort=pg.abort, cancel=lambda: self._healing.cancel()
         )
         self._quorum_future: Future[None] | None = None
+        self._asked_with = "", ""
+        """Layout and frozen parameters, as the open step was asked for with."""
         self._step_started_at = 0.0
         self._is_load_pending = False
         self._vote: CommitVote | None = None
@@ -346,6 +348,7 @@ class Manager:
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
+        self._talk.state_changes()
         self._offer.end()
         self._transport.disallow_checkpoint()
         self._state_dict_lock.acquire_write()
@@ -409,8 +412,15 @@ class Manager:
     ) -> None:
         """Begin a step: find who trains together. `Optimizer.zero_grad` calls it.
 
-        Call it before the forward pass, on the training thread. A step that was begun and not voted on is abandoned.
-        The first quorum of a process is waited for; with `use_async_quorum` later ones are found beside the forward pass.
+        Call it before the forward pass, on the training thread, when all that is registered as state is of the step (a
+        learning-rate schedule, say): it may be handed to others from now on. The first quorum of a process is waited for; with
+        `use_async_quorum` later ones are found beside the forward pass.
+
+        A step that is open already goes on where nothing has happened in it, and the others notice nothing: a loop may begin a
+        step at the end of an iteration and again at the beginning of the next one, or skip a batch. Otherwise the open step is
+        abandoned, and the others discard it: where a collective was issued or an error reported in it, the user changed or
+        restored the state meanwhile, froze or unfroze parameters, or the arguments are others (`timeout` excepted). One that
+        was begun with `contributes=False` or `wait` is always abandoned.
 
         Args:
             allow_heal: whether a replica that is behind may heal in this step; all must pass the same.
@@ -427,6 +437,18 @@ class Manager:
             QuorumTimeoutError: with `quorum_retries` set, no quorum in that many attempts.
             CheckpointError: see `should_commit`.
         """
+        patience_s = patience.total_seconds() if patience is not None else 0.0
+        if self._may_keep_step(
+            StepWishes(
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                contributes=contributes,
+                patience_s=patience_s,
+                waits=wait,
+            )
+        ):
+            self._settle(has_to_wait=self._talk.wants()[0])
+            return
         self._leave_step()
         if self._registry.is_empty:
             raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
@@ -455,26 +477,46 @@ class Manager:
             can_serve=captured is not None or can_capture_later,
             store_address=self._launch.store_address,
             contributes=contributes,
-            patience_s=patience.total_seconds() if patience is not None else 0.0,
+            patience_s=patience_s,
             waits=wait,
         )
+        self._asked_with = layout.digest, self._registry.frozen()
         request = msgspec.structs.replace(
             request,
             checkpoint_addresses=[self._transport.metadata()],
             layout=layout.digest,
             layout_text=layout.text if self._launch.group_rank == 0 else None,
-            frozen=self._registry.frozen(),
+            frozen=self._asked_with[1],
         )
         self._link.send(request)
         limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
             lambda: self._run_quorum(captured, receiving, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
         )
+        self._settle(has_to_wait)
+
+    def _settle(self, has_to_wait: bool) -> None:
+        """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
         if has_to_wait:
             self.wait_quorum()
             plan = self._talk.plan()
             if self._is_load_pending and plan is not None and plan.load_before_forward:
                 self._load(before_forward=True)
+
+    def _may_keep_step(self, wishes: StepWishes) -> bool:
+        """Whether the step that is asked for can be the one that is open."""
+        future = self._quorum_future
+        if future is None:
+            return False
+        is_there = future.done()
+        if is_there and future.exception() is not None:
+            return False
+        may_keep = self._talk.may_keep_step(
+            wishes,
+            has_reduced=is_there and self._clearing.count > 0,  # there is none before the quorum is there
+            is_loading=self._is_load_pending or not is_there,
+        )
+        return may_keep and self._asked_with == (self._registry.layout().digest, self._registry.frozen())
 
     def _leave_step(self) -> None:
         """Abandon the step that is open, if there is one."""
@@ -583,7 +625,8 @@ class Manager:
                 launch.group_world_size,
             )
         except (ProcessGroupError, RuntimeError) as error:
-            logger.warning("%s cannot connect quorum %d: %s", self.replica_id(), formed.quorum_id, error)
+            why = self._replica.error or error  # where the quorum broke meanwhile, that is why
+            logger.warning("%s cannot connect quorum %d: %s", self.replica_id(), formed.quorum_id, why)
             self._talk.note_collective_error(error)
         else:
             self._talk.configured(formed)

@@ -1,0 +1,220 @@
+"""A step that is begun again before anything has happened in it goes on: batches are skipped, `zero_grad` called at both ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+from torchft_ckpt import LighthouseServer, Manager, Optimizer
+from torchft_ckpt.errors import GroupBrokenError, QuorumTimeoutError
+from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
+
+SHORT = timedelta(seconds=20)
+
+
+class Group:
+    """One rank with a model, an optimizer."""
+
+    def __init__(self, job: Job, name: str, **options: Any) -> None:
+        self.model = nn.Linear(8, 8)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.manager = Manager(
+            FakeProcessGroup(job.fabric),
+            self.load,
+            self.state,
+            lighthouse_addr=job.lighthouse.address(),
+            replica_id=name,
+            hostname="127.0.0.1",
+            timeout=SHORT,
+            **{"min_replica_size": 1, **options},
+        )
+        self.optimizer = Optimizer(self.manager, self.sgd)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.sgd.load_state_dict(state["sgd"])
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "sgd": self.sgd.state_dict()}
+
+    def backward(self) -> None:
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            self.manager.allreduce(parameter.grad)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+
+    def quorum(self) -> int:
+        """Return the quorum of the open step; a step that was abandoned makes the next one meet in a new quorum."""
+        self.manager.wait_quorum()
+        return self.manager.statistics().quorum_id
+
+    def bits(self) -> list[list[int]]:
+        return [p.detach().view(torch.int32).flatten().tolist() for p in self.model.parameters()]
+
+
+class Job:
+    """A lighthouse, and what the groups meet on."""
+
+    def __init__(self, lighthouse: LighthouseServer) -> None:
+        self.lighthouse = lighthouse
+        self.fabric = FakeFabric()
+        self.groups: list[Group] = []
+
+    def start(self, *names: str, **options: Any) -> list[Group]:
+        with ThreadPoolExecutor(len(names)) as pool:
+            groups = list(pool.map(lambda name: Group(self, name, **options), names))
+        self.groups += groups
+        return groups
+
+    def shutdown(self) -> None:
+        for group in self.groups:
+            group.manager.shutdown()
+
+
+@contextlib.contextmanager
+def running(min_replicas: int) -> Iterator[Job]:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=min_replicas)
+    job = Job(lighthouse)
+    try:
+        yield job
+    finally:
+        job.shutdown()
+        lighthouse.shutdown()
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    """A group that has committed a step, alone."""
+    with running(1) as job:
+        (group,) = job.start("group")
+        group.step()
+        yield group
+
+
+def at_once(*acts: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return [future.result(30) for future in [pool.submit(act) for act in acts]]
+
+
+def test_skipped_batches_and_zero_grad_at_both_ends_of_the_iteration_cost_no_step() -> None:
+    """It was a livelock: each `zero_grad` discarded the step that the other group was in."""
+    num_steps = 20
+
+    def train(group: Group, skips: bool) -> int:
+        num_skipped = 0
+        while group.manager.current_step() < num_steps:
+            if group.manager.statistics().num_discarded > 5:
+                job.shutdown()  # else the other one would wait for this group
+            group.optimizer.zero_grad()
+            if skips and num_skipped < group.manager.current_step() // 3:
+                num_skipped += 1
+                continue
+            group.backward()
+            group.optimizer.step()
+            group.optimizer.zero_grad()
+        return num_skipped
+
+    with running(2) as job:
+        first, second = job.start("a", "b", min_replica_size=2)
+        num_skipped = at_once(lambda: train(first, False), lambda: train(second, True))
+        statistics = [group.manager.statistics() for group in job.groups]
+        assert num_skipped == [0, 6]
+        assert [(s.num_committed, s.num_discarded, s.quorum_id) for s in statistics] == [(num_steps, 0, 1)] * 2
+        assert first.bits() == second.bits()
+
+
+def test_a_step_that_is_begun_again_is_the_same_one(group: Group) -> None:
+    group.optimizer.zero_grad()
+    before = group.quorum()
+    for _ in range(3):
+        group.optimizer.zero_grad()
+    assert group.quorum() == before
+    group.backward()
+    group.optimizer.step()
+    assert group.manager.statistics().num_discarded == 0
+    assert group.manager.current_step() == 2
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda group: group.backward(),
+        lambda group: group.manager.report_error(ValueError("the batch cannot be read")),
+        lambda group: group.sgd.step(),
+        lambda group: group.manager.load_state_dict({"step": 1, "batches_committed": 1}),
+        lambda group: group.manager.newest_step_of_peers(timedelta(seconds=5)),
+        lambda group: group.manager.start_quorum(contributes=False, wait=True),
+        lambda group: group.model.weight.requires_grad_(False),
+    ],
+    ids=["collective", "error", "inner step", "restored", "peers asked", "other arguments", "frozen"],
+)
+def test_a_step_in_which_something_has_happened_begins_anew(group: Group, happen: Callable[[Group], object]) -> None:
+    group.optimizer.zero_grad()
+    before = group.quorum()
+    for parameter in group.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    happen(group)
+    group.optimizer.zero_grad()
+    assert group.quorum() > before
+
+
+def test_a_rank_that_begins_twice_and_one_that_begins_once_are_in_one_step() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with running(1) as job:
+        shared = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        ranks = at_once(*(lambda rank=rank: job.start("group", rank=rank, **shared)[0] for rank in range(2)))  # type: ignore[misc]
+
+        def train(rank: Group, times: int) -> None:
+            for _ in range(5):
+                for _ in range(times):
+                    rank.optimizer.zero_grad()
+                rank.backward()
+                rank.optimizer.step()
+
+        at_once(lambda: train(ranks[0], 2), lambda: train(ranks[1], 1))
+        statistics = [rank.manager.statistics() for rank in ranks]
+        assert [(s.num_committed, s.num_discarded, s.quorum_id) for s in statistics] == [(5, 0, 1)] * 2
+
+
+def test_a_rank_that_goes_on_with_a_step_which_the_other_abandons_follows_it() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with running(1) as job:
+        shared = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        ranks = at_once(*(lambda rank=rank: job.start("group", rank=rank, **shared)[0] for rank in range(2)))  # type: ignore[misc]
+
+        def train(rank: Group, fails: bool) -> None:
+            rank.optimizer.zero_grad()
+            if fails:
+                rank.backward()
+            while rank.manager.current_step() < 3:
+                rank.step()
+
+        at_once(lambda: train(ranks[0], False), lambda: train(ranks[1], True))
+        assert [rank.manager.statistics().num_committed for rank in ranks] == [3, 3]
+
+
+def test_a_quorum_that_was_not_there_in_time_is_asked_for_again() -> None:
+    with running(2) as job:
+        (group,) = job.start("group", quorum_retries=0, quorum_timeout=timedelta(seconds=0.1))
+        for _ in range(2):
+            with pytest.raises(QuorumTimeoutError):
+                group.optimizer.zero_grad()
+
+
+def test_a_group_that_was_shut_down_says_so_in_an_open_step_too(group: Group) -> None:
+    group.optimizer.zero_grad()
+    group.manager.shutdown()
+    with pytest.raises(GroupBrokenError, match="was shut down"):
+        group.optimizer.zero_grad()
