@@ -193,6 +193,8 @@ class Checkpointer:
         self._threads: list[threading.Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
+        self._owner = os.getpid()
+        """The process whose threads save."""
         self._num_loads = self._num_saves = 0
         self._lock.add_before_write(self._detach)
         atexit.register(self.shutdown)  # the thread of a save ends with the interpreter: the last save would be lost
@@ -306,7 +308,7 @@ class Checkpointer:
             captured.close()
             future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
             return future
-        self._worker = worker
+        self._worker, self._owner = worker, os.getpid()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         self._last[tier] = name, worker.future
         return worker.future
@@ -357,8 +359,10 @@ class Checkpointer:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
         This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it. A place that does
-        not answer then is waited for half a minute more; what it was to write counts for nothing.
+        not answer then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked child.
         """
+        if os.getpid() != self._owner:
+            return
         self._is_over = True
         worker = self._worker
         if worker is not None and self._is_busy():

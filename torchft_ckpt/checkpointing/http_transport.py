@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import ssl
 import threading
 import time
@@ -134,6 +135,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._fetches: set[Fetch | ShardedFetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
+        self._owner = os.getpid()
         host = advertised_host(hostname, bound=bind or "")
         self._server = CheckpointServer(
             self._shelf,
@@ -353,7 +355,9 @@ class HTTPTransport(CheckpointTransport[T]):
             fetch.cancel()
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving and receiving, free what is held. May be called more than once."""
+        """Stop serving and receiving, free what is held. May be called more than once. Does nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
         with self._fetches_lock:
             self._shut_down.set()
         self._lock.remove_before_write(self._shelf.detach_all)

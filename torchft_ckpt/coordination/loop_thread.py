@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -42,8 +44,11 @@ class LoopThread:
         self.call_soon(self.loop.call_later, delay_s, function)
 
     def finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run one last coroutine function on the loop, then end it; may be called twice."""
-        if self.loop.is_closed():
+        """Run one last coroutine function on the loop, then end it; may be called twice.
+
+        Does nothing in a forked child, where the thread is not.
+        """
+        if self.loop.is_closed() or os.getpid() != self._owner:
             return
         coroutine = last()
         try:

@@ -12,6 +12,7 @@ What becomes of an error:
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -211,6 +212,7 @@ class Manager:
         self._too_few_since: float | None = None
         self._too_few_said_at: float | None = None
         self._is_shut_down = False
+        self._owner = os.getpid()
 
         self._state_dict_lock = (
             checkpoint_transport.lock
@@ -1094,10 +1096,12 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
 
+        In a forked child (a data loader's worker, say) it does nothing: all of this is the parent's.
+
         Args:
             wait: return when threads and sockets are gone.
         """
-        if self._is_shut_down:
+        if self._is_shut_down or os.getpid() != self._owner:
             return
         self._is_shut_down = True
         self._talk.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))

@@ -146,6 +146,8 @@ class ProcessGroup(TorchProcessGroup):
     def abort(self, errored: bool = True) -> None:
         """End the operations and the configure in progress, with errors, soon. Does not wait for them; idempotent.
 
+        In a forked child `abort` and `shutdown` do nothing: the connections are the parent's.
+
         Args:
             errored: there for torchft's sake; an aborted group has an error until it is configured again.
         """

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import ctypes
 import enum
 import logging
 import os
@@ -51,7 +52,6 @@ _GRACE_S = 0.05
 _REAP_INTERVALS_S = (0.01, 0.05, 0.25)
 _live: set[Session] = set()
 _live_lock = threading.Lock()
-_owner = os.getpid()
 
 
 class Phase(enum.Enum):
@@ -92,6 +92,7 @@ class Session:
         self._closers: list[Callable[[], object]] = []
         self._connections_die = False
         self._released = threading.Event()
+        self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run_connect, name=f"pg-connect {label}", daemon=True)
         self._reaper = threading.Thread(target=self._reap, name=f"pg-reap {label}", daemon=True)
 
@@ -102,6 +103,11 @@ class Session:
     def phase(self) -> Phase:
         """Where the session is in its life."""
         return self._phase
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the one that made the session: the connections are its parent's."""
+        return os.getpid() != self._owner
 
     @property
     def error(self) -> ProcessGroupError | None:
@@ -191,11 +197,13 @@ class Session:
     def end(self, error: ProcessGroupError) -> bool:
         """End the session: operations in flight and the connecting thread are interrupted, later ones refused.
 
-        Does not wait for them, and does not drop the inner group on the caller's thread.
+        Does not wait for them, and does not drop the inner group on the caller's thread. Does nothing in a forked child.
 
         Returns:
             Whether this call ended it; False if it had ended before, and then `error` is dropped.
         """
+        if self.is_inherited:
+            return False
         with self._changed:
             if self._phase is Phase.ENDED:
                 return False
@@ -381,12 +389,21 @@ def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupEr
 @atexit.register
 def _end_all() -> None:
     """At exit, an operation in flight must not hold the process until its timeout."""
-    if os.getpid() != _owner:
-        return  # a forked child, whose descriptors are its parent's connections
-    with _live_lock:
-        sessions = list(_live)
+    # Without the lock: where this is a forked child, another thread of the parent may have held it.
+    sessions = [session for session in _live.copy() if not session.is_inherited]
     for session in sessions:
         session.end(ProcessGroupAbortedError(f"{session.label}: the process exits"))
     deadline = time.monotonic() + 2.0
     for session in sessions:
         session.join(max(0.0, deadline - time.monotonic()))
+
+
+def _keep_inherited() -> None:
+    """A forked child has none of the inner groups' threads: destroyed there, at its exit, they would hang or crash it."""
+    for session in _live.copy():
+        for group in session._slot:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_inherited)

@@ -114,18 +114,25 @@ class ProcessGroupWrapper(ProcessGroup):
     def abort(self, errored: bool = True) -> None:
         if self._pg is not None:
             self._pg.abort(errored)
-            return
-        self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was aborted"), successor=None)
+        elif not self._is_inherited():
+            self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was aborted"), successor=None)
 
     def shutdown(self) -> None:
         if self._pg is not None:
             self._pg.shutdown()
+            return
+        if self._is_inherited():
             return
         with self._lock:
             session = self._session
         self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was shut down"), successor=None)
         if session is not None:
             session.join(5.0)
+
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child, and what is configured its parent's."""
+        session = self._session  # without the lock, which a thread of the parent may have held
+        return session is not None and session.is_inherited
 
     def errored(self) -> Exception | None:
         if self._pg is not None:
