@@ -126,8 +126,9 @@ class LighthouseClient:
         self._task = loop.create_task(self._keep(channel))
 
     def send(self, message: ToLighthouse) -> None:
-        """Send, or drop where there is no connection."""
+        """Send, or drop where there is no connection. Who has said that it leaves does not connect again."""
         if self._channel is not None:
+            self._is_leaving = self._is_leaving or isinstance(message, Leave)
             self._channel.send(message)
 
     def hold(self) -> None:
@@ -203,6 +204,7 @@ class LighthouseClient:
     async def _keep(self, channel: Channel) -> None:
         while True:
             heart = asyncio.get_running_loop().create_task(self._beat(channel))
+            is_explained = False
             try:
                 async for data in channel.messages():
                     message = decode_from_lighthouse(data, f"the lighthouse at {self.address}")
@@ -211,17 +213,20 @@ class LighthouseClient:
                         return
                     if isinstance(message, Dropped):
                         logger.warning("the lighthouse took this group for dead: %s; connecting again", message.reason)
+                        is_explained = True
                     else:
                         self._on_message(message)
             except ProtocolError as error:
                 logger.warning("%s; connecting again", error)
+                is_explained = True
             finally:
                 heart.cancel()
                 channel.close()
                 self._channel = None
             if self._is_leaving:
                 return
-            logger.warning("lost the connection to the lighthouse at %s; connecting again", self.address)
+            if not is_explained and self._may_connect.is_set():
+                logger.warning("lost the connection to the lighthouse at %s; connecting again", self.address)
             again = await self._reconnect()
             if again is None:
                 return

@@ -1,0 +1,111 @@
+"""A group's connection to the lighthouse ends: whether it was lost, what is said of it, and who connects again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+
+from torchft_ckpt import LighthouseServer
+from torchft_ckpt.coordination import GroupService, RankSession
+from torchft_ckpt.core.messages import PROTOCOL_VERSION, Dropped, Hello, StateVersion
+
+LIMIT_S = 10
+LONG = timedelta(seconds=LIMIT_S)
+LOST = "lost the connection to the lighthouse"
+
+
+class Group:
+    """A group of two ranks; rank 1 says nothing."""
+
+    def __init__(self, lighthouse: LighthouseServer) -> None:
+        self.lighthouse = lighthouse
+        self.num_hellos = 0
+        self.over = threading.Event()
+        self.service = GroupService(
+            world_size=2,
+            lighthouse_addr=lighthouse.address(),
+            hello=self.hello,
+            on_message=lambda message: None,
+            on_refused=lambda error: None,
+            hostname="127.0.0.1",
+            port=0,
+            token="",
+            heartbeat_interval=timedelta(seconds=0.1),
+            connect_timeout=LONG,
+        )
+        self.rank = RankSession(
+            address=self.service.address,
+            group_rank=1,
+            on_message=lambda message: None,
+            token="",
+            heartbeat_interval=timedelta(seconds=0.1),
+            connect_timeout=LONG,
+        )
+
+    def hello(self) -> Hello:
+        self.num_hellos += 1
+        if self.num_hellos > 1:
+            self.over.set()
+        return Hello(protocol=PROTOCOL_VERSION, replica_id="group:1", group_world_size=2, version=StateVersion())
+
+    def connects_again(self) -> bool:
+        """Return whether it does, or stays away for good."""
+        keeps_up = self.service._client._task
+        assert keeps_up is not None
+        self.service._thread.call_soon(keeps_up.add_done_callback, lambda _: self.over.set())
+        assert self.over.wait(LIMIT_S)
+        return self.num_hellos > 1
+
+    def end(self) -> None:
+        self.rank.shutdown("the test is over")
+        self.service.shutdown("the test is over")
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=60_000)
+    group = Group(lighthouse)
+    yield group
+    group.end()
+    lighthouse.shutdown()
+
+
+def cut_off(group: Group) -> None:
+    (channel,) = group.lighthouse._channels.values()
+    group.lighthouse._thread.call_soon(channel.abort)
+
+
+def drop(group: Group) -> None:
+    (channel,) = group.lighthouse._channels.values()
+    group.lighthouse._thread.call_soon(lambda: (channel.send(Dropped(reason="nothing heard from it")), channel.close()))
+
+
+def stay_away_for_a_while(group: Group) -> None:
+    group.service._thread.call_soon(group.service._client.hold)
+    group.service._thread.call_later(0.05, group.service._client.release)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [(cut_off, LOST), (drop, "took this group for dead"), (stay_away_for_a_while, "")]
+)
+def test_a_connection_that_ends_is_called_lost_only_where_it_was_and_is_opened_again(
+    group: Group, end: Callable[[Group], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "torchft_ckpt.coordination.lighthouse_client"):
+        end(group)
+        assert group.connects_again()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == bool(said)
+    assert all(said in line for line in lines)
+
+
+def test_a_group_that_is_over_leaves_and_does_not_come_back(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 may be at work for a while yet: it connected a thousand times a second, and was taken for one that joins."""
+    with caplog.at_level(logging.WARNING, "torchft_ckpt.coordination.lighthouse_client"):
+        group.rank.shutdown("it is done")
+        assert not group.connects_again()
+    assert caplog.records == []
