@@ -40,13 +40,14 @@ from torchft_ckpt.core.messages import (
     QuorumFormed,
     QuorumPending,
     Refused,
+    Role,
     StallReport,
     ToLighthouse,
     decode_from_lighthouse,
     decode_to_lighthouse,
     encode,
 )
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState
+from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan
 
 _epochs = itertools.count(1)
 
@@ -139,6 +140,7 @@ class Member:
         self.is_stopped = False
         self.outcomes: list[Outcome] = []
         self.formed: QuorumFormed | None = None
+        self.plan: StepPlan | None = None
         self._heard: list[str] = []
 
     @property
@@ -169,23 +171,28 @@ class Member:
         )
 
     def loads(self) -> None:
-        """Its transfer ends well."""
+        """Its transfer ends well: before the forward pass where that was waited for, else beside it."""
         assert self.formed is not None
-        self.replica.load_finished(self.formed.version)
+        self.replica.load_finished(self.formed.version, before_forward=self.formed.role is Role.INLINE)
 
     def votes(
         self,
         *,
         load: bool = True,
+        finds: Comparison | None = Comparison.EQUAL,
         error: str | None = None,
         broken: bool = False,
         collectives: str = "",
         num_collectives: int = 0,
     ) -> None:
-        """Ends its part of the step. Who has to load has loaded, unless `load` is False."""
+        """Ends its part of the step. Who has to load has loaded, unless `load` is False; who had to compare its state has found
+        this out beside its forward pass, and None that it could not.
+        """
         if self.replica.phase is not Phase.TRAINING:
             return
-        if load and self.formed is not None and self.replica.version != self.formed.version:
+        if load and self.plan is not None and self.plan.compare and finds is not None:
+            self.replica.comparison_finished(finds, before_forward=False)
+        elif load and self.plan is not None and self.plan.load and not self.plan.compare:
             self.loads()
         if error is not None:
             self.replica.fail(error)
@@ -243,7 +250,7 @@ class Member:
         if isinstance(message, QuorumFormed):
             plan = self.replica.formed(message)
             if plan is not None:
-                self.formed = message
+                self.formed, self.plan = message, plan
                 if plan.configure:
                     self.replica.configure_finished()
         elif isinstance(message, CommitDecided):

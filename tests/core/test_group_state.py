@@ -130,6 +130,13 @@ def test_ranks_that_hold_different_states_hold_none_as_a_group() -> None:
     assert (asked.version, asked.torn) == (StateVersion(step=3), True)
 
 
+def test_a_group_is_unverified_while_one_of_its_ranks_is() -> None:
+    group = GroupState(2)
+    group.handle(RankSaid(0, request()))
+    (asked,) = up(group.handle(RankSaid(1, request(unverified=True))))
+    assert asked.unverified
+
+
 def test_each_rank_gets_the_addresses_of_all_ranks_of_the_sources() -> None:
     group = GroupState(2)
     group.handle(RankSaid(0, request()))

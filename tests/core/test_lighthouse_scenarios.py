@@ -8,6 +8,7 @@ from lighthouse_script import Job, Member
 from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Received, Send
 from torchft_ckpt.core.messages import Heartbeat, Hello, Outcome, QuorumFormed, Refused, StateVersion
 from torchft_ckpt.core.recovery import MAX_SOURCES
+from torchft_ckpt.core.replica import Comparison
 
 
 def trained(*names: str, least: int = 1, steps: int = 1, **settings: float) -> tuple[Job, list[Member]]:
@@ -221,17 +222,131 @@ def test_a_joiner_that_nobody_can_serve_waits_for_the_next_step() -> None:
     b.votes()
     a.asks()
     b.asks()
-    assert (j.formed.role.value, a.formed.joiner_waiting) == ("joiner", False)
+    assert j.formed.role.value == "joiner"
+    assert a.formed.joiner_waiting  # it will compare its state with one that was captured in the next step
 
 
 def test_a_joiner_that_is_ready_commits_with_the_others() -> None:
-    _job, a, b, j = rejoining()
+    job, a, b, j = rejoining()
     for member in (a, b, j):
         member.votes()
     assert a.replica.version == j.replica.version
+    job.step(a, b, j)
+    assert j.formed.role.value == "joiner"  # it compares what came out of the step in which it healed
     for member in (a, b, j):
         member.asks()
     assert j.formed.role.value == "healthy"
+
+
+def healed() -> tuple[Job, Member, Member, Member]:
+    """Two members hold step 2, and so does one that healed while it made the step."""
+    job, a, b, j = rejoining()
+    for member in (a, b, j):
+        member.votes()
+        member.hears()
+    assert (a.step, j.step, j.replica.unverified) == (2, 2, True)
+    return job, a, b, j
+
+
+def test_what_a_joiner_finds_to_differ_while_it_computes_keeps_it_a_joiner_for_another_step() -> None:
+    job, a, b, j = healed()
+    for member in (a, b, j):
+        member.asks()
+    j.votes(finds=Comparison.DIFFERENT)
+    a.votes()
+    b.votes()
+    assert (a.step, j.step) == (3, 3)
+    job.step(a, b, j)
+    assert j.formed.role.value == "joiner"
+    job.step(a, b, j)
+    assert (j.formed.role.value, j.formed.num_contributors) == ("healthy", 3)
+
+
+def test_a_joiner_that_cannot_compare_its_state_goes_along_and_tries_again() -> None:
+    _job, a, b, j = healed()
+    for _ in range(3):
+        for member in (a, b, j):
+            member.asks()
+        assert (j.formed.role.value, len(j.formed.sources)) == ("joiner", 2)
+        j.votes(finds=None)
+        a.votes()
+        b.votes()
+    assert (a.step, j.step) == (5, 5)
+
+
+def test_a_joiner_whose_state_nobody_could_compare_goes_along_and_is_compared_in_the_next_step() -> None:
+    job, a, b, j = healed()
+    a.asks(can_serve=False)
+    b.asks(can_serve=False)
+    j.asks()
+    assert (j.formed.role.value, j.formed.sources, a.replica.capture_wanted) == ("joiner", [], True)
+    for member in (a, b, j):
+        member.votes()
+    assert (a.step, j.step, j.replica.unverified) == (3, 3, True)
+    job.step(a, b, j)
+    assert (len(j.formed.sources), j.replica.unverified) == (2, False)
+
+
+def test_a_discarded_step_after_a_comparison_does_not_ask_for_another() -> None:
+    job, a, b, j = healed()
+    for member in (a, b, j):
+        member.asks()
+    j.votes()
+    a.votes(error="a bad batch")
+    b.votes()
+    job.step(a, b, j)
+    assert j.formed.role.value == "healthy"
+
+
+def test_where_all_who_are_known_to_hold_the_state_die_one_that_healed_stands_in() -> None:
+    job, a, b, j = healed()
+    a.dies()
+    b.dies()
+    fresh = job.join("f")
+    fresh.asks()
+    j.asks()
+    assert (j.formed.role.value, j.formed.unverified, fresh.formed.role.value) == ("healthy", True, "joiner")
+    j.votes()
+    fresh.votes()
+    job.step(j, fresh)
+    assert (j.formed.role.value, j.formed.unverified) == ("healthy", False)
+
+
+def test_one_that_stood_in_for_a_moment_compares_when_a_known_holder_is_back() -> None:
+    _job, a, b, j = healed()
+    b.dies()
+    a.is_cut_off()
+    j.asks()
+    assert (j.formed.role.value, j.formed.unverified) == ("healthy", True)
+    a.connects()
+    j.votes(error="a bad batch")
+    a.asks(can_serve=True)
+    j.asks()
+    assert (a.formed.role.value, j.formed.role.value, a.formed.unverified) == ("healthy", "joiner", False)
+    assert a.formed.version == j.replica.version
+
+
+def test_a_lighthouse_that_restarts_hears_again_who_has_to_compare_its_state() -> None:
+    job, a, b, j = healed()
+    job.restart()
+    for member in (a, b, j):
+        member.connects()
+    job.step(a, b, j)
+    assert (a.formed.role.value, j.formed.role.value) == ("healthy", "joiner")
+
+
+def test_a_joiner_that_stalls_the_others_while_it_compares_stays_out_for_a_while() -> None:
+    job, a, b, j = healed()
+    for member in (a, b, j):
+        member.asks(can_serve=True)
+    job.passes(3.0)
+    a.reports_stall()
+    b.reports_stall()
+    for member in (a, b):
+        member.votes()
+    j.asks()
+    job.step(a, b)
+    assert (a.step, j.step, j.formed.version.step) == (3, 2, 2)
 
 
 def test_a_slow_joiner_is_left_behind_at_the_join_budget() -> None:

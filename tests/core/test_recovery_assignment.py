@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,6 +167,39 @@ def test_where_holders_are_too_few_a_waiting_member_heals_before_its_forward_pas
     assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=1))["b"] is JOINER
 
 
+def test_8_who_made_the_step_while_it_healed_compares_its_state_and_contributes_nothing() -> None:
+    result = formed(holder("a", 5, 2), holder("b", 5, 2, unverified=True), holder("c", 5, 2), newest=5)
+    assert [(part.role, part.contributor_rank, part.sources) for part in result.parts] == [
+        (HEALTHY, 0, ()),
+        (JOINER, None, (0, 2)),
+        (HEALTHY, 1, ()),
+    ]
+    assert not result.unverified
+
+
+def test_8_where_all_holders_did_so_the_first_stands_in() -> None:
+    result = formed(holder("a", 4, 2), *(holder(name, 5, 2, unverified=True) for name in "bc"), newest=5)
+    assert roles(result) == {"a": JOINER, "b": HEALTHY, "c": JOINER}
+    assert (result.unverified, [part.sources for part in result.parts]) == (True, [(1,), (), (1,)])
+
+
+def test_8_where_too_few_contribute_without_it_it_compares_before_its_forward_pass() -> None:
+    waiting = holder("b", 5, 2, unverified=True, waits_for_quorum=True)
+    assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=2))["b"] is INLINE
+    needs_two = replace(holder("a", 5, 2), min_contributors=2)
+    assert roles(formed(needs_two, waiting, newest=5))["b"] is INLINE
+    assert formed(needs_two, waiting, newest=5).num_contributors == 2
+
+
+def test_8_where_nobody_can_serve_it_goes_along_unless_it_is_needed() -> None:
+    busy = holder("a", 5, 2, can_serve=False)
+    unverified = holder("b", 5, 2, unverified=True, waits_for_quorum=True)
+    result = formed(busy, unverified, holder("c", 0), newest=5)
+    assert (roles(result), result.deferred, result.parts[1].sources) == ({"a": HEALTHY, "b": JOINER}, ("c",), ())
+    result = formed(replace(busy, min_contributors=2), unverified, newest=5)
+    assert (roles(result)["b"], result.parts[1].sources) == (INLINE, (0,))
+
+
 # ----------------------------------------------------------------------------------------------- for all inputs
 
 HOLDERS = st.builds(
@@ -178,6 +213,8 @@ HOLDERS = st.builds(
     heal_inline=st.booleans(),
     waits_for_quorum=st.booleans(),
     can_serve=st.booleans(),
+    unverified=st.sampled_from([False, False, True]),
+    min_contributors=st.integers(0, 3),
 )
 
 
@@ -212,9 +249,20 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
         member = by_id[part.replica_id]
         assert not member.torn
         assert member.version == result.version or (result.is_first and member.version.step == result.version.step)
-    # Who has to heal has a source that is healthy and knows of it; nobody else has one.
+    # An unverified one is healthy only where no verified one holds the state, and alone.
+    if not result.is_first:
+        verified = [m for m in whole if m.version == result.version and not m.unverified]
+        assert result.unverified == (not verified)
+        assert len(healthy) == (1 if result.unverified else len(verified))
+        assert result.unverified == any(by_id[part.replica_id].unverified for part in healthy)
+    # Who has to heal has a source that is healthy and knows of it, and so has who compares, if there is one that can serve;
+    # nobody else has one.
     for rank, part in enumerate(parts):
-        assert bool(part.sources) == (part.role in (INLINE, JOINER))
+        member = by_id[part.replica_id]
+        is_named = member.version == result.version and not member.torn
+        is_along = part.role is JOINER and is_named and not any(by_id[p.replica_id].can_serve for p in healthy)
+        assert bool(part.sources) == (part.role in (INLINE, JOINER) and not is_along)
+        assert not is_named or part.replica_id not in result.deferred
         assert all(parts[source].role is HEALTHY for source in part.sources)
         assert all(rank in parts[source].destinations for source in part.sources)
         assert all(rank in parts[destination].sources for destination in part.destinations)

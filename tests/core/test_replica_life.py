@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, StateVersion
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan, StepWishes
+from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, Source, StateVersion
+from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 
 V4 = StateVersion(step=4, quorum_id=1, epoch="e")
 V7 = StateVersion(step=7, quorum_id=3, epoch="e")
@@ -29,6 +29,9 @@ def formed(
     quorum_id: int = 5,
     names_state: bool = False,
     contributors: int = 2,
+    has_sources: bool = False,
+    join_budget_s: float | None = None,
+    unverified: bool = False,
 ) -> QuorumFormed:
     return QuorumFormed(
         request_id=request_id,
@@ -44,11 +47,14 @@ def formed(
         store_address="s",
         names_state=names_state,
         newest_step=version.step,
+        sources=[Source(replica_id="x", replica_rank=1, checkpoint_addresses=["http://x"])] * has_sources,
+        join_budget_s=join_budget_s,
+        unverified=unverified,
     )
 
 
-def begun(state: ReplicaState, **wants: object) -> StepPlan:
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+def begun(state: ReplicaState, *, compares: bool = True, **wants: object) -> StepPlan:
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", compares=compares)
     plan = state.formed(formed(request.request_id, **wants))  # type: ignore[arg-type]
     assert plan is not None
     if plan.configure:
@@ -339,6 +345,169 @@ def test_what_it_says_to_a_lighthouse_that_hears_of_it_for_the_first_time() -> N
     state.vote()
     state.decided(decision(Outcome.COMMIT))
     assert state.hello("a:1", 1).last_outcome is Outcome.COMMIT
+
+
+# ------------------------------------------------------------------------------- a state loaded while a step was computed
+
+
+V8 = StateVersion(step=8, quorum_id=5, epoch="e")
+
+
+def asks(state: ReplicaState) -> tuple[bool, bool, bool]:
+    """What it says of its state, whether its training thread waits, and whether the state has to be captured."""
+    wants_capture = state.wants_capture
+    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    return request.unverified, request.waits_for_quorum, wants_capture
+
+
+def healed(**wants: object) -> ReplicaState:
+    """It healed beside its forward pass, and committed that step."""
+    state = replica(**wants)
+    begun(state, version=V7, role=Role.JOINER, has_sources=True)
+    state.load_finished(V7, before_forward=False)
+    commit(state, 7)
+    return state
+
+
+def commit(state: ReplicaState, step: int) -> None:
+    assert state.vote().approve
+    assert state.decided(decision(Outcome.COMMIT, step=step)) is Outcome.COMMIT
+
+
+def compares(state: ReplicaState, version: StateVersion = V8, **wants: object) -> StepPlan:
+    return begun(state, version=version, role=Role.JOINER, has_sources=True, **wants)
+
+
+def test_who_loaded_beside_its_forward_pass_says_so_until_its_state_was_found_equal() -> None:
+    state = healed()
+    assert asks(state) == (True, True, True)
+    plan = compares(state, join_budget_s=5.0)
+    assert (plan.load, plan.compare, plan.load_before_forward, plan.comparison_wait_s) == (True, True, False, 0.25)
+    assert state.comparison_finished(Comparison.EQUAL, before_forward=False)
+    commit(state, 8)
+    assert asks(state) == (False, True, True)  # another rank of its group may have found a difference
+    begun(state, version=StateVersion(step=9, quorum_id=5, epoch="e"))
+    assert asks(state) == (False, False, False)
+
+
+@pytest.mark.parametrize("found", Comparison)
+def test_what_was_loaded_before_the_forward_pass_is_right_whatever_differed(found: Comparison) -> None:
+    state = healed()
+    compares(state)
+    assert state.comparison_finished(found, before_forward=True)
+    commit(state, 8)
+    assert not state.unverified
+
+
+def test_what_differed_beside_the_forward_pass_is_compared_again_and_waited_for_longer() -> None:
+    state = healed()
+    compares(state, join_budget_s=5.0)
+    assert not state.comparison_finished(Comparison.DIFFERENT, before_forward=False)
+    commit(state, 8)
+    plan = compares(state, StateVersion(step=9, quorum_id=5, epoch="e"), join_budget_s=5.0)
+    assert (plan.compare, plan.comparison_wait_s) == (True, 2.5)
+
+
+def test_it_never_waits_for_longer_than_half_of_what_the_others_grant() -> None:
+    assert compares(healed(), join_budget_s=0.1).comparison_wait_s == 0.05
+    assert compares(healed(join_budget_s=0.2)).comparison_wait_s == 0.1
+
+
+def test_buffers_that_differ_are_harmless_where_all_else_came_out_equal_of_a_step_with_them() -> None:
+    state = healed()
+    compares(state)
+    assert not state.comparison_finished(Comparison.BUFFERS_DIFFER, before_forward=False)
+    commit(state, 8)
+    compares(state, StateVersion(step=9, quorum_id=5, epoch="e"))
+    assert state.comparison_finished(Comparison.BUFFERS_DIFFER, before_forward=False)
+
+
+def test_buffers_that_differ_after_something_else_did_are_not_known_to_be_harmless() -> None:
+    state = healed()
+    for step, found in [(8, Comparison.DIFFERENT), (9, Comparison.BUFFERS_DIFFER)]:
+        compares(state, StateVersion(step=step, quorum_id=5, epoch="e"))
+        assert not state.comparison_finished(found, before_forward=False)
+        commit(state, step)
+
+
+def test_without_a_comparison_it_goes_along_unverified() -> None:
+    state = healed()
+    begun(state, version=V8, role=Role.JOINER)
+    commit(state, 8)
+    assert asks(state) == (True, True, True)
+
+
+def test_a_state_that_was_loaded_beside_a_step_that_was_discarded_is_compared_too() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.JOINER, has_sources=True)
+    state.load_finished(V7, before_forward=False)
+    state.vote()
+    state.decided(decision(Outcome.DISCARD, step=7))
+    assert asks(state) == (True, True, True)
+
+
+def test_who_compares_inline_does_not_contribute_before_it_has_loaded() -> None:
+    state = healed()
+    plan = begun(state, version=V8, role=Role.INLINE, has_sources=True)
+    assert (plan.load_before_forward, plan.compare, state.healed, state.participating_rank) == (
+        True,
+        False,
+        False,
+        None,
+    )
+    state.load_finished(V8)
+    assert state.participating_rank == 0
+    commit(state, 8)
+    assert not state.unverified
+
+
+def test_who_loads_before_its_forward_pass_or_lets_no_loop_use_the_state_is_never_unverified() -> None:
+    inline = replica()
+    begun(inline, version=V7, role=Role.INLINE, has_sources=True)
+    inline.load_finished(V7)
+    commit(inline, 7)
+    outer = replica()
+    begun(outer, version=V7, role=Role.JOINER, has_sources=True, compares=False)
+    outer.load_finished(V7, before_forward=False)
+    commit(outer, 7)
+    assert (asks(inline), asks(outer)) == ((False, False, False), (False, False, False))
+
+
+def test_a_rank_that_held_the_state_while_another_of_its_group_loaded_it_compares_with_it_afterwards() -> None:
+    """What the other computed from its old state may have gone into the collectives of the group."""
+    state = replica(V7)
+    plan = begun(state, version=V7, role=Role.JOINER, has_sources=True)
+    assert (plan.load, plan.compare) == (False, False)
+    commit(state, 7)
+    assert asks(state) == (True, True, True)
+
+
+def test_who_stands_in_is_unverified_until_a_step_is_committed_from_its_state() -> None:
+    state = healed()
+    begun(state, version=V8, unverified=True)
+    assert state.participating_rank == 0
+    state.vote()
+    state.decided(decision(Outcome.DISCARD, step=8))
+    assert asks(state)[0]
+    begun(state, version=V8, unverified=True)
+    commit(state, 8)
+    assert not asks(state)[0]
+
+
+def test_who_loads_the_state_of_one_that_stands_in_is_as_unverified_as_that_one() -> None:
+    state = replica()
+    begun(state, version=V8, role=Role.INLINE, has_sources=True, unverified=True)
+    state.load_finished(V8)
+    state.vote()
+    state.decided(decision(Outcome.DISCARD, step=8))
+    assert asks(state)[0]
+
+
+def test_a_state_that_the_user_restores_or_that_is_torn_is_compared_with_nothing() -> None:
+    restored, torn = healed(), healed()
+    restored.restore(3)
+    torn.load_torn()
+    assert not asks(restored)[0] and not asks(torn)[0]
 
 
 EVENTS = st.lists(

@@ -16,10 +16,10 @@ from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.group import GroupState
 from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.messages import Outcome, Role, StateLocated
+from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.core.quorum import Asked
-from torchft_ckpt.core.replica import ReplicaState
+from torchft_ckpt.core.replica import Comparison, ReplicaState
 from torchft_ckpt.testing.simulated.chaos import Fault, Moods, OuterPlan, Scenario
 from torchft_ckpt.testing.simulation import InvariantError, Report, Simulation, main, run_seeds, simulate
 
@@ -108,11 +108,19 @@ def test_lighthouse_crashes_alone_lose_no_step_of_a_quiet_job() -> None:
 def broken_lineage(patch: pytest.MonkeyPatch) -> None:
     """Equal steps are taken for equal states."""
 
-    def by_step(member: recovery.Holder, version: object, short: bool) -> Role:
-        is_same = member.version.proven and member.version.step == version.step  # type: ignore[attr-defined]
-        return Role.HEALTHY if is_same else Role.JOINER
+    right = recovery._heal_towards
 
-    patch.setattr(recovery, "_role", by_step)
+    def by_step(members: list[recovery.Holder], version: StateVersion, least: int) -> recovery.Assignment:
+        return right(
+            [
+                replace(m, version=version) if m.version.proven and m.version.step == version.step else m
+                for m in members
+            ],
+            version,
+            least,
+        )
+
+    patch.setattr(recovery, "_heal_towards", by_step)
 
 
 def broken_left_behind(patch: pytest.MonkeyPatch) -> None:
@@ -171,6 +179,46 @@ def broken_vote(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def broken_probation(patch: pytest.MonkeyPatch) -> None:
+    """Who loaded a state while it computed a step is taken for a holder after it."""
+    right = LighthouseState._holder
+    patch.setattr(LighthouseState, "_holder", lambda state, member: replace(right(state, member), unverified=False))
+
+
+def broken_probation_of_groups(patch: pytest.MonkeyPatch) -> None:
+    """A group is taken for a holder while one of its ranks is not."""
+    right = GroupState._combine
+
+    def combine(group: GroupState, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
+        combined = right(group, by_rank)
+        return msgspec.structs.replace(combined, unverified=all(asked.unverified for asked in by_rank.values()))
+
+    patch.setattr(GroupState, "_combine", combine)
+
+
+def broken_comparison(patch: pytest.MonkeyPatch) -> None:
+    """A difference that was found, and mended beside the forward pass, is taken for the last."""
+    right = ReplicaState.comparison_finished
+    patch.setattr(
+        ReplicaState,
+        "comparison_finished",
+        lambda state, found, *, before_forward: right(state, Comparison.EQUAL, before_forward=before_forward),
+    )
+
+
+def broken_stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Who stands in for the holders of a state is one from then on, whether a step is committed from it or not."""
+    patch.setattr(ReplicaState, "_stands_in", property(lambda state: False))
+    right = ReplicaState._begins_to_compare
+    patch.setattr(
+        ReplicaState,
+        "_begins_to_compare",
+        lambda state, formed: (
+            right(state, formed) if formed.role is not Role.HEALTHY else bool(setattr(state, "unverified", False))
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -182,6 +230,10 @@ def broken_vote(patch: pytest.MonkeyPatch) -> None:
         broken_giving_up,
         broken_torn_state,
         broken_vote,
+        broken_probation,
+        broken_probation_of_groups,
+        broken_comparison,
+        broken_stand_in,
     ],
     ids=lambda function: function.__name__,
 )
@@ -196,7 +248,7 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
 def broken_spectator(patch: pytest.MonkeyPatch) -> None:
     """Who looks on is counted."""
     patch.setattr(
-        recovery, "_role_of_spectator", lambda member, version, counts: recovery._role(member, version, False)
+        recovery, "_role_of_spectator", lambda member, is_holder, counts: recovery._role(member, is_holder, False)
     )
 
 

@@ -332,6 +332,7 @@ class GroupState:
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
+            unverified=any(request.unverified for request in requests),
             contributes=all(request.contributes for request in requests),
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),

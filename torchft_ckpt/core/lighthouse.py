@@ -367,6 +367,7 @@ class LighthouseState:
             heal_inline=request.heal_inline,
             waits_for_quorum=request.waits_for_quorum,
             can_serve=request.can_serve,
+            unverified=request.unverified,
             contributes=request.contributes,
             min_contributors=request.min_contributors,
         )
@@ -644,11 +645,12 @@ class LighthouseState:
     def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
         """Set joiners aside that were left behind lately, if those who remain are enough."""
         best = max((m.version for m in candidates if self._ledger.is_valid(m.version)), default=None)
+        is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
         out = {
             member.replica_id
             for member in candidates
             if member.replica_id not in self._quorum_members
-            and member.version != best
+            and (member.version != best or (member.asked.unverified and is_known_here))
             and (backoff := self._backoff.get(group_name(member.replica_id))) is not None
             and backoff.is_out(now)
         }
@@ -765,7 +767,10 @@ class LighthouseState:
                 sources=_sources(members, part.sources),
                 destinations=[*part.destinations, *(len(members) + n for n in range(len(taught)) if rank in teachers)],
                 join_budget_s=budget,
-                joiner_waiting=bool(assignment.deferred) or len(taught) < len(learners),
+                joiner_waiting=bool(assignment.deferred)
+                or len(taught) < len(learners)
+                or Role.JOINER in roles.values(),
+                unverified=assignment.unverified,
                 newest_step=self.newest_step,
                 patience_s=patience_s,
                 names_state=assignment.is_first,
@@ -787,6 +792,7 @@ class LighthouseState:
                 num_voters=num_voters,
                 store_address="",
                 sources=_sources(members, teachers),
+                unverified=assignment.unverified,
                 newest_step=self.newest_step,
                 rolled_back_to=self._ledger.rolled_back_to,
                 reason="it learns at which step the others are: other parameters are frozen here",

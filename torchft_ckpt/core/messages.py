@@ -130,6 +130,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     can_serve: bool = False
     """The state was captured on the training thread: a joiner can be served without touching it again."""
     needs_new_quorum: bool = False
+    unverified: bool = False
+    """It made the step to `version` while it healed: its training loop may have used the state from before. It has the name
+    of the state, and its bits are not known to be equal yet."""
     contributes: bool = True
     """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
     gathers: bool = False
@@ -262,13 +265,17 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     join_budget_s: Seconds | None = None
     """Set where members join: how long a collective may wait for them before `StallReport` is due."""
     joiner_waiting: bool = False
-    """A joiner could not be admitted, because no member had captured its state: capture at the next step."""
+    """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
+    member had captured its state."""
     newest_step: Count = 0
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
     gathers: bool = False
     """No quorum, but those that gather, each with its place among them: no state is named and no step is open. The role is
     IDLE; or JOINER, and it is alone, where others hold the state `version` already, or are about to give it its name."""
+    unverified: bool = False
+    """Nobody here is known to hold the bits that `version` was committed with, so one who made the step while it healed
+    stands in. Whoever takes its state is as unverified as it, until a step is committed from it."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()

@@ -17,6 +17,10 @@ The rules, in this order:
    are too few for a step that counts, it is one of them: this step will not count, but the next that they train for may.
 7. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
    remain are enough.
+8. An *unverified* member made the step to its state while it healed, and its loop may have used what it held before. It is
+   no holder while a verified one is here: it compares its state with the holders' as a joiner, or, where those who may
+   contribute are too few without it, before its forward pass. If nobody could serve it goes along, and compares later. Where
+   all holders are unverified the first of them stands in, so that the job goes on, and the others compare with that one.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class Holder:
     heal_inline: bool = False
     waits_for_quorum: bool = False
     can_serve: bool = True
+    unverified: bool = False
     contributes: bool = True
     min_contributors: int = 1
 
@@ -69,6 +74,8 @@ class Assignment:
     is_first: bool
     """No state was proven before: there are no survivors yet who could be kept waiting."""
     reason: str
+    unverified: bool = False
+    """The source only stands in: see rule 8."""
 
     @property
     def num_contributors(self) -> int:
@@ -152,36 +159,45 @@ def _first_state(
 
 
 def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas: int) -> Assignment:
-    holders = [member for member in members if member.version == version and not member.torn]
+    named = [member for member in members if member.version == version and not member.torn]
+    verified = [member for member in named if not member.unverified]
+    holders = verified or named[:1]
     deferred: tuple[str, ...] = ()
     if not any(member.can_serve for member in holders) and len(holders) >= min_replicas:
-        holding = {member.replica_id for member in holders}
+        holding = {member.replica_id for member in named}
         deferred = tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal)
         members = [member for member in members if member.replica_id not in deferred]
     short = len(holders) < min_replicas
     trained = [member for member in holders if member.contributes]
     needed = max((member.min_contributors for member in trained), default=1)
     counts = len(trained) >= max(1, needed)
+    sources = {member.replica_id for member in holders}
     roles = [
-        _role(member, version, short) if member.contributes else _role_of_spectator(member, version, counts)
+        _role(member, member.replica_id in sources, short or (member.unverified and not counts))
+        if member.contributes
+        else _role_of_spectator(member, member.replica_id in sources, counts)
         for member in members
     ]
     reason = f"{len(holders)} of {len(members)} hold step {version.step}"
-    return _assignment(members, roles, version=version, deferred=deferred, is_first=False, reason=reason)
+    if not verified:
+        reason = f"{reason}; who is known to hold its very bits is gone, {holders[0].replica_id} stands in"
+    return _assignment(
+        members, roles, version=version, deferred=deferred, is_first=False, reason=reason, unverified=not verified
+    )
 
 
-def _role(member: Holder, version: StateVersion, short: bool) -> Role:
+def _role(member: Holder, is_holder: bool, short: bool) -> Role:
     """`short`: those who hold the state are too few for a step that counts; who can load first helps them most."""
-    if member.version == version and not member.torn:
+    if is_holder:
         return Role.HEALTHY
     if not member.allow_heal:
         return Role.IDLE
     return Role.INLINE if member.heal_inline or (short and member.waits_for_quorum) else Role.JOINER
 
 
-def _role_of_spectator(member: Holder, version: StateVersion, counts: bool) -> Role:
+def _role_of_spectator(member: Holder, is_holder: bool, counts: bool) -> Role:
     """`counts`: those who trained are enough for a step that counts."""
-    role = _role(member, version, short=not counts)
+    role = _role(member, is_holder, short=not counts)
     return Role.JOINER if counts and role is not Role.IDLE else role
 
 
@@ -193,15 +209,17 @@ def _assignment(
     deferred: tuple[str, ...],
     is_first: bool,
     reason: str,
+    unverified: bool = False,
 ) -> Assignment:
-    servers = [rank for rank, role in enumerate(roles) if role is Role.HEALTHY and members[rank].can_serve]
-    servers = servers or [rank for rank, role in enumerate(roles) if role is Role.HEALTHY]
+    able = [rank for rank, role in enumerate(roles) if role is Role.HEALTHY and members[rank].can_serve]
+    servers = able or [rank for rank, role in enumerate(roles) if role is Role.HEALTHY]
     sources: dict[int, tuple[int, ...]] = {}
     destinations: dict[int, list[int]] = {}
     healing = [
         rank
         for rank, (member, role) in enumerate(zip(members, roles, strict=True))
-        if role in (Role.INLINE, Role.JOINER) and (member.version != version or member.torn)
+        if (role in (Role.INLINE, Role.JOINER) and (member.version != version or member.torn))
+        or (member.unverified and (role is Role.INLINE or (role is Role.JOINER and able)))
     ]
     primary, others = servers[0], servers[1:]
     num_others = min(MAX_SOURCES - 1, len(others))
@@ -225,4 +243,11 @@ def _assignment(
             )
         )
         num_contributors += contributes
-    return Assignment(version=version, parts=tuple(parts), deferred=deferred, is_first=is_first, reason=reason)
+    return Assignment(
+        version=version,
+        parts=tuple(parts),
+        deferred=deferred,
+        is_first=is_first,
+        reason=reason,
+        unverified=unverified,
+    )

@@ -9,6 +9,7 @@ simulation drives it in the same way.
     ASKING     formed                     TRAINING    configure, serve, load as the returned `StepPlan` says
     ASKING     formed (gathers)           IDLE        who gathers with it is in the plan; nothing else follows
     TRAINING   load_finished              TRAINING    the state is the quorum's: it may contribute (inline) or vote (joiner)
+    TRAINING   comparison_finished        TRAINING    the state of that name that was here already is the quorum's, or is not
     TRAINING   fail, broken               TRAINING    the step cannot count; `broken`: abort what is in flight
     TRAINING   vote                       VOTED       send the returned `CommitVote`
     VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on
@@ -22,6 +23,10 @@ simulation drives it in the same way.
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
 state has no name until a whole one is loaded over it.
+
+A training loop uses what it finds in the state between `begin` and `vote`: to clip, to unscale, to decay weights. Who loads
+in between makes a step that may be another than that of the others, and is *unverified* from then on. It says so when it asks,
+gets a joiner's part, and compares its state with that of verified members, until a step has begun with the very bits of theirs.
 """
 
 from __future__ import annotations
@@ -43,6 +48,20 @@ from torchft_ckpt.core.messages import (
     StateLocated,
     StateVersion,
 )
+
+FIRST_COMPARISON_S = 0.25
+"""So long a training thread waits for the first comparison before its forward pass. Those that contribute wait for it then, and
+most states are compared in milliseconds. One that takes longer is compared beside the forward pass."""
+
+
+class Comparison(Enum):
+    """What came out when a state was compared with that of the sources."""
+
+    EQUAL = "equal"
+    BUFFERS_DIFFER = "buffers differ"
+    """Only small tensors that no optimizer owns: of BatchNorm's running statistics every group has its own, as they see other
+    data."""
+    DIFFERENT = "different"
 
 
 class Phase(Enum):
@@ -86,6 +105,10 @@ class StepPlan:
     load: bool
     """The state has to be loaded from `formed.sources`."""
     load_before_forward: bool
+    compare: bool = False
+    """It has the name of the state that is here, and is to be loaded where it differs."""
+    comparison_wait_s: float = 0.0
+    """How long the training thread waits for the comparison before its forward pass."""
     serve: bool
     """`formed.destinations` want this replica's state."""
 
@@ -103,6 +126,8 @@ class ReplicaState:
         self.restored = False
         self.torn = False
         """The state is not whole: a load failed half-way. It stays so until a whole one is loaded."""
+        self.unverified = False
+        """The state may not have the bits that its name stands for."""
         self.rolled_back_to = StateVersion()
         self.phase = Phase.IDLE
         self.quorum: QuorumFormed | None = None
@@ -122,6 +147,13 @@ class ReplicaState:
         self._gathers = False
         self._wishes: StepWishes | None = None
         """What the open step was asked for with; None where the state has changed since."""
+        self._compares = True
+        self._on_probation = False
+        """Unverified, or another rank of this group may still be: no quorum has taken the group for a holder again."""
+        self._last_comparison: Comparison | None = None
+        """That of the last comparison, where it left the state unverified."""
+        self._is_exact = False
+        """The open step began with the state that the quorum names, to the bit."""
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
@@ -129,14 +161,19 @@ class ReplicaState:
     def healed(self) -> bool:
         """The state is the open quorum's (or, between steps, a proven one)."""
         if self.phase in (Phase.TRAINING, Phase.VOTED) and self.quorum is not None:
-            return self.version == self.quorum.version
+            return self.version == self.quorum.version and (self._is_exact or self.quorum.role is not Role.INLINE)
         return self.version.proven
 
     @property
     def waits_for_quorum(self) -> bool:
         """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
         is_behind = not self.version.proven or self.version.step < self.newest_step
-        return self.settings.heal_inline or is_behind or self.is_learner
+        return self.settings.heal_inline or is_behind or self.is_learner or self._on_probation
+
+    @property
+    def wants_capture(self) -> bool:
+        """The state has to be captured before the next quorum: others may need it, or it is to be compared."""
+        return self.capture_wanted or not self.version.proven or self._on_probation
 
     @property
     def is_learner(self) -> bool:
@@ -173,6 +210,7 @@ class ReplicaState:
         self.version = StateVersion(step=step)
         self.restored = True
         self.torn = False
+        self.unverified = self._on_probation = False
         self.state_changed()
 
     def state_changed(self) -> None:
@@ -209,6 +247,7 @@ class ReplicaState:
         patience_s: float = 0.0,
         waits: bool | None = None,
         gathers: bool = False,
+        compares: bool = True,
     ) -> QuorumRequest:
         """A step begins. One that is open is abandoned.
 
@@ -220,6 +259,7 @@ class ReplicaState:
             patience_s: how long the way here took.
             waits: whether the training thread waits for the quorum, None: where that helps. False: never heal inline.
             gathers: ask who else is about to look for a state, and for no step.
+            compares: False: no training loop uses the state between here and the vote, so a load in between spoils nothing.
         """
         self._leave_step()
         self.phase = Phase.ASKING
@@ -233,6 +273,7 @@ class ReplicaState:
                 patience_s=patience_s,
                 waits=waits,
             )
+        self._compares = compares
         return QuorumRequest(
             request_id=self._request_id,
             version=self.version,
@@ -245,6 +286,7 @@ class ReplicaState:
             waits_for_quorum=self.waits_for_quorum if waits is None else waits,
             can_serve=can_serve,
             needs_new_quorum=self.configured is None,
+            unverified=self.unverified,
             contributes=contributes,
             gathers=gathers,
             min_contributors=self.settings.min_replica_size,
@@ -270,6 +312,7 @@ class ReplicaState:
         """The newest state, as the lighthouse has just named it, is in place."""
         self._adopt(version)
         self.newest_step = version.step
+        self.unverified = self._on_probation = False
 
     def _leave_step(self) -> None:
         if self.phase in (Phase.TRAINING, Phase.VOTED):
@@ -303,6 +346,8 @@ class ReplicaState:
             else:
                 self._adopt(formed.version)
         load = formed.role in (Role.INLINE, Role.JOINER, Role.LEARNER) and self.version != formed.version
+        compare = self._begins_to_compare(formed)
+        self._is_exact = self.version == formed.version and (formed.role is Role.HEALTHY or not self.unverified)
         self._is_stale = self.version != formed.version
         configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
         if configure:
@@ -312,10 +357,31 @@ class ReplicaState:
         return StepPlan(
             formed=formed,
             configure=configure,
-            load=load,
-            load_before_forward=load and formed.role in (Role.INLINE, Role.LEARNER),
+            load=load or compare,
+            load_before_forward=(load or compare) and formed.role in (Role.INLINE, Role.LEARNER),
+            compare=compare and formed.role is Role.JOINER,
+            comparison_wait_s=self._comparison_wait_s(formed),
             serve=bool(formed.destinations),
         )
+
+    def _begins_to_compare(self, formed: QuorumFormed) -> bool:
+        """Whether the state that is here is to be compared with one of its name."""
+        if formed.role is Role.HEALTHY:
+            self._on_probation = formed.unverified
+            self.unverified = formed.unverified  # it stands in
+            return False
+        if not formed.sources or self.version != formed.version or not self._compares:
+            return False
+        was_on_probation = self._on_probation
+        if formed.role is Role.JOINER:
+            # At least one rank of this group is unverified, or heals beside this step, which it may spoil for all of them.
+            self.unverified = self._on_probation = True
+        return was_on_probation
+
+    def _comparison_wait_s(self, formed: QuorumFormed) -> float:
+        """Those that contribute wait for this replica's collectives; half of what they grant is left for those themselves."""
+        most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
+        return min(FIRST_COMPARISON_S, most_s) if self._last_comparison is None else most_s
 
     def configure_finished(self) -> None:
         """The process group of the open quorum is ready."""
@@ -325,8 +391,28 @@ class ReplicaState:
     def load_finished(self, version: StateVersion, *, before_forward: bool = True) -> None:
         """All of the state that `version` names is in place."""
         self._adopt(version)
+        self._is_exact = before_forward or not self._compares
+        self.unverified = not self._is_exact or self._stands_in
+        self._on_probation = self._on_probation or self.unverified
+        self._last_comparison = None
         if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
             self.fail("its state was loaded after the forward pass, so it could not contribute")
+
+    def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
+        """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.
+
+        Before the forward pass a load comes in time, whatever differed. Beside it the loop has used what was there. Buffers that
+        differ do no harm then if they did none in the step before: all else came out of it equal.
+        """
+        is_known_harmless = comparison is Comparison.BUFFERS_DIFFER and self._last_comparison is comparison
+        self._is_exact = before_forward or comparison is Comparison.EQUAL or is_known_harmless
+        self.unverified = not self._is_exact or self._stands_in
+        self._last_comparison = None if self._is_exact else comparison
+        return self._is_exact
+
+    @property
+    def _stands_in(self) -> bool:
+        return self.quorum is not None and self.quorum.unverified
 
     def load_torn(self) -> None:
         """Loading failed half-way: what is held now has no name."""
@@ -334,6 +420,7 @@ class ReplicaState:
         self.restored = False
         self.torn = True
         self.state_changed()
+        self.unverified = self._on_probation = False
 
     def fail(self, reason: str) -> None:
         """This step cannot count. The first reason is kept."""
@@ -416,6 +503,7 @@ class ReplicaState:
         self._last_outcome = outcome
         if outcome is Outcome.COMMIT:
             step = decided.step + 1
+            self.unverified = self.unverified and not self._is_exact
             self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
         elif outcome is Outcome.LEFT_BEHIND:
             self.newest_step = max(self.newest_step, decided.step + 1)

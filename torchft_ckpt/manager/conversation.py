@@ -36,7 +36,7 @@ from torchft_ckpt.core.messages import (
     StateLocated,
     StateVersion,
 )
-from torchft_ckpt.core.replica import Phase, ReplicaState, StepPlan, StepWishes
+from torchft_ckpt.core.replica import Comparison, Phase, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
     CollectiveFailedError,
     CommitUnknownError,
@@ -96,7 +96,7 @@ class Conversation:
         with self._lock:
             self._raise_if_fatal()
             replica = self.replica
-            return replica.waits_for_quorum, replica.capture_wanted or not replica.version.proven
+            return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
         """Return whether the step that is asked for can be the open one.
@@ -118,6 +118,7 @@ class Conversation:
         patience_s: float,
         waits: bool | None,
         gathers: bool = False,
+        compares: bool = True,
     ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
         with self._lock:
@@ -131,6 +132,7 @@ class Conversation:
                 patience_s=patience_s,
                 waits=waits,
                 gathers=gathers,
+                compares=compares,
             )
 
     def _forget_step(self) -> None:
@@ -234,6 +236,11 @@ class Conversation:
         """Somebody is about to change the state."""
         with self._lock:
             self.replica.state_changed()
+
+    def compared(self, comparison: Comparison, *, before_forward: bool) -> bool:
+        """The state was compared with that of the sources. Returns whether it is known now that this step began with it."""
+        with self._lock:
+            return self.replica.comparison_finished(comparison, before_forward=before_forward)
 
     def load_torn(self) -> None:
         """Loading failed half-way."""

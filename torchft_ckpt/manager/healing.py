@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,7 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferCancelledError,
 )
+from torchft_ckpt.manager.comparing import Differences, compare_states, fixed
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
 from torchft_ckpt.manager.still import StateHeld, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.manager.worker import Worker
@@ -161,6 +162,19 @@ class StateRegistry:
         """
         return self.capture() if self.is_kept_still else hold_still(self.capture(), self._optimizers)
 
+    @property
+    def is_used_by_loops(self) -> bool:
+        """Whether a training loop uses the state between two quorums. Where groups train apart it is the outer loop's."""
+        return not self.is_kept_still and not self._trains_apart
+
+    def comparison_with(self, captured: dict[str, Any]) -> Callable[[object], Differences]:
+        """Return what says how a state that is received differs from this one, which `capture_to_serve` has just returned.
+
+        It is to be called before the next step of an optimizer ends, on any thread.
+        """
+        here = fixed(captured)
+        return lambda received: compare_states(here, received, [*self._optimizers, *self._unguarded])
+
     def hold_to_save(self, state: dict[str, Any], *, by_key: bool) -> StateHeld:
         """Return a state as it is to be saved while training goes on.
 
@@ -229,6 +243,7 @@ class Healing:
         self._wanted: QuorumFormed | StateLocated | None = None
         self._is_cancelled = False
         self._is_in_place = False
+        self._differences: Differences | None = None
         self.took_s = 0.0
 
     def start(
@@ -237,6 +252,7 @@ class Healing:
         local: dict[str, Any] | None,
         in_place: bool,
         timeout: timedelta | None = None,
+        compare: Callable[[object], Differences] | None = None,
     ) -> None:
         """Begin to fetch a state.
 
@@ -245,13 +261,32 @@ class Healing:
             local: what the registered functions return here: what is equal in it is not fetched.
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
             timeout: instead of the one given to the constructor.
+            compare: says what differs between what is here and what the registered functions returned there.
         """
         self.cancel()
         self._wanted = wanted
         self._is_cancelled = False
         self._is_in_place = in_place and local is not None and isinstance(self._transport, CheckpointTransport)
         limit = self._timeout if timeout is None else timeout
-        self._fetch = self._worker.submit(lambda: self._run(wanted, local, limit))
+        self._differences = None
+
+        def fetch() -> Any:
+            state = self._run(wanted, local, limit)
+            if compare is not None:
+                self._differences = compare(state.get("user") if isinstance(state, dict) else None)
+            return state
+
+        self._fetch = self._worker.submit(fetch)
+
+    def is_over(self, within_s: float) -> bool:
+        """Wait at most so long for the fetch; return whether it has ended, well or not."""
+        return self._fetch is not None and not wait([self._fetch], within_s).not_done
+
+    def differences(self) -> Differences:
+        """Return what was found to differ, where it was to be compared; call it after `wait`."""
+        if self._differences is None:
+            raise RuntimeError("internal error: nothing was to be compared")
+        return self._differences
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.

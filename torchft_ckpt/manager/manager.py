@@ -29,7 +29,7 @@ from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
-from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState, StepWishes
+from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepWishes
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -84,6 +84,8 @@ class ManagerStatistics:
     num_left_behind: int
     num_healed: int
     last_heal_s: float
+    num_corrected: int
+    """Times that the state was loaded again after healing, because what came out of a step differed from the sources'."""
 
 
 class Manager:
@@ -97,7 +99,8 @@ class Manager:
         state_dict: returns the state to recover from: model, optimizer, whatever must be equal on all replicas.
         min_replica_size: the fewest contributing replica groups with which a step counts.
         use_async_quorum: find the quorum, and heal, beside the forward pass. A replica that heals so contributes nothing
-            to that step. False: `start_quorum` returns when quorum and state are there.
+            to that step, nor to the next, at whose beginning it compares its state with that of the others. False:
+            `start_quorum` returns when quorum and state are there.
         timeout: of collectives and of the commit decision; 60 s.
         quorum_timeout: after so long without a quorum it is counted as one failed attempt; 60 s.
         connect_timeout: to the lighthouse, the store and the group's manager service; 60 s.
@@ -209,6 +212,7 @@ class Manager:
         self._commit_failures = 0
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
         self._num_healed = 0
+        self._num_corrected = 0
         self._too_few_since: float | None = None
         self._too_few_said_at: float | None = None
         self._is_shut_down = False
@@ -481,6 +485,7 @@ class Manager:
             contributes=contributes,
             patience_s=patience_s,
             waits=wait,
+            compares=self._registry.is_used_by_loops,
         )
         self._asked_with = layout.digest, self._registry.frozen()
         request = msgspec.structs.replace(
@@ -502,8 +507,10 @@ class Manager:
         if has_to_wait:
             self.wait_quorum()
             plan = self._talk.plan()
-            if self._is_load_pending and plan is not None and plan.load_before_forward:
-                self._load(before_forward=True)
+            if self._is_load_pending and plan is not None:
+                is_there = plan.compare and self._healing.is_over(plan.comparison_wait_s)
+                if plan.load_before_forward or is_there:
+                    self._load(before_forward=True)
 
     def _may_keep_step(self, wishes: StepWishes) -> bool:
         """Whether the step that is asked for can be the one that is open."""
@@ -582,7 +589,10 @@ class Manager:
             else:
                 self._is_load_pending = True
                 in_place = self._heal_in_place and trainer_waits and plan.load_before_forward
-                self._healing.start(formed, receiving, in_place)
+                compare = None
+                if plan.compare:
+                    compare = self._registry.comparison_with(captured or self._registry.capture_to_serve())
+                self._healing.start(formed, receiving, in_place, compare=compare)
         if plan.configure:
             self._configure(formed)
 
@@ -785,6 +795,9 @@ class Manager:
         if plan is None:
             return
         self._is_load_pending = False
+        if plan.compare:
+            self._take_comparison(plan.formed, before_forward)
+            return
         try:
             self._take_state()
         except (StateMismatchError, StateDictLoadError):
@@ -796,6 +809,50 @@ class Manager:
         self._talk.loaded(plan.formed, before_forward=before_forward)
         logger.info("%s healed to step %d", self.replica_id(), plan.formed.version.step)
 
+    def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
+        """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.
+
+        Where it cannot be compared this replica goes along, and tries again at the next quorum.
+        """
+        step, sources = formed.version.step, ", ".join(source.replica_id for source in formed.sources)
+        try:
+            state = self._wait_for_state()
+            found = self._healing.differences()
+        except (StateMismatchError, StateDictLoadError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not compared yet, and no more
+            message = "%s could not compare its state with that of %s at step %d, contributes nothing yet: %s"
+            logger.warning(message, self.replica_id(), sources, step, error)
+            return
+        if found.comparison is not Comparison.EQUAL:
+            self._healing.withdraw()  # what this replica may have served under that name
+            self._load_received(state)
+            self._num_corrected += 1
+        is_exact = self._talk.compared(found.comparison, before_forward=before_forward)
+        if found.comparison is not Comparison.EQUAL:
+            logger.warning(
+                "%s came to another state of step %d than %s: its training loop used what was here before it healed, or has"
+                " something of its own. %s differed. It has loaded theirs %s",
+                self.replica_id(),
+                step,
+                sources,
+                found,
+                "before this step is computed" if before_forward else "while this step was computed",
+            )
+        if is_exact:
+            logger.info(
+                "%s is bit-equal to %s at step %d and contributes from the next step on",
+                self.replica_id(),
+                sources,
+                step,
+            )
+        elif not before_forward:
+            logger.warning(
+                "%s contributes nothing yet, and compares its state again at the next step, for longer; if this repeats itself,"
+                " give a longer join_budget",
+                self.replica_id(),
+            )
+
     def _take_state(self) -> None:
         """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
 
@@ -803,23 +860,29 @@ class Manager:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
             Whatever a transport raises.
         """
+        self._load_received(self._wait_for_state())
+        self._num_healed += 1
+
+    def _wait_for_state(self) -> dict[str, Any]:
         try:
             state = self._healing.wait()
-            user = self._registry.check(state.get("user"))
+            self._registry.check(state.get("user"))
         except BaseException:
             self._healing.cancel()
             if self._healing.has_overwritten():
                 self._talk.load_torn()
             raise
+        return state
+
+    def _load_received(self, state: dict[str, Any]) -> None:
         if self._offer.end():
             self._transport.disallow_checkpoint()
         try:
-            self._registry.load(user)
+            self._registry.load(state["user"])
         except StateDictLoadError:
             self._talk.load_torn()
             raise
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
-        self._num_healed += 1
 
     # --------------------------------------------------------------------------------------------- outside of quorums
 
@@ -1088,6 +1151,7 @@ class Manager:
             num_left_behind=self._counts[Outcome.LEFT_BEHIND],
             num_healed=self._num_healed,
             last_heal_s=self._healing.took_s,
+            num_corrected=self._num_corrected,
         )
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
     Containers are dicts, lists and tuples; tensors that are one here are one in the result. Without optimizers nothing is
     known of who changes what, and the state itself is returned.
     """
-    owned = _addresses(optimizers)
+    owned = addresses_of(optimizers)
     return _copy(state, owned, {}) if owned else state
 
 
@@ -51,7 +51,7 @@ def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimiz
     """
     if not optimizers:
         return StateHeld(state, frozenset(), True)
-    owned = _addresses(optimizers)
+    owned = addresses_of(optimizers)
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     held: dict[str, Any] = _copy(state, owned, copies)
     copied = {id(copy) for copy in copies.values()}
@@ -86,7 +86,7 @@ def _leaves(state: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
             yield from _leaves(item, kinds)
 
 
-def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors whose bytes a tensor has here; none where it has none, or they are copied at capture."""
     adapter = adapter_of(tensor)
     if adapter is None:
@@ -107,17 +107,18 @@ def _memory_not_in(owned: set[int], tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the memory of a tensor as far as it is not owned. Quick where it is, as nearly always."""
     if type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.data_ptr() in owned:
         return []
-    return [part for part in _memory_of(tensor) if part.data_ptr() not in owned]
+    return [part for part in memory_of(tensor) if part.data_ptr() not in owned]
 
 
-def _addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+def addresses_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Return where the memory of parameters and state begins that these optimizers own."""
     owned: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update(part.data_ptr() for parameter in group["params"] for part in _memory_of(parameter))
+            owned.update(part.data_ptr() for parameter in group["params"] for part in memory_of(parameter))
         for values in optimizer.state.values():
             tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
-            owned.update(part.data_ptr() for tensor in tensors for part in _memory_of(tensor))
+            owned.update(part.data_ptr() for tensor in tensors for part in memory_of(tensor))
     return owned
 
 

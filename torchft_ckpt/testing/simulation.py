@@ -38,6 +38,8 @@ QUIET_LIMIT_S = 150.0
 QUIET_COMMITS = 3
 QUIET_PHASES = 15
 """As long again as so many of the slowest outer loop's phases."""
+STEPS_VARY_BY_S = 0.09
+"""See `TrainerSettings.compute_s`."""
 OPERATOR_PATIENCE_S = 5.0
 RECONNECT_S = 4.0
 """A connection is up again within this, once it can be."""
@@ -200,7 +202,8 @@ class Simulation:
     def _save_checkpoint(self) -> None:
         for group in self.groups:
             versions = {trainer.replica.version for trainer in group.trainers}
-            if len(versions) == 1 and group.trainers[0].replica.version.proven:
+            is_exact = not any(trainer.replica.unverified for trainer in group.trainers)
+            if len(versions) == 1 and group.trainers[0].replica.version.proven and is_exact:
                 step = group.trainers[0].replica.version.step
                 self._checkpoint = (step, [trainer.value for trainer in group.trainers])
                 return
@@ -286,7 +289,8 @@ class Simulation:
     def _run_quiet(self) -> float:
         self.log("--- quiet")
         plan = self.scenario
-        plan.moods.calm_down(slowness=3.0)
+        # No group's steps vary by more than the others grant one that joins: it has several to go through.
+        plan.moods.calm_down(slowness=min(3.0, plan.join_budget_s / STEPS_VARY_BY_S))
         self.transfers.duration_s = (0.02, 0.1)
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
         self._keep_pace()

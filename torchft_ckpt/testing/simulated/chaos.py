@@ -30,6 +30,8 @@ class Moods:
     impatience: float = 0.0
     """Gives up waiting for the decision early."""
     slowness: float = 1.0
+    uses_state: float = 0.0
+    """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
 
     def calm_down(self, slowness: float) -> None:
         """Nothing goes wrong from now on."""
@@ -115,6 +117,7 @@ def draw_scenario(rng: Random) -> Scenario:
             step_error=sometimes(0.3, 0.05),
             no_heal=sometimes(0.15, 0.3),
             impatience=sometimes(0.3, 0.5),
+            uses_state=rng.choice((0.0, 0.5, 1.0)),
         ),
         decision_timeout_s=rng.choice((0.5, 2.0)),
     )

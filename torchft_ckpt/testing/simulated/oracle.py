@@ -2,6 +2,9 @@
 
 - Equal versions are equal bits: whoever commits to, heals to or is given a version holds the same value for its group rank.
 - Nobody contributes or commits that does not hold the state of its quorum; nobody trains from a torn one.
+- Who loaded a state while it computed a step may come out of it with another one than the others, under the same name. It
+  contributes again only after a comparison with theirs, or where nobody is left who is known to hold it: then its state counts
+  in that quorum, and in what comes of it.
 - A quorum id of one lighthouse life has one set of members. It never falls, neither in one life nor for one rank, and an id
   of an earlier life is not given again by a life that has heard of it.
 - No two states that were committed differ at one step, but for histories that the job went back from on purpose, and for
@@ -59,6 +62,10 @@ class Oracle:
         self.newest: dict[tuple[str, int], StateVersion] = {}
         """By replica id and rank: the last version that it committed or healed to."""
         self._values: dict[tuple[StateVersion, int], object] = {}
+        self._stand_ins: dict[tuple[int, str, StateVersion, int], object] = {}
+        """By quorum, version and rank: the value of one who stands in for those who are known to hold it."""
+        self._unknown: set[tuple[str, int]] = set()
+        """Ranks whose state came out of a step in which they loaded one, and has not been compared since."""
         self._parents: dict[StateVersion, StateVersion] = {}
         self._committed: defaultdict[int, list[StateVersion]] = defaultdict(list)
         self._steps_of: defaultdict[tuple[str, int], list[StateVersion]] = defaultdict(list)
@@ -94,23 +101,53 @@ class Oracle:
         if formed.quorum_id < self._seen_quorum_id[key]:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
-        if formed.role is Role.HEALTHY:
+        if formed.role is Role.HEALTHY and formed.unverified:
+            if self._expected(trainer, formed.version) != trainer.value:
+                self.fail(f"{trainer.address} stands in for {formed.version}, and others got another state of it")
+        elif formed.role is Role.HEALTHY:
             if trainer.replica.version != formed.version:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
 
-    def healed(self, trainer: Trainer) -> None:
-        """A rank has loaded the state of a version."""
+    def healed(self, trainer: Trainer, *, in_time: bool) -> None:
+        """A rank has loaded the state of a version. `in_time`: its loop had not used what was there before for this step."""
         version = trainer.replica.version
-        if (version, trainer.rank) not in self._values:
-            self.fail(f"{trainer.address} healed to {version}, which nobody holds")
-        self._holds(trainer, version, trainer.value)
+        expected = self._expected(trainer, version)
+        if expected is None or expected != trainer.value:
+            self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
+        self.newest[trainer.replica_id, trainer.rank] = version
+        if in_time:
+            self.known_equal(trainer)
+        else:
+            self._unknown.add((trainer.replica_id, trainer.rank))
+
+    def known_equal(self, trainer: Trainer) -> None:
+        """A rank has compared its state with that of the sources."""
+        if self._expected(trainer, trainer.replica.version) != trainer.value:
+            self.fail(f"{trainer.address} takes {trainer.value} for {trainer.replica.version}")
+        self._unknown.discard((trainer.replica_id, trainer.rank))
 
     def contributes(self, trainer: Trainer) -> None:
         """A rank puts gradients into the sum."""
         formed = trainer.replica.quorum
-        if formed is None or self._values.get((formed.version, trainer.rank)) != trainer.value:
+        if formed is None or self._expected(trainer, formed.version) != trainer.value:
             self.fail(f"{trainer.address} contributes without the state of {formed}")
+        elif not formed.unverified:
+            # Of a group that loads before its forward pass every rank begins when it has loaded.
+            ranks = [rank for group, rank in self._unknown if group == trainer.replica_id]
+            if trainer.rank in ranks or (ranks and formed.role is Role.HEALTHY):
+                self.fail(
+                    f"{trainer.address} contributes, and ranks {ranks} have not compared their state since they healed"
+                )
+
+    def _expected(self, trainer: Trainer, version: StateVersion) -> object:
+        """Return what a version stands for in a rank's quorum."""
+        formed = trainer.replica.quorum
+        known = self._values.get((version, trainer.rank))
+        if formed is None or not formed.unverified or version != formed.version:
+            return known
+        # Who is the first to act on what the one holds that stands in, be it that one itself or one who got it.
+        return self._stand_ins.setdefault((formed.quorum_id, formed.epoch, version, trainer.rank), trainer.value)
 
     def may_hold(self, trainer: Trainer) -> None:
         """A rank is between two steps: what it holds is what its version names."""
@@ -126,9 +163,13 @@ class Oracle:
         for parts in sums:
             if formed is not None and sum(part != 0 for part in parts) != formed.num_contributors:
                 self.fail(f"{trainer.address} commits {version}: {parts} are divided by {formed.num_contributors}")
-        if formed is None or before != formed.version or self._values.get((before, trainer.rank)) != trainer.value:
+        is_exact = self._expected(trainer, before) == trainer.value
+        if formed is None or before != formed.version or not (is_exact or trainer.replica.unverified):
             self.fail(f"{trainer.address} commits {version} from {before}, the quorum's state is {formed}")
-        self._holds(trainer, version, value)
+        elif not trainer.replica.unverified:
+            self._holds(trainer, version, value)
+            if formed.role is Role.HEALTHY:
+                self._unknown.discard((trainer.replica_id, trainer.rank))  # it stood in
         self.num_commits += 1
         self._steps_of[trainer.replica_id, trainer.rank].append(version)
         if version in self._parents:

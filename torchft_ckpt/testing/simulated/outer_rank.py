@@ -53,6 +53,7 @@ class OuterPace:
 class OuterRank(Trainer):
     """One rank of one incarnation, as `Trainer`. `pace` and `is_alone` have to be set before it begins."""
 
+    uses_state = False
     pace = OuterPace()
     is_alone = True
     """Its group has no other rank."""
@@ -139,7 +140,7 @@ class OuterRank(Trainer):
         if arrival is Arrival.WHOLE:
             self.value = value
             self.replica.caught_up(located.version)
-            self._oracle.healed(self)
+            self._oracle.healed(self, in_time=True)
             self._locate()
             return
         if arrival is Arrival.TORN:
@@ -195,6 +196,7 @@ class OuterRank(Trainer):
             contributes=contributes,
             patience_s=self._patience_s if contributes else 0.0,
             waits=not contributes,
+            compares=self.uses_state,
         )
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
         self._may_abandon(turn)

@@ -33,7 +33,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
 )
 from torchft_ckpt.core.patience import StallWatch
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan
 from torchft_ckpt.testing.simulated.clock import Clock, Process
 from torchft_ckpt.testing.simulated.collectives import Collectives, Handle
 from torchft_ckpt.testing.simulated.oracle import Oracle
@@ -55,7 +55,7 @@ class TrainerSettings:
 
 
 class Trainer:
-    """One rank of one incarnation.
+    """One rank of one incarnation. `uses_state`: its loop uses the state while it computes a step.
 
     Args:
         process: its process.
@@ -64,6 +64,8 @@ class Trainer:
         send: takes its messages to its group.
         stop: ends the process, as an exception that nobody catches does.
     """
+
+    uses_state = True
 
     def __init__(
         self,
@@ -102,6 +104,8 @@ class Trainer:
         self._arrival: tuple[Arrival, object] | None = None
         self._is_loading = False
         self._is_cancelled = False
+        self._is_spoiled = False
+        """What the open step is computed with has changed while it was computed."""
         self._after_load: Callable[[], None] | None = None
         self._watch = StallWatch()
 
@@ -113,12 +117,14 @@ class Trainer:
         turn = self._turn
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
-        can_serve = self.replica.capture_wanted
+        self._is_spoiled = False
+        can_serve = self.replica.wants_capture
         request = self.replica.begin(
             allow_heal=self._rng.random() >= self._moods.no_heal,
             shrink_only=False,
             can_serve=can_serve,
             store_address="store",
+            compares=self.uses_state,
         )
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
@@ -169,7 +175,17 @@ class Trainer:
         if self._plan.load_before_forward and self._is_loading:
             self._after_load = lambda: self._load(before_forward=True, then=lambda: self._forward(turn))
             self._check_load()
+        elif self._plan.compare and self._is_loading:
+            self._after_load = lambda: self._load(before_forward=True, then=lambda: self._forward(turn))
+            self._later(self._plan.comparison_wait_s, lambda: self._stop_waiting(turn))
+            self._check_load()
         else:
+            self._forward(turn)
+
+    def _stop_waiting(self, turn: int) -> None:
+        """The comparison is not there yet: go on with it beside the forward pass."""
+        if turn == self._turn and self._after_load is not None:
+            self._after_load = None
             self._forward(turn)
 
     def _configure_failed(self, turn: int) -> None:
@@ -282,10 +298,21 @@ class Trainer:
         arrival, value = self._arrival or (Arrival.FAILED, None)
         if self._plan is None:
             return
-        if arrival is Arrival.WHOLE and not self._is_cancelled:
+        is_here = arrival is Arrival.WHOLE and not self._is_cancelled
+        if self._plan.compare and (not is_here or value == self.value):
+            # Nothing is loaded: it could not be had, and this rank goes along; or it is the same.
+            if is_here and self.replica.comparison_finished(Comparison.EQUAL, before_forward=before_forward):
+                self._oracle.known_equal(self)
+        elif is_here:
             self.value = value
-            self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
-            self._oracle.healed(self)
+            in_time = before_forward or not self.uses_state
+            self._is_spoiled = not in_time
+            if self._plan.compare:
+                self._transfers.withdraw(self.address)
+                self.replica.comparison_finished(Comparison.DIFFERENT, before_forward=before_forward)
+            else:
+                self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
+            self._oracle.healed(self, in_time=in_time)
         elif arrival is Arrival.TORN:
             self.value = ("torn", self._rng.getrandbits(32))
             self.replica.load_torn()
@@ -335,6 +362,8 @@ class Trainer:
             return
         if outcome is Outcome.COMMIT:
             value = self._oracle.next_value(self.value, tuple(self._results))
+            if self._is_spoiled and self._rng.random() < self._moods.uses_state:
+                value = self._rng.getrandbits(60)
             self._oracle.commits(self, before, value, tuple(self._results))
             self.value = value
             self.last_commits.append(self.replica.version)

@@ -48,6 +48,10 @@ class Transfers:
         """Open a snapshot at an address; the one before is gone."""
         self._snapshots[address] = snapshot
 
+    def withdraw(self, address: str) -> None:
+        """What is served at an address is not the state of that name any more."""
+        self._snapshots.pop(address, None)
+
     def fetch(
         self, address: str, version: StateVersion, process: Process, done: Callable[[Arrival, object], None]
     ) -> None:

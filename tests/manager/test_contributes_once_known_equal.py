@@ -1,0 +1,304 @@
+"""A group that healed beside its forward pass contributes once its state is known to be the others', whatever its loop does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from test_manager_in_process import SHORT, Replica, together
+
+from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt.errors import SourceLostError
+
+SETTLED = 5
+"""Steps that a group that came back has to contribute to before a test ends."""
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+class Loop(Replica):
+    """A training loop that notes what it holds after each committed step, and whether it contributed to it."""
+
+    def __init__(self, lighthouse: LighthouseServer, name: str, seed: int = 0, **options: Any) -> None:
+        super().__init__(lighthouse, name, seed, **options)
+        self.extra: dict[str, Any] = self.first_extra()
+        self.manager.register_state_dict_fn("extra", self.load_extra, self.get_extra)
+        self.after: dict[int, list[list[int]]] = {}
+        self.contributed: list[int] = []
+        self.committed: list[int] = []
+
+    def first_extra(self) -> dict[str, Any]:
+        return {}
+
+    def load_extra(self, extra: dict[str, Any]) -> None:
+        self.extra = extra
+
+    def get_extra(self) -> dict[str, Any]:
+        return self.extra
+
+    def quorum_size(self) -> int:
+        quorum = self.manager._replica.quorum
+        return quorum.replica_world_size if quorum is not None else 0
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def between_backward_and_step(self) -> None: ...
+
+    def after_step(self, committed: bool) -> None: ...
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        batch = torch.linspace(-1, 1, 16).view(2, 8) * (1 + self.manager.current_step() % 3)
+        self.scaled(self.model(batch).square().mean()).backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad).wait()
+        self.between_backward_and_step()
+        contributes = self.manager.is_participating()
+        self.optimizer.step()
+        committed = self.manager.statistics().num_committed > before
+        self.after_step(committed)
+        if committed:
+            step = self.manager.current_step()
+            self.after[step] = self.bits()
+            self.committed.append(step)
+            if contributes:
+                self.contributed.append(step)
+        return committed
+
+
+class Plain(Loop):
+    """All that a step depends on is read within it."""
+
+
+class Scaler(Loop):
+    """Scales the loss, unscales the gradients, and lets the scale grow, as `GradScaler` does."""
+
+    def first_extra(self) -> dict[str, Any]:
+        return {"scale": 3.0, "growth": 0}
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.extra["scale"]
+
+    def between_backward_and_step(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= self.extra["scale"]
+
+    def after_step(self, committed: bool) -> None:
+        if committed:
+            growth = (self.extra["growth"] + 1) % 2
+            self.extra = {"scale": self.extra["scale"] * (1.7 if growth == 0 else 1.0), "growth": growth}
+            if self.extra["scale"] > 1000:
+                self.extra["scale"] = 3.0
+
+
+class AdaptiveClipping(Loop):
+    """Clips at what norms were lately; the history changes between `zero_grad` and `step`."""
+
+    def first_extra(self) -> dict[str, Any]:
+        return {"norms": torch.full((4,), 0.01)}
+
+    def between_backward_and_step(self) -> None:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norms = self.extra["norms"]
+        limit = float(norms.mean())
+        norms.copy_(torch.cat([norms[1:], norm[None]]))
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= min(1.0, limit / (float(norm) + 1e-6))
+
+
+class L2ByHand(Loop):
+    """Adds weight decay to the averaged gradients."""
+
+    def between_backward_and_step(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.05 * parameter.detach()
+
+
+class RateByHand(Loop):
+    """Sets the learning rate of each step from the manager's step."""
+
+    def between_backward_and_step(self) -> None:
+        for group in self.sgd.param_groups:
+            group["lr"] = 0.1 / (1 + self.manager.current_step() % 11)
+
+
+LOOPS = [Plain, Scaler, AdaptiveClipping, L2ByHand, RateByHand]
+
+
+def come_back(
+    lighthouse: LighthouseServer, kind: Callable[..., Loop], *, survivors: int = 2, **options: Any
+) -> tuple[list[Loop], Loop]:
+    """Some groups train; one comes that begins with nothing, and they go on until it has contributed for a while."""
+    stayed = [kind(lighthouse, f"stays_{number}") for number in range(survivors)]
+    together(stayed, lambda replica: [replica.step() for _ in range(3)])
+    back = kind(lighthouse, "comes_back", seed=1, **options)
+    last_step: list[int] = []
+
+    def train(replica: Loop) -> None:
+        while not last_step or replica.manager.current_step() < last_step[0]:
+            replica.step()
+            if replica is back and len(back.contributed) >= SETTLED and not last_step:
+                last_step.append(back.manager.current_step() + 2)  # nobody is further than one step ahead
+
+    together([*stayed, back], train)
+    for replica in [*stayed, back]:
+        replica.manager.shutdown()
+    return stayed, back
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_it_is_bit_equal_to_the_survivors_from_its_first_contribution_on(
+    lighthouse: LighthouseServer, kind: type[Loop]
+) -> None:
+    stayed, back = come_back(lighthouse, kind)
+    assert len(back.contributed) >= SETTLED
+    first = back.contributed[0]
+    for step in [first - 1, *back.contributed]:
+        assert back.after[step] == stayed[0].after[step], f"after step {step}, first contribution {first}"
+    assert back.manager.statistics().num_healed == 1
+    assert back.manager.statistics().num_corrected == (0 if kind is Plain else 1)
+    assert back.contributed == back.committed[2:], "it heals in one step, compares in the next, and contributes"
+    assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
+
+
+class Gated(HTTPTransport[Any]):
+    """Lets some receives wait for a gate, or fail. The first receive is the one that heals, the second compares."""
+
+    def __init__(self, **at_receives: Any) -> None:
+        super().__init__(timeout=SHORT, hostname="127.0.0.1")
+        self.gate = threading.Event()
+        self.wait_at: Sequence[int] = at_receives.get("wait_at", ())
+        self.fail_at: Sequence[int] = at_receives.get("fail_at", ())
+        self.num_receives = 0
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        self.num_receives += 1
+        if self.num_receives in self.fail_at:
+            raise SourceLostError("the source is gone", "source")
+        if self.num_receives in self.wait_at:
+            assert self.gate.wait(20)
+            self.gate.clear()
+        return super().fetch_checkpoint(sources, step, timeout, **how)
+
+
+class PassesGate(Loop):
+    """Opens the gate when it is beside its forward pass."""
+
+    def between_backward_and_step(self) -> None:
+        super().between_backward_and_step()
+        transport = self.manager.transport
+        if isinstance(transport, Gated) and transport.num_receives in transport.wait_at:
+            transport.gate.set()
+
+
+class PlainLate(PassesGate, Plain):
+    """A plain loop whose state is compared beside its forward pass."""
+
+
+class L2ByHandLate(PassesGate, L2ByHand):
+    """Likewise, with weight decay by hand."""
+
+
+def test_a_comparison_that_takes_long_goes_on_beside_the_forward_pass(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "torchft_ckpt.manager"):
+        stayed, back = come_back(lighthouse, PlainLate, checkpoint_transport=Gated(wait_at=[2]))
+    assert back.contributed == back.committed[2:]
+    assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
+    assert back.manager.statistics().num_corrected == 0
+    (line,) = [line for line in caplog.messages if "is bit-equal" in line]
+    assert (
+        line.startswith("comes_back") and f"at step {back.committed[0]} and contributes from the next step on" in line
+    )
+    assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
+
+
+def test_what_differs_beside_the_forward_pass_is_loaded_there_named_and_compared_again(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "torchft_ckpt.manager"):
+        stayed, back = come_back(lighthouse, L2ByHandLate, checkpoint_transport=Gated(wait_at=[2]))
+    assert back.contributed == back.committed[3:], "its third step is the first that began with the right state"
+    assert all(back.after[step] == stayed[0].after[step] for step in [back.committed[2], *back.contributed])
+    assert back.manager.statistics().num_corrected == 2
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "default.model.weight" in warnings[0] and warnings[0].endswith("while this step was computed")
+    assert "compares its state again at the next step" in warnings[1]
+    assert warnings[2].endswith("before this step is computed")
+
+
+def test_a_comparison_that_fails_costs_no_step_and_is_made_again(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Gated(fail_at=[2, 3]))
+    assert back.contributed == back.committed[4:]
+    assert back.committed == sorted(set(range(back.committed[0], back.committed[-1] + 1)))
+    assert len([line for line in caplog.messages if "could not compare its state" in line]) == 2
+    assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
+    assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
+
+
+class Foreign:
+    """A transport of torchft's: it knows no local state, and moves all of it."""
+
+    def __init__(self) -> None:
+        self._own: HTTPTransport[Any] = HTTPTransport(timeout=SHORT, hostname="127.0.0.1")
+        for name in ("metadata", "send_checkpoint", "disallow_checkpoint", "recv_checkpoint", "shutdown"):
+            setattr(self, name, getattr(self._own, name))
+
+
+@pytest.mark.parametrize("kind", [Plain, AdaptiveClipping])
+def test_with_a_transport_of_torchft_the_whole_state_is_received_and_compared(
+    lighthouse: LighthouseServer, kind: type[Loop]
+) -> None:
+    stayed, back = come_back(lighthouse, kind, checkpoint_transport=Foreign())
+    assert back.contributed == back.committed[2:]
+    assert all(back.after[step] == stayed[0].after[step] for step in back.contributed)
+    assert back.manager.statistics().num_corrected == (kind is not Plain)
+
+
+def test_where_nobody_is_left_who_is_known_to_hold_the_state_the_job_goes_on_with_its_own(
+    lighthouse: LighthouseServer,
+) -> None:
+    stayed = Plain(lighthouse, "dies")
+    for _ in range(3):
+        assert stayed.step()
+    back = Plain(lighthouse, "comes_back", seed=1)
+
+    def until_both_have_committed(replica: Plain) -> None:
+        while not back.committed:
+            replica.step()
+            if replica is stayed and replica.quorum_size() == 2:
+                replica.manager.shutdown()
+                return
+
+    together([stayed, back], until_both_have_committed)
+    for _ in range(3):
+        assert back.step()
+    assert back.contributed == back.committed[1:]
+    assert back.manager.statistics().num_healed == 1
+    back.manager.shutdown()
+
+
+def test_a_group_that_loads_before_its_forward_pass_contributes_at_once(lighthouse: LighthouseServer) -> None:
+    stayed, back = come_back(lighthouse, AdaptiveClipping, use_async_quorum=False)
+    assert back.contributed == back.committed
+    assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
+    assert back.manager.statistics().num_corrected == 0

@@ -1,0 +1,131 @@
+"""Compares the state that is here with that of the sources, bit by bit, and names what differs.
+
+It knows tensors and plain values, and which tensors optimizers own. It does not know where the states come from: whatever a
+transport knows to be equal already it need not have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchft_ckpt.checkpointing.state.shards import adapter_of
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder
+from torchft_ckpt.core.replica import Comparison
+from torchft_ckpt.errors import UnsupportedValueError
+from torchft_ckpt.manager.still import MAX_COPIED_BYTES, addresses_of, memory_of
+
+MAX_NAMED = 5
+
+
+class Differences(NamedTuple):
+    """What differs between two states."""
+
+    comparison: Comparison
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.paths) - MAX_NAMED} more" if len(self.paths) > MAX_NAMED else ""
+        return ", ".join(path[:120] for path in self.paths[:MAX_NAMED]) + more
+
+
+def compare_states(here: object, there: object, optimizers: Iterable[torch.optim.Optimizer]) -> Differences:
+    """Compare two states.
+
+    Args:
+        here: what is here; its tensors are not written to meanwhile.
+        there: what came from the sources.
+        optimizers: all that change the state here; without one all that differs is taken for theirs.
+    """
+    found = _Search(addresses_of(optimizers))
+    found.compare(here, there, "")
+    paths = (*found.weighty, *found.buffers)
+    if not paths:
+        return Differences(Comparison.EQUAL, ())
+    return Differences(Comparison.DIFFERENT if found.weighty else Comparison.BUFFERS_DIFFER, paths)
+
+
+def fixed(state: Any) -> Any:
+    """Return a state with containers of its own: what is put into those of the training loop meanwhile does not appear in it."""
+    if isinstance(state, Mapping):
+        return {key: fixed(item) for key, item in state.items()}
+    return type(state)(map(fixed, state)) if type(state) in (list, tuple) else state
+
+
+class _Search:
+    """One comparison.
+
+    Args:
+        owned: addresses of the memory that optimizers own.
+    """
+
+    def __init__(self, owned: set[int]) -> None:
+        self._owned = owned
+        self.weighty: list[str] = []
+        self.buffers: list[str] = []
+        """Small tensors that no optimizer owns."""
+
+    def compare(self, here: Any, there: Any, path: str) -> None:
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            for key in dict.fromkeys([*here, *there]):
+                if key in here and key in there:
+                    self.compare(here[key], there[key], _join(path, key))
+                else:
+                    self.weighty.append(_join(path, key))
+        elif type(here) in (list, tuple) and type(here) is type(there) and len(here) == len(there):
+            for index, (one, other) in enumerate(zip(here, there, strict=True)):
+                self.compare(one, other, _join(path, index))
+        elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            if not _same_tensor(here, there):
+                (self.buffers if self._is_buffer(here, there) else self.weighty).append(path)
+        elif not _same_value(here, there):
+            self.weighty.append(path)
+
+    def _is_buffer(self, here: torch.Tensor, there: torch.Tensor) -> bool:
+        if not self._owned or here.nbytes > MAX_COPIED_BYTES or (here.shape, here.dtype) != (there.shape, there.dtype):
+            return False
+        return all(part.data_ptr() not in self._owned for part in memory_of(here))
+
+
+def _same_tensor(here: torch.Tensor, there: torch.Tensor) -> bool:
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return False
+    adapter, other = adapter_of(here), adapter_of(there)
+    if adapter is None and other is None:
+        return _same_bits(here, there)
+    if adapter is None or other is None:
+        return False
+    boxes, data = adapter.boxes_and_data(here, "")
+    other_boxes, other_data = other.boxes_and_data(there, "")
+    return boxes == other_boxes and all(_same_bits(*pair) for pair in zip(data, other_data, strict=True))
+
+
+def _same_bits(here: torch.Tensor, there: torch.Tensor) -> bool:
+    if here.layout is not torch.strided or there.layout is not torch.strided or here.is_meta or there.is_meta:
+        return False
+    return torch.equal(_bits(here), _bits(there))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as integers, on the host: a device may have no memory to spare."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # Integers of four bytes are compared several times as fast as bytes.
+    return flat.view(torch.int32) if flat.nbytes % 4 == 0 and flat.data_ptr() % 4 == 0 else flat
+
+
+def _same_value(here: object, there: object) -> bool:
+    if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
+        is_alike = (here.shape, here.dtype) == (there.shape, there.dtype)
+        return is_alike and here.tobytes() == there.tobytes()
+    try:
+        # As they would travel: numpy's numbers arrive as Python's, and a NaN is equal to the same NaN.
+        return repr(TreeEncoder().encode(here)) == repr(TreeEncoder().encode(there))
+    except UnsupportedValueError:
+        return type(here) is type(there) and repr(here) == repr(there)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
