@@ -1,44 +1,131 @@
 """Data parallel training across replica groups: PyTorch's DDP, its gradients averaged by the manager.
 
 The reducer's buckets are reduced as they fill, while the backward pass goes on. PyTorch's own process group is a dummy:
-nothing but the communication hook crosses replicas, so a group that dies leaves DDP itself untouched.
+nothing but the communication hook and the map of used parameters crosses replicas, so a group that dies leaves DDP itself
+untouched.
+
+The rule for both modules here: after a backward pass a parameter has a gradient in every group or in none. It has one where
+a group that contributes has one; groups that have none add zeros. (To an optimizer, a gradient of zeros is not the same as
+none.) And all groups start the same collectives in the same order: the gradients, then the map.
 
 (PyTorch reads the hook's annotations, so they are not postponed here.)
 """
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch._dynamo  # DDP's constructor imports it, which takes a second: better now than while others wait
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.distributed import ReduceOp, Work
 from torch.nn import parallel
 
+from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.process_group import ProcessGroupDummy
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
+
+_ONLY_REPLICAS = "it averages over the manager's replica groups alone; for several ranks in a group use fully_shard"
+_OWN_BUFFERS = "buffers are each group's own; put what must be equal into the state dict"
+_REFUSED = {
+    "static_graph": "it rebuilds the buckets after the first step, and a group that returns would have other ones",
+    "skip_all_reduce_unused_params": "groups that use other parameters would start other collectives",
+    "delay_all_reduce_named_params": "it averages inside of this replica group alone; leave their parameters to DDP",
+    "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
+    "mixed_precision": "it brings a communication hook of its own; use torch.autocast",
+    "process_group": _ONLY_REPLICAS,
+    "device_mesh": _ONLY_REPLICAS,
+    "broadcast_buffers": _OWN_BUFFERS,
+    "forward_sync_buffers": _OWN_BUFFERS,
+}
+"""Arguments of PyTorch's DDP that would leave groups apart, and why; None and False are what they are without."""
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """DDP over replica groups that come and go.
 
     Initial weights are made equal by the manager (`init_sync`), not by a broadcast. Buffers are not broadcast at all:
-    what must be equal belongs into the state dict.
+    what must be equal belongs into the state dict. A group may use other parameters in a step than another does, and parameters
+    may be frozen and unfrozen, by all groups in the same step.
 
     Args:
         manager: of this rank.
         module: to train.
         kwargs: of PyTorch's DDP. `find_unused_parameters` is always on: without it the reducer rebuilds its buckets
-            after the first step, and a replica that joins later would have other ones than the rest.
+            after the first step, and a replica that joins later would have other ones than the rest. The bucket sizes
+            are the same in all groups.
+
+    Raises:
+        ConfigError: an argument would leave the groups apart; the message says why.
     """
 
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
+        for name, why in _REFUSED.items():
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                _refuse(name, why)
         kwargs["find_unused_parameters"] = True
         kwargs["init_sync"] = False  # it would copy all parameters through the dummy group
-        kwargs["process_group"] = ProcessGroupDummy(0, 1)
+        kwargs["process_group"] = used = _UsedParameters(manager)
         super().__init__(module, **kwargs)
-        self.register_comm_hook(manager, _average_bucket)
+        self.broadcast_buffers = False  # likewise, before each forward pass
+        self._manager, self._used = manager, used
+        self._is_known_to_work = False
+        self._connect()
+
+    def _connect(self) -> None:
+        """Tell the reducer how to average, and find out which parameters it has."""
+        self._used.parameters = self._build_params_for_reducer()[0]
+        known = set(self._used.parameters)
+        ignored = self.parameters_to_ignore
+        self._frozen = [p for name, p in self.module.named_parameters() if p not in known and name not in ignored]
+        super().register_comm_hook(self._manager, _average_bucket)
+
+    def _rebuild(self) -> None:
+        """Make another reducer, for the parameters that require a gradient now."""
+        parameters, expect_sparse_gradient = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._ddp_init_helper(parameters, expect_sparse_gradient, names, False)
+        self._connect()
+
+    @torch.compiler.disable(recursive=False)  # as PyTorch's is: the module is compiled, what surrounds it is not
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            ConfigError: it checkpoints activations in the way that DDP cannot follow.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._rebuild()
+        output = super().forward(*inputs, **kwargs)
+        if not self._is_known_to_work and torch.is_grad_enabled():
+            _refuse_reentrant_checkpoints(output)
+            self._is_known_to_work = True
+        return output
+
+    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
+        """Refuse: the manager's average is the communication hook."""
+        _refuse("register_comm_hook", "the manager's average is the communication hook, and DDP has one")
+
+    def join(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse: it asks the ranks of the process group, and the manager knows who is there."""
+        _refuse("join", "it knows nothing of groups that come and go; let all groups make the same number of steps")
+
+    def _set_static_graph(self) -> NoReturn:
+        _refuse("_set_static_graph", _REFUSED["static_graph"])
+
+    def __getstate__(self) -> NoReturn:
+        message = (
+            "DistributedDataParallel is not copied or pickled: it belongs to this process's Manager; take its `module`"
+        )
+        raise ConfigError(message, party="DistributedDataParallel")
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ConfigError(f"DistributedDataParallel takes no {name}: {why}", party=name)
 
 
 def _average_bucket(manager: "Manager", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -46,10 +133,69 @@ def _average_bucket(manager: "Manager", bucket: dist.GradBucket) -> torch.future
     return manager.allreduce(bucket.buffer()).get_future()
 
 
-class PureDistributedDataParallel(nn.Module):
-    """One allreduce per gradient as it is accumulated, without DDP's reducer.
+class _UsedParameters(ProcessGroupDummy):
+    """The process group of a reducer whose buckets go elsewhere: of what it does, the map of used parameters is reduced.
 
-    Slower than `DistributedDataParallel` with many small parameters; for modules that its reducer cannot handle.
+    The reducer starts that when it has started all buckets. It gives a gradient to what was used here at once, and looks at the
+    map, at the end of the backward pass, for what was not. So what is entered here is what has a gradient: a parameter keeps
+    one of an earlier backward pass where it was not used in this one.
+
+    Args:
+        manager: of this rank.
+    """
+
+    def __init__(self, manager: "Manager") -> None:
+        super().__init__(0, 1)
+        self._manager = manager
+        self.parameters: Sequence[nn.Parameter] = ()
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:  # type: ignore[override]
+        """Add up in how many groups that contribute each parameter has a gradient, int32, in the reducer's order."""
+        (used,) = tensors
+        have_gradient = torch.tensor([p.grad is not None for p in self.parameters], dtype=used.dtype)
+        used.bitwise_or_(have_gradient.to(used.device, non_blocking=True))
+        work = self._manager.allreduce(used, reduce_op=ReduceOp.SUM)
+        if not self._manager.is_participating():
+            # What was used here alone has zeros when the reducer is done, which is after what is queued now.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(lambda: _drop_unused(self.parameters, used)))
+        return work
+
+
+def _drop_unused(parameters: Sequence[nn.Parameter], used: torch.Tensor) -> None:
+    for parameter, num_groups in zip(parameters, used.tolist(), strict=True):
+        if num_groups == 0:
+            parameter.grad = None
+
+
+@torch.compiler.disable
+def _refuse_reentrant_checkpoints(output: object) -> None:
+    """Raise where the graph behind an output has nodes of reentrant checkpoints, which hide the parameters in them."""
+    todo = [tensor.grad_fn for tensor in _tensors_in(output)]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            message = (
+                "the module calls torch.utils.checkpoint with use_reentrant=True, which hides parameters from"
+                " DistributedDataParallel; pass use_reentrant=False, or use PureDistributedDataParallel"
+            )
+            raise ConfigError(message, party="use_reentrant")
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+
+
+def _tensors_in(output: object) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in parallel.distributed._find_tensors(output))
+
+
+class PureDistributedDataParallel(nn.Module):
+    """One allreduce per gradient at the end of the backward pass, without DDP's reducer.
+
+    Slower than `DistributedDataParallel`; for modules that its reducer cannot handle. All groups have the same parameters that
+    require a gradient. Each backward pass averages all that has accumulated, but for those of forward passes in `no_sync`.
 
     Args:
         manager: of this rank.
@@ -59,15 +205,67 @@ class PureDistributedDataParallel(nn.Module):
     def __init__(self, manager: "Manager", module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._manager = manager
+        self._averages_next = True
+        self._averages = True
+        self._graph_task: int | None = None
+        self._has_accumulated = False
+        self._not_watched = list(module.parameters())
 
-        def average(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                manager.allreduce(parameter.grad)
-
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average)
-
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        return self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._averages, self._graph_task = self._averages_next, None
+        self._watch()
+        output = self.module(*args, **kwargs)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._enter_backward)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: the backward passes of forward passes in it average nothing."""
+        before, self._averages_next = self._averages_next, False
+        try:
+            yield
+        finally:
+            self._averages_next = before
+
+    def _watch(self) -> None:
+        for parameter in [p for p in self._not_watched if p.requires_grad]:
+            parameter.register_post_accumulate_grad_hook(self._note_accumulated)
+        self._not_watched = [p for p in self._not_watched if not p.requires_grad]
+
+    def _enter_backward(self, *_: torch.Tensor) -> None:
+        """The backward pass reached an output: average at its end. A pass within it, of a checkpoint, has an end of its own."""
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _note_accumulated(self, _: torch.Tensor) -> None:
+        self._has_accumulated = True
+        if self._graph_task is None:  # the output is in nothing that could be searched for tensors
+            self._enter_backward()
+
+    def _leave_backward(self) -> None:
+        self._graph_task = None
+        if self._averages and self._has_accumulated:
+            self._has_accumulated = False
+            self._average()
+
+    def _average(self) -> None:
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        works = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(self._manager.allreduce(parameter.grad))
+        works.append(self._manager.allreduce(used, reduce_op=ReduceOp.SUM))
+        for work in works:
+            work.wait()
+        _drop_unused(parameters, used)

@@ -1,0 +1,63 @@
+"""Managers that average over a group in memory and know no lighthouse: what a backward pass computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, Work
+
+from torchft_ckpt.manager.collectives import Collectives, done_work
+from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
+
+LIMIT = timedelta(seconds=20)
+
+
+class Averaging:
+    """Stands for a manager: averages over the groups that contribute, as a manager does, and notes what it was asked for.
+
+    Args:
+        group: of this replica, connected.
+        num_contributing: how many members contribute.
+        contributes: whether this one does.
+    """
+
+    def __init__(self, group: FakeProcessGroup, num_contributing: int, contributes: bool = True) -> None:
+        self.num_contributing = num_contributing
+        self.contributes = contributes
+        self.asked: list[tuple[torch.dtype, tuple[int, ...], ReduceOp.RedOpType]] = []
+        self.errors: list[Exception] = []
+        self._collectives = Collectives(
+            group, on_error=self.errors.append, schedule=lambda *_: None, on_stall=lambda: None
+        )
+
+    def is_participating(self) -> bool:
+        return self.contributes
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> Work:
+        self.asked.append((tensor.dtype, tuple(tensor.shape), reduce_op))
+        if self.errors:
+            return done_work(tensor, lambda: True)
+        if not self.contributes:
+            tensor.zero_()
+        return self._collectives.allreduce(
+            tensor,
+            op=ReduceOp.SUM,
+            divisor=self.num_contributing if reduce_op == ReduceOp.AVG else None,
+            timeout=LIMIT,
+            failed=lambda: bool(self.errors),
+        )
+
+
+def connect(fabric: FakeFabric, rank: int, contributes: Sequence[bool]) -> Averaging:
+    """Return the manager of one replica, when all have come."""
+    group = FakeProcessGroup(fabric, LIMIT)
+    group.configure("store/averaging", f"group_{rank}", rank, len(contributes))
+    return Averaging(group, sum(contributes), contributes[rank])
+
+
+def connect_alone() -> Any:
+    """Return the manager of a replica that trains alone."""
+    return connect(FakeFabric(), 0, [True])
