@@ -7,12 +7,12 @@ that the same rank of the other groups holds, so groups may die and come back wi
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from torchft_ckpt.errors import ConfigError
 
@@ -40,7 +40,8 @@ def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
     Args:
         manager: of this rank. All ranks of the group have one each.
         model: holds modules that `fully_shard` was applied to, or is one. Parameters that none of them manages are not
-            averaged, which a warning in the log says of those that are no DTensors.
+            averaged, which a warning in the log says: DTensors of tensor parallelism that `fully_shard` was not applied to
+            as well.
 
     Raises:
         ConfigError: there is none, or one of them spreads its parameters over several meshes, which has no such hook.
@@ -64,12 +65,30 @@ def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
         except ValueError as error:
             message = f"gradients of the module {name or type(module).__name__!r} cannot be averaged: {error}"
             raise ConfigError(message, party=name) from error
-    left_out = [
-        name for name, value in model.named_parameters() if value.requires_grad and not isinstance(value, DTensor)
-    ]
+    left_out = _not_managed(model, sharded.values())
     if left_out:
         logger.warning(
             "gradients of %d parameters that FSDP does not manage are not averaged over the replica groups: %s",
             len(left_out),
             ", ".join(left_out[:_NUM_NAMED]) + (", ..." if len(left_out) > _NUM_NAMED else ""),
         )
+
+
+def _not_managed(model: nn.Module, sharded: Iterable[FSDPModule]) -> list[str]:
+    """Return the names of the parameters that require a gradient and that none of the FSDP modules manages."""
+    managed = set()
+    for module in sharded:
+        state = module._get_fsdp_state()
+        # A module had one group of parameters at most in older PyTorch.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+            # By its place: the parameter itself is another one while it is unsharded, and after `load_state_dict(assign=True)`.
+            place = parameter._module_info
+            managed.add((place.module, place.param_name))
+            managed.update(zip(place.shared_modules, place.shared_param_names, strict=True))
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, value in module.named_parameters(recurse=False)
+        if value.requires_grad and (module, name) not in managed
+    ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.fsdp import set_all_reduce_hook
@@ -160,3 +161,40 @@ def test_parameters_that_are_left_out_are_named(mesh: DeviceMesh, caplog: pytest
     with caplog.at_level(logging.WARNING):
         set_all_reduce_hook(Averages(lambda _: None), model)
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["2.weight, 2.bias"]
+
+
+def left_out(caplog: pytest.LogCaptureFixture, model: nn.Module) -> list[str]:
+    with caplog.at_level(logging.WARNING):
+        set_all_reduce_hook(Averages(lambda _: None), model)
+    return [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+
+
+def test_parameters_of_tensor_parallelism_alone_are_named_too(
+    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain_model()
+    parallelize_module(model[2], mesh, ColwiseParallel())
+    fully_shard(model[0], mesh=mesh)
+    assert left_out(caplog, model) == ["2.weight, 2.bias"]
+
+
+def test_parameters_that_fsdp_was_told_to_ignore_are_named(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain_model()
+    fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
+    assert left_out(caplog, model) == ["0.bias"]
+
+
+@pytest.mark.parametrize("when", ["sharded", "unsharded", "assigned", "tied"])
+def test_nothing_is_said_of_what_fsdp_manages(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, when: str) -> None:
+    model = plain_model()
+    if when == "tied":
+        model[2] = nn.Linear(4, 3)
+        model[2].weight = model[0].weight
+        fully_shard(model, mesh=mesh)
+    else:
+        model = sharded_model(mesh, reshard_after_forward=False)
+    if when == "unsharded":
+        model(BATCH)
+    if when == "assigned":
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert left_out(caplog, model) == []
