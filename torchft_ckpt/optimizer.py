@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchft_ckpt.errors import ConfigError
 
@@ -19,6 +20,9 @@ class OptimizerWrapper(Optimizer):
 
     Call `zero_grad` before the forward pass and `step` after the backward pass. While the wrapped optimizer steps, the
     write lock of the manager's state is held, and given back also where the step raises.
+
+    Learning-rate schedulers and whatever else takes an optimizer takes this one. Hooks are the wrapped optimizer's: they get that
+    one, and step hooks run where the step counts. It is not copied or pickled; its state dict is that of the wrapped one.
 
     Args:
         manager: of this rank.
@@ -40,12 +44,16 @@ class OptimizerWrapper(Optimizer):
         return self.optim.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step, unless one is open in which nothing has happened (`Manager.start_quorum`); then clear the gradients."""
-        self.manager.start_quorum()
+        """Begin a step, unless one is open in which nothing has happened (`Manager.start_quorum`); then clear the gradients.
+
+        In a state dict function, clear them and no more.
+        """
+        if not self.manager.is_in_state_dict_fn:
+            self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: object | None = None) -> None:  # type: ignore[override]
-        """End the step; step the wrapped optimizer if it counts.
+        """End the step; step the wrapped optimizer if it counts. In a state dict function, step it and no more.
 
         If the wrapped optimizer raises, the step is committed for the others and half done here: who catches the error
         and goes on heals from them at the next step.
@@ -56,6 +64,9 @@ class OptimizerWrapper(Optimizer):
         """
         if closure is not None:
             raise ConfigError("optimizers that use closures are not supported", party="closure")
+        if self.manager.is_in_state_dict_fn:
+            self.optim.step()  # as torch's get_optimizer_state_dict does, to make state
+            return
         if not self.manager.should_commit():
             return
         try:
@@ -65,6 +76,28 @@ class OptimizerWrapper(Optimizer):
             raise
         finally:
             self.manager.allow_state_dict_read()
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        return self.optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        return self.optim.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Callable[..., None], prepend: bool = False) -> RemovableHandle:
+        return self.optim.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return self.optim.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return self.optim.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., None], prepend: bool = False) -> RemovableHandle:
+        return self.optim.register_load_state_dict_post_hook(hook, prepend)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -76,3 +109,10 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
+
+    def __getstate__(self) -> NoReturn:
+        message = (
+            "Optimizer is not copied or pickled: it begins and ends the steps of this process's Manager, and two of them"
+            " would do so twice; copy or save its `state_dict()`, or the optimizer in it, `optim`"
+        )
+        raise ConfigError(message, party="Optimizer")

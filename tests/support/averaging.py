@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp, Work
 
-from torchft_ckpt.manager.collectives import Collectives, done_work
+from torchft_ckpt.manager.collectives import ManagedWork, done_work
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 LIMIT = timedelta(seconds=20)
@@ -29,9 +29,7 @@ class Averaging:
         self.contributes = contributes
         self.asked: list[tuple[torch.dtype, tuple[int, ...], ReduceOp.RedOpType]] = []
         self.errors: list[Exception] = []
-        self._collectives = Collectives(
-            group, on_error=self.errors.append, schedule=lambda *_: None, on_stall=lambda: None
-        )
+        self._group = group
 
     def is_participating(self) -> bool:
         return self.contributes
@@ -39,16 +37,19 @@ class Averaging:
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> Work:
         self.asked.append((tensor.dtype, tuple(tensor.shape), reduce_op))
         if self.errors:
-            return done_work(tensor, lambda: True)
+            return done_work(tensor, self._has_failed)
         if not self.contributes:
             tensor.zero_()
-        return self._collectives.allreduce(
-            tensor,
-            op=ReduceOp.SUM,
-            divisor=self.num_contributing if reduce_op == ReduceOp.AVG else None,
-            timeout=LIMIT,
-            failed=lambda: bool(self.errors),
-        )
+        divisor = self.num_contributing if reduce_op == ReduceOp.AVG else None
+
+        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+            done.value()
+            return tensor if divisor is None else tensor.div_(divisor)
+
+        return ManagedWork(self._group.allreduce([tensor]).get_future().then(finish), self._has_failed)
+
+    def _has_failed(self) -> bool:
+        return bool(self.errors)
 
 
 def connect(fabric: FakeFabric, rank: int, contributes: Sequence[bool]) -> Averaging:

@@ -9,9 +9,11 @@ on the training thread alone. What arrives is checked against what is registered
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -59,6 +61,7 @@ class StateRegistry:
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
         self._trains_apart = False
+        self._in_function = threading.local()
         self._has_untold = False
         """Something that moves belongs to optimizers that are not guarded."""
 
@@ -98,7 +101,21 @@ class StateRegistry:
 
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
-        return {key: get() for key, get in self._get.items()}
+        with self._noted("get"):
+            return {key: get() for key, get in self._get.items()}
+
+    @contextlib.contextmanager
+    def _noted(self, kind: str) -> Iterator[None]:
+        before, self._in_function.kind = self.in_function, kind
+        try:
+            yield
+        finally:
+            self._in_function.kind = before
+
+    @property
+    def in_function(self) -> str:
+        """Which of the users' functions the calling thread is in: "get", "load", or "" for none."""
+        return getattr(self._in_function, "kind", "")
 
     @property
     def knows_optimizers(self) -> bool:
@@ -214,7 +231,7 @@ class StateRegistry:
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
-        with self._lock.write():
+        with self._lock.write(), self._noted("load"):
             for key, load in self._load.items():
                 try:
                     load(user[key])

@@ -217,6 +217,7 @@ class Manager:
         self._too_few_said_at: float | None = None
         self._is_shut_down = False
         self._owner = os.getpid()
+        self._has_warned_of_steps = False
 
         self._state_dict_lock = (
             checkpoint_transport.lock
@@ -374,13 +375,32 @@ class Manager:
         """Make each step of an optimizer take and give back the write lock, also where it raises.
 
         `Optimizer` does so for the one that it wraps. Where a step raised, call `report_torn_state` if the script is to go on.
+
+        A step within a `state_dict` function is warned of: torch's `get_optimizer_state_dict` makes state by one where there is
+        none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
         self._registry.guard(optimizer)
-        guard_steps(
-            optimizer,
-            lambda: None if self._registry.is_kept_still else self.disallow_state_dict_read(),
-            self.allow_state_dict_read,
-        )
+        guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step)
+
+    def _enter_optimizer_step(self) -> None:
+        if self._registry.in_function == "get" and not self._has_warned_of_steps:
+            self._has_warned_of_steps = True
+            logger.warning(
+                "%s: a state_dict function steps the optimizer, as torch's get_optimizer_state_dict does where there is no"
+                " state yet: Adam then counts one step more than in a loop that does not; return optimizer.state_dict() instead",
+                self.replica_id(),
+            )
+        if not self._registry.is_kept_still and self._registry.in_function != "load":
+            self.disallow_state_dict_read()
+
+    def _leave_optimizer_step(self) -> None:
+        if self._registry.in_function != "load":  # there the lock is held for all of it
+            self.allow_state_dict_read()
+
+    @property
+    def is_in_state_dict_fn(self) -> bool:
+        """Whether the calling thread is in one of the registered functions."""
+        return bool(self._registry.in_function)
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore what `state_dict` returned, together with the checkpoint that it was saved with.
