@@ -1,18 +1,19 @@
 """Data parallel training across replica groups: PyTorch's DDP, its gradients averaged by the manager.
 
 The reducer's buckets are reduced as they fill, while the backward pass goes on. PyTorch's own process group is a dummy:
-nothing but the communication hook and the map of used parameters crosses replicas, so a group that dies leaves DDP itself
+nothing but the buckets and a map of used parameters crosses replicas, so a group that dies leaves DDP itself
 untouched.
 
 The rule for both modules here: after a backward pass a parameter has a gradient in every group or in none. It has one where
 a group that contributes has one; groups that have none add zeros. (To an optimizer, a gradient of zeros is not the same as
-none.) And all groups start the same collectives in the same order: the gradients, then the map.
+none.) And all groups start the same collectives in the same order: the gradients, then the map, or both in one.
 
 (PyTorch reads the hook's annotations, so they are not postponed here.)
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -29,6 +30,8 @@ from torchft_ckpt.process_group import ProcessGroupDummy
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
 
+_MAX_CARRIER_BYTES = 4 << 20
+"""The size of a last bucket that is copied together with the map."""
 _ONLY_REPLICAS = "it averages over the manager's replica groups alone; for several ranks in a group use fully_shard"
 _OWN_BUFFERS = "buffers are each group's own; put what must be equal into the state dict"
 _REFUSED = {
@@ -69,20 +72,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 _refuse(name, why)
         kwargs["find_unused_parameters"] = True
         kwargs["init_sync"] = False  # it would copy all parameters through the dummy group
-        kwargs["process_group"] = used = _UsedParameters(manager)
+        kwargs["process_group"] = reduction = _Reduction(manager)
         super().__init__(module, **kwargs)
         self.broadcast_buffers = False  # likewise, before each forward pass
-        self._manager, self._used = manager, used
+        self._reduction = reduction
         self._is_known_to_work = False
         self._connect()
 
     def _connect(self) -> None:
         """Tell the reducer how to average, and find out which parameters it has."""
-        self._used.parameters = self._build_params_for_reducer()[0]
-        known = set(self._used.parameters)
+        self._reduction.parameters = self._build_params_for_reducer()[0]
+        known = set(self._reduction.parameters)
         ignored = self.parameters_to_ignore
         self._frozen = [p for name, p in self.module.named_parameters() if p not in known and name not in ignored]
-        super().register_comm_hook(self._manager, _average_bucket)
+        super().register_comm_hook(self._reduction, _average_bucket)
 
     def _rebuild(self) -> None:
         """Make another reducer, for the parameters that require a gradient now."""
@@ -128,17 +131,18 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise ConfigError(f"DistributedDataParallel takes no {name}: {why}", party=name)
 
 
-def _average_bucket(manager: "Manager", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average_bucket(reduction: "_Reduction", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start to average one bucket, flat, of the gradients' dtype; the future completes with it."""
-    return manager.allreduce(bucket.buffer()).get_future()
+    return reduction.average(bucket)
 
 
-class _UsedParameters(ProcessGroupDummy):
-    """The process group of a reducer whose buckets go elsewhere: of what it does, the map of used parameters is reduced.
+class _Reduction(ProcessGroupDummy):
+    """What crosses replicas of a reducer's work: the buckets, as its hook, and the map of used parameters, as its process group.
 
-    The reducer starts that when it has started all buckets. It gives a gradient to what was used here at once, and looks at the
-    map, at the end of the backward pass, for what was not. So what is entered here is what has a gradient: a parameter keeps
-    one of an earlier backward pass where it was not used in this one.
+    The reducer starts the buckets in their order; when it starts the last one, all gradients of the backward pass are there. Then
+    it reduces its map of the parameters that were used. It gives a gradient to what was used here at once, and looks at
+    the map for what was not. What is entered instead is which parameters have a gradient, be it of an earlier pass. That goes
+    with the last bucket, where this is small, as a collective of its own costs a millisecond of processor time.
 
     Args:
         manager: of this rank.
@@ -148,23 +152,66 @@ class _UsedParameters(ProcessGroupDummy):
         super().__init__(0, 1)
         self._manager = manager
         self.parameters: Sequence[nn.Parameter] = ()
+        self.max_carrier_bytes = _MAX_CARRIER_BYTES
+        self._counting: tuple[Work, torch.Tensor] | None = None
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:  # type: ignore[override]
-        """Add up in how many groups that contribute each parameter has a gradient, int32, in the reducer's order."""
-        (used,) = tensors
-        have_gradient = torch.tensor([p.grad is not None for p in self.parameters], dtype=used.dtype)
-        used.bitwise_or_(have_gradient.to(used.device, non_blocking=True))
-        work = self._manager.allreduce(used, reduce_op=ReduceOp.SUM)
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start to average a bucket, and with the last one to count the groups in which each parameter has a gradient."""
+        gradients = bucket.buffer()
+        if not bucket.is_last():
+            return self._manager.allreduce(gradients).get_future()
+        have_gradient = [parameter.grad is not None for parameter in self.parameters]
+        is_carried = not gradients.is_sparse and gradients.nbytes <= self.max_carrier_bytes
+        counts = torch.tensor(
+            have_gradient, dtype=gradients.dtype if is_carried else torch.int32, device=gradients.device
+        )
+        if is_carried:
+            num = gradients.numel()
+            both = torch.cat([gradients, counts])
+            work, counts = self._manager.allreduce(both), both[num:]
+            future = work.get_future().then(lambda _: both[:num])
+        else:
+            future = self._manager.allreduce(gradients).get_future()
+            work = self._manager.allreduce(counts, reduce_op=ReduceOp.SUM)
+        self._counting = work, counts
         if not self._manager.is_participating():
             # What was used here alone has zeros when the reducer is done, which is after what is queued now.
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(lambda: _drop_unused(self.parameters, used)))
-        return work
+            queue(lambda: queue(lambda: _drop_unused(self.parameters, counts)))
+        return future
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:  # type: ignore[override]
+        """Reduce the reducer's map, which is started after the last bucket."""
+        if self._counting is None:
+            raise ConfigError("PyTorch's reducer started its map before the last bucket: this PyTorch is not supported")
+        (used,), (work, counts) = tensors, self._counting
+        self._counting = None
+        return _MapWork(work, counts, used)
 
 
-def _drop_unused(parameters: Sequence[nn.Parameter], used: torch.Tensor) -> None:
-    for parameter, num_groups in zip(parameters, used.tolist(), strict=True):
-        if num_groups == 0:
+class _MapWork(Work):
+    """The reduction of a reducer's map: where no group has a gradient, nobody used the parameter.
+
+    Args:
+        work: counts the groups.
+        counts: of groups that have a gradient, of any dtype and scale.
+        used: the map, int32.
+    """
+
+    def __init__(self, work: Work, counts: torch.Tensor, used: torch.Tensor) -> None:
+        super().__init__()
+        self._work, self._counts, self._used = work, counts, used
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the counts and fill the map."""
+        self._work.wait()
+        self._used.copy_(self._counts != 0)
+        return True
+
+
+def _drop_unused(parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if count == 0:
             parameter.grad = None
 
 

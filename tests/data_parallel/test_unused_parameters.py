@@ -68,11 +68,17 @@ def in_small_buckets(manager: Averaging, module: nn.Module) -> nn.Module:
     return DistributedDataParallel(manager, module, bucket_cap_mb=1e-4)
 
 
+def with_a_map_apart(manager: Averaging, module: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(manager, module)
+    wrapped._reduction.max_carrier_bytes = 0
+    return wrapped
+
+
 def pure(manager: Averaging, module: nn.Module) -> nn.Module:
     return PureDistributedDataParallel(manager, module)
 
 
-WRAPS = [ours, as_views, in_batches, in_small_buckets, pure]
+WRAPS = [ours, as_views, in_batches, in_small_buckets, with_a_map_apart, pure]
 
 
 def train(
@@ -147,7 +153,7 @@ def test_a_group_that_adds_zeros_ends_as_the_others_do_and_changes_nothing(wrap:
     assert managers[2].asked == managers[0].asked
 
 
-@pytest.mark.parametrize("wrap", [ours, as_views, pure])
+@pytest.mark.parametrize("wrap", [ours, as_views, with_a_map_apart, pure])
 def test_a_group_without_gradients_has_zeros_where_the_others_kept_zeros(wrap: Wrap) -> None:
     """As after `zero_grad(set_to_none=False)`, in the first step of one that comes back: optimizers step what has zeros."""
     fabric, made = FakeFabric(), models(2)
@@ -164,7 +170,7 @@ def test_a_group_without_gradients_has_zeros_where_the_others_kept_zeros(wrap: W
     assert None not in first
 
 
-@pytest.mark.parametrize("wrap", [ours, as_views, pure])
+@pytest.mark.parametrize("wrap", [ours, as_views, with_a_map_apart, pure])
 def test_a_step_that_failed_leaves_nothing_for_the_next(wrap: Wrap) -> None:
     fabric, made = FakeFabric(), models(2)
 
