@@ -60,6 +60,7 @@ from torchft_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     SaveInFlightError,
+    StateChangedError,
     StorageError,
 )
 from torchft_ckpt.manager.guarding import guard_steps
@@ -196,12 +197,19 @@ class Checkpointer:
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
+        self._copies_at_once = False
+        """The state changes without the lock, as was found: each save copies it when it is called."""
         self._lock.add_before_write(self._detach)
         atexit.register(self.shutdown)  # the thread of a save ends with the interpreter: the last save would be lost
 
     def __repr__(self) -> str:
         what = "saving" if self._is_busy() else "idle"
         return f"Checkpointer({self._storages[Tier.STORAGE].location!r}, {what})"
+
+    @property
+    def state_dict_lock(self) -> StateDictLock:
+        """The lock under which the state is changed; where there is a Manager, its own. See `Manager.state_dict_lock`."""
+        return self._lock
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that this optimizer changes the state, where no Manager guards it: its steps wait for the copy of a save.
@@ -227,6 +235,12 @@ class Checkpointer:
 
         Nothing is copied before the state is about to change: what has not been written by then is copied aside, and the
         trainer waits for that copy alone. Whatever goes wrong with the writing is in the future and the log, not raised.
+
+        Whoever changes weights outside of `optimizer.step`, as an evaluation with averaged weights does, holds
+        `state_dict_lock.write()` around each change, or waits for the future first. Where torch's operations change a tensor in
+        place without that, before it is written or copied, the save fails with `StateChangedError`, which names it, and later
+        saves copy all at once. Changes that torch does not count (through `x.data`, numpy; see `Manager.state_dict_lock`) are not
+        seen, and get into the save.
 
         Args:
             state_dict: nested dicts and lists of tensors and plain values, or objects with `state_dict()`; default: what the
@@ -270,7 +284,7 @@ class Checkpointer:
         held = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
         # Where a step that raised has kept the lock, nobody could read until it is given back.
-        will_not_be_told = self._lock.held_for_write() or held.changes_untold
+        will_not_be_told = self._lock.held_for_write() or held.changes_untold or self._copies_at_once
         with self._lock.read():
             captured = CapturedState(
                 held.state,
@@ -280,6 +294,7 @@ class Checkpointer:
                 pool=self._pool,
                 index=self._index,
                 of_group=held.of_group,
+                versions=held.versions,
             )
             if will_not_be_told:
                 captured.snapshot.detach()
@@ -321,9 +336,12 @@ class Checkpointer:
             with _logged("what is not whole stays for now"):
                 leftovers.remove(task.name)
         worker.run()
+        failure = worker.future.exception()
+        if isinstance(failure, StateChangedError) and not self._copies_at_once:
+            self._copies_at_once = True
+            logger.warning("each save copies the whole state at once from now on, as it is changed without the lock")
         if removes:
             with _logged("old checkpoints stay for now"):
-                failure = worker.future.exception()
                 if failure is None:
                     self._remove_old(task)
                 else:

@@ -23,6 +23,7 @@
     |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or its bytes are not those that were written
     |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (of that step)
     |   |-- SaveInFlightError           a save was not begun, because the one before it has not ended
+    |   |-- StateChangedError           a tensor was written to while its state was being served or saved, and not under the lock
     |   `-- TransferError               a transfer did not finish; nothing was applied
     |       |-- SourceLostError         the source closed the connection or could not be reached
     |       |-- SourceRefusedError      the source answered, with a refusal (other step, no token, not serving)
@@ -169,6 +170,12 @@ class CheckpointNotFoundError(CheckpointError):
 
 class SaveInFlightError(CheckpointError):
     """A save was not begun, because the one before it has not ended; that one goes on."""
+
+
+class StateChangedError(CheckpointError):
+    """A tensor was written to in place while its state was being served or saved, and not under the write side of the state dict
+    lock: what is left of that state cannot be had. `party` is the tensor's path. Training goes on.
+    """
 
 
 class TransferError(CheckpointError):

@@ -41,6 +41,7 @@ from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
@@ -189,11 +190,25 @@ class HTTPTransport(CheckpointTransport[T]):
         """Return the same as `metadata`, under torchft's other name for it."""
         return self._metadata
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+    def send_checkpoint(
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta,
+        *,
+        versions: StateVersions | None = None,
+    ) -> None:
         """Serve the state to the destinations for at most `timeout`; returns at once and copies no tensor.
 
         The state must not change between its reading by the caller and the return of this call: hold `lock.read()` around
         both where the trainer may be stepping. With no destinations the state is served until it is about to change.
+
+        A tensor that torch writes to in place without the lock is not served any more, and receivers are told so by its name.
+
+        Args:
+            dst_ranks, step, state_dict, timeout: as in `CheckpointTransport.send_checkpoint`.
+            versions: of the tensors when they were captured, where that was before.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried; nothing is served.
@@ -202,7 +217,14 @@ class HTTPTransport(CheckpointTransport[T]):
         if self._shut_down.is_set():
             raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
         _check(step >= 0, "step", step, "a step that is not negative")
-        snapshot = Snapshot(state_dict, step=step, lock=self._lock, pool=self._pool, num_expected=len(set(dst_ranks)))
+        snapshot = Snapshot(
+            state_dict,
+            step=step,
+            lock=self._lock,
+            pool=self._pool,
+            num_expected=len(set(dst_ranks)),
+            versions=versions,
+        )
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=max(timeout.total_seconds(), 0.0))

@@ -34,6 +34,7 @@ in hex, taken before it was compressed, as it is where the request has `Accept-E
 | 404    | `not_found`         | no: no such path                                               |
 | 409    | `over`              | no: the source has gone on to a later step                     |
 | 410    | `gone`              | not this snapshot: parts of it have been freed                 |
+| 410    | `changed`           | not this snapshot: a tensor was written to without the lock    |
 | 410    | `revoked`           | not this snapshot: it was too slow for the source's memory     |
 | 412    | `other_snapshot`    | from the manifest on: the step is served from another snapshot |
 | 413    | `too_large`         | no: the body is longer than a request may have; 431: the head  |

@@ -159,7 +159,7 @@ class StandingOffer:
             or not isinstance(self._transport, CheckpointTransport)
         ):
             return  # torchft's own transports would copy all of it
-        state = {"user": self._registry.capture_to_serve(), "torchft": own_state}
+        state = {"user": self._registry.capture_to_serve().state, "torchft": own_state}
         try:
             self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
         except UnsupportedValueError:

@@ -6,17 +6,17 @@ transport knows to be equal already it need not have moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.state.shards import adapter_of
+from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.core.replica import Comparison
 from torchft_ckpt.errors import UnsupportedValueError
-from torchft_ckpt.manager.still import MAX_COPIED_BYTES, addresses_of, memory_of
+from torchft_ckpt.manager.still import MAX_COPIED_BYTES, owned_by
 
 MAX_NAMED = 5
 
@@ -40,7 +40,7 @@ def compare_states(here: object, there: object, optimizers: Iterable[torch.optim
         there: what came from the sources.
         optimizers: all that change the state here; without one all that differs is taken for theirs.
     """
-    found = _Search(addresses_of(optimizers))
+    found = _Search(owned_by(optimizers))
     found.compare(here, there, "")
     paths = (*found.weighty, *found.buffers)
     if not paths:
@@ -62,7 +62,7 @@ class _Search:
         owned: addresses of the memory that optimizers own.
     """
 
-    def __init__(self, owned: set[int]) -> None:
+    def __init__(self, owned: Collection[int]) -> None:
         self._owned = owned
         self.weighty: list[str] = []
         self.buffers: list[str] = []

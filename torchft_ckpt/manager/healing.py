@@ -24,6 +24,7 @@ import torch
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
+from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
 from torchft_ckpt.errors import (
@@ -38,7 +39,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
-from torchft_ckpt.manager.still import StateHeld, hold_still, hold_to_save, tensors_in
+from torchft_ckpt.manager.still import StateHeld, StateToServe, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.manager.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class StateRegistry:
         self._layout: tuple[int, ParameterLayout] | None = None
         self._trains_apart = False
         self._in_function = threading.local()
+        self._unsteady: set[int] = set()
+        """Addresses of what was found to have changed without the lock while it was served."""
         self._has_untold = False
         """Something that moves belongs to optimizers that are not guarded."""
 
@@ -172,12 +175,23 @@ class StateRegistry:
         self._optimizers.append(optimizer)
         self._layout = None
 
-    def capture_to_serve(self) -> dict[str, Any]:
+    def capture_to_serve(self) -> StateToServe:
         """As `capture`, with copies of the small tensors that a forward pass may change while they are served.
 
-        These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example.
+        These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example. Whatever changed
+        without the lock while it was served before is copied as well.
         """
-        return self.capture() if self.is_kept_still else hold_still(self.capture(), self._optimizers)
+        return hold_still(self.capture(), [] if self.is_kept_still else self._optimizers, self._unsteady)
+
+    def count_writes(self) -> list[Counted]:
+        """Return the versions of the guarded optimizers' parameters. On the training thread."""
+        return [
+            counted
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for counted in count_writes(parameter)
+        ]
 
     @property
     def is_used_by_loops(self) -> bool:

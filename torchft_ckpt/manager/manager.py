@@ -27,6 +27,7 @@ from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
+from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepWishes
@@ -50,6 +51,7 @@ from torchft_ckpt.manager.gathering import Gathering, gather
 from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
+from torchft_ckpt.manager.still import StateToServe
 from torchft_ckpt.manager.worker import Worker
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
 
@@ -206,6 +208,8 @@ class Manager:
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
         self._step_started_at = 0.0
+        self._counted: list[Counted] = []
+        """The versions of parameters when the step began, where its state may have to be captured later."""
         self._is_load_pending = False
         self._vote: CommitVote | None = None
         self._batches_committed = 0
@@ -496,7 +500,10 @@ class Manager:
         # What arrives for sharded tensors takes its layout from those that are here.
         has_to_capture = has_to_capture or (is_sharded and self.is_behind)
         captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
-        receiving = self._registry.capture_to_receive() if captured and is_sharded and self.is_behind else captured
+        self._counted = [] if captured or can_capture_later else self._registry.count_writes()
+        receiving = None if captured is None else captured.state
+        if captured and is_sharded and self.is_behind:
+            receiving = self._registry.capture_to_receive()
         request = self._talk.begin(
             allow_heal=allow_heal,
             shrink_only=shrink_only,
@@ -578,7 +585,7 @@ class Manager:
 
     def _run_quorum(
         self,
-        captured: dict[str, Any] | None,
+        captured: StateToServe | None,
         receiving: dict[str, Any] | None,
         limit: timedelta,
         *,
@@ -611,24 +618,34 @@ class Manager:
                 in_place = self._heal_in_place and trainer_waits and plan.load_before_forward
                 compare = None
                 if plan.compare:
-                    compare = self._registry.comparison_with(captured or self._registry.capture_to_serve())
+                    compare = self._registry.comparison_with((captured or self._registry.capture_to_serve()).state)
                 self._healing.start(formed, receiving, in_place, compare=compare)
         if plan.configure:
             self._configure(formed)
 
-    def _serve(self, formed: QuorumFormed, captured: dict[str, Any] | None) -> None:
+    def _serve(self, formed: QuorumFormed, captured: StateToServe | None) -> None:
         if self._offer.is_of(formed.version):
             return
         if captured is None:
             # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
             # asks for this only where nobody else could serve.
             captured = self._registry.capture_to_serve()
+            if is_changed(self._counted):
+                logger.warning(
+                    "%s cannot serve step %d: a parameter was written to in place since zero_grad, without the write side of the "
+                    "state dict lock",
+                    self.replica_id(),
+                    formed.version.step,
+                )
+                return
+        versions = {"versions": captured.versions} if isinstance(self._transport, HTTPTransport) else {}
         try:
             self._transport.send_checkpoint(
                 dst_ranks=list(formed.destinations),
                 step=formed.version.step,
-                state_dict={"user": captured, "torchft": self._own_state(formed.version)},
+                state_dict={"user": captured.state, "torchft": self._own_state(formed.version)},
                 timeout=self._timeouts.transfer,
+                **versions,
             )
         except Exception as error:  # whatever a transport raises, it is the joiner's loss: this replica's step goes on
             if isinstance(error, UnsupportedValueError) and formed.names_state:
@@ -1148,7 +1165,15 @@ class Manager:
 
     @property
     def state_dict_lock(self) -> StateDictLock:
-        """The lock under which the state is changed."""
+        """The lock under which the state is changed.
+
+        The steps of guarded optimizers take it by themselves. Whoever else changes the state, as an evaluation with averaged
+        weights does, holds `state_dict_lock.write()` around each change, or calls `disallow_state_dict_read` before and
+        `allow_state_dict_read` after it: what is being served or saved is copied aside first. Without it, a change by torch's
+        operations in place is found, and the save or the transfer fails by the tensor's name. Not found, and then in what is
+        saved and sent, is one through `x.data`, as many implementations of averaged weights make it, through numpy or another
+        view of the bytes, to an inference tensor, or to DTensors by `torch._foreach_*`.
+        """
         return self._state_dict_lock
 
     @property

@@ -9,14 +9,14 @@ copied at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
-from torchft_ckpt.errors import UnsupportedValueError
+from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
+from torchft_ckpt.checkpointing.state.versions import StateVersions
 
 MAX_COPIED_BYTES = 1024 * 1024
 
@@ -31,16 +31,33 @@ class StateHeld(NamedTuple):
     """Any of it may change without the lock: it is to be copied at once."""
     loose: frozenset[int] = frozenset()
     """Addresses on the host of what else may change without the lock, which is to be copied at once by itself."""
+    versions: StateVersions | None = None
+    """Of its tensors, when it was captured."""
 
 
-def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
+class StateToServe(NamedTuple):
+    """A state that is to be served."""
+
+    state: Any
+    versions: StateVersions
+    """Of its tensors, when it was captured."""
+
+
+def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer], unsteady: set[int]) -> StateToServe:
     """Return the state with copies of its small tensors that none of the optimizers owns, and of its small arrays.
 
     Containers are dicts, lists and tuples; tensors that are one here are one in the result. Without optimizers nothing is
-    known of who changes what, and the state itself is returned.
+    known of who changes what, and nothing is copied but what is unsteady.
+
+    Args:
+        state: as the registered functions returned it.
+        optimizers: that are guarded.
+        unsteady: addresses on the host of what changed without the lock before, which is copied whoever owns it. More are added
+            when they are found.
     """
-    owned = addresses_of(optimizers)
-    return _copy(state, owned, {}) if owned else state
+    owned = owned_by(optimizers)
+    held = _copy(state, owned, {}, unsteady) if owned or unsteady else state
+    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.add))
 
 
 def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateHeld:
@@ -51,7 +68,7 @@ def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimiz
     """
     if not optimizers:
         return StateHeld(state, frozenset(), True)
-    owned = addresses_of(optimizers)
+    owned = owned_by(optimizers)
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     held: dict[str, Any] = _copy(state, owned, copies)
     copied = {id(copy) for copy in copies.values()}
@@ -67,7 +84,8 @@ def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimiz
             if id(leaf) not in copied:
                 loose.update(part.data_ptr() for part in data)
                 changes_untold = changes_untold or any(not part.is_cpu for part in data)
-    return StateHeld(held, frozenset(foreign), changes_untold, frozenset(loose))
+    versions = StateVersions(tensors_in(held), owned)
+    return StateHeld(held, frozenset(foreign), changes_untold, frozenset(loose), versions)
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -86,61 +104,70 @@ def _leaves(state: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
             yield from _leaves(item, kinds)
 
 
-def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors whose bytes a tensor has here; none where it has none, or they are copied at capture."""
-    adapter = adapter_of(tensor)
-    if adapter is None:
-        parts = [tensor]
-    elif isinstance(adapter, DTensorAdapter):
-        parts = [tensor._local_tensor]  # type: ignore[attr-defined]
-    elif adapter.shares_memory:
-        try:
-            parts = adapter.data(tensor, "")
-        except UnsupportedValueError:  # the capture names it
-            parts = []
-    else:
-        parts = []
-    return [part for part in parts if part.layout is torch.strided and part.numel()]
-
-
-def _memory_not_in(owned: set[int], tensor: torch.Tensor) -> list[torch.Tensor]:
+def _memory_not_in(owned: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the memory of a tensor as far as it is not owned. Quick where it is, as nearly always."""
     if type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.data_ptr() in owned:
         return []
     return [part for part in memory_of(tensor) if part.data_ptr() not in owned]
 
 
-def addresses_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """Return where the memory of parameters and state begins that these optimizers own."""
-    owned: set[int] = set()
+def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.Tensor]:
+    """Return the plain tensors that optimizers change, by the address of their bytes."""
+    owned: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update(part.data_ptr() for parameter in group["params"] for part in memory_of(parameter))
+            owned.update((part.data_ptr(), part) for parameter in group["params"] for part in memory_of(parameter))
         for values in optimizer.state.values():
             tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
-            owned.update(part.data_ptr() for tensor in tensors for part in memory_of(tensor))
+            owned.update((part.data_ptr(), part) for tensor in tensors for part in memory_of(tensor))
     return owned
 
 
-def _copy(value: Any, owned: set[int], copies: dict[tuple[object, ...], torch.Tensor]) -> Any:
+def _copy(
+    value: Any,
+    owned: Mapping[int, torch.Tensor],
+    copies: dict[tuple[object, ...], torch.Tensor],
+    unsteady: Collection[int] = (),
+) -> Any:
     kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Buffer:
-        if value.is_meta or value.layout is not torch.strided or value.nbytes > MAX_COPIED_BYTES:
-            return value
-        address = value.data_ptr()
-        if address in owned or not value.nbytes:
-            return value
-        key = (address, value.dtype, value.shape, value.stride())
-        if key not in copies:
-            copies[key] = value.detach().clone()
-        return copies[key]
+    if isinstance(value, torch.Tensor) and (kind in _COPIED_WHEN_SMALL or unsteady):
+        return _copied(value, owned, copies, unsteady)
     if kind is np.ndarray:
         return value if value.nbytes > MAX_COPIED_BYTES else value.copy()
     if isinstance(value, dict):
-        copied = {key: _copy(item, owned, copies) for key, item in value.items()}
+        copied = {key: _copy(item, owned, copies, unsteady) for key, item in value.items()}
         same = all(copied[key] is item for key, item in value.items())
         return value if same else copied
     if kind is list or kind is tuple:
-        items = [_copy(item, owned, copies) for item in value]
+        items = [_copy(item, owned, copies, unsteady) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
     return value
+
+
+def _copied(
+    tensor: torch.Tensor,
+    owned: Mapping[int, torch.Tensor],
+    copies: dict[tuple[object, ...], torch.Tensor],
+    unsteady: Collection[int],
+) -> torch.Tensor:
+    """Return a copy of a tensor that is small and nobody's, or unsteady; else the tensor."""
+    kind = type(tensor)
+    is_plain = kind in _COPIED_WHEN_SMALL
+    if tensor.is_meta or tensor.layout is not torch.strided or (tensor.nbytes > MAX_COPIED_BYTES and not unsteady):
+        return tensor
+    if is_plain or kind is torch.nn.Parameter:
+        address = tensor.data_ptr()
+    elif is_dtensor(tensor):
+        address = next((part.data_ptr() for part in memory_of(tensor)), 0)
+    else:
+        return tensor  # what a copy of such a class shares with it is not known
+    is_small = is_plain and tensor.nbytes <= MAX_COPIED_BYTES and address not in owned
+    if not tensor.nbytes or not (is_small or address in unsteady):
+        return tensor
+    key = (address, tensor.dtype, tensor.shape, tensor.stride())
+    if key not in copies:
+        copies[key] = tensor.detach().clone()
+    return copies[key]
+
+
+_COPIED_WHEN_SMALL = frozenset({torch.Tensor, torch.nn.Buffer})

@@ -48,7 +48,7 @@ from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.transfer import blocks_of, mask_of
-from torchft_ckpt.errors import CheckpointError, SourceLostError
+from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
 from torchft_ckpt.network import bearer_matches
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ _STATUS = {
     "not_found": 404,
     "over": 409,
     "gone": 410,
+    "changed": 410,
     "revoked": 410,
     "other_snapshot": 412,
 }
@@ -92,6 +93,7 @@ class CheckpointHandlers:
         self._on_registered = on_registered
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
+        self._told_changed: set[str | None] = set()
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
@@ -143,6 +145,9 @@ class CheckpointHandlers:
             return self._refuse("not_found", f"{error.status}: no such request here", status=error.status)
         except BlockGoneError as error:
             return self._gone(request, str(error))
+        except StateChangedError as error:
+            self._warn_of_change(error)
+            return self._refuse("changed", f"{error}; ask for a later step")
         except CheckpointError as error:
             logger.warning("a request for %s failed: %s", request.path, error)
             return self._refuse("failed", str(error), status=500)
@@ -191,6 +196,7 @@ class CheckpointHandlers:
             return self._refuse("bad_range", str(error), status=416)
         self._note_contact(request, served)
         start, stop = run.start * served.block_bytes, min(run.stop * served.block_bytes, served.total_bytes)
+        _check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
         return await self._send(request, served, 200, Body(served, start, stop, framed=True))
@@ -218,6 +224,7 @@ class CheckpointHandlers:
                 return refusal
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{served.total_bytes}"
         self._note_contact(request, served)
+        _check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: bytes {start} to {stop} have been freed")
         return await self._send(request, served, status, Body(served, start, stop, framed=False), headers)
@@ -271,6 +278,8 @@ class CheckpointHandlers:
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return self._refuse("bad_range", str(error)[:400], status=416)
         self._note_contact(request, served)
+        for region in regions:
+            _check_unchanged(served, region.start, region.stop)
         if not all(served.holds(region.start, region.stop) for region in regions):
             return self._gone(request, f"step {served.step}: parts of it have been freed")
         return served, regions, [part.seed for part in parts]
@@ -301,6 +310,8 @@ class CheckpointHandlers:
         deadline = loop.time() + wait_s
         while True:
             answer, snapshot = self._shelf.find(step)
+            if snapshot is not None:
+                snapshot.raise_if_changed(0, snapshot.total_bytes)
             if snapshot is not None and receiver is None:
                 return snapshot
             if snapshot is not None and receiver is not None:
@@ -380,6 +391,16 @@ class CheckpointHandlers:
             headers=headers,
         )
 
+    def _warn_of_change(self, error: StateChangedError) -> None:
+        """Say it once of each tensor: who receives gets it each time."""
+        if error.party not in self._told_changed:
+            self._told_changed.add(error.party)
+            logger.warning(
+                "%s: it is not served any more, training goes on. Hold Manager.state_dict_lock.write() while you change it, and "
+                "what receivers need is copied first",
+                error,
+            )
+
     # Sending
 
     async def _send(
@@ -419,6 +440,8 @@ class CheckpointHandlers:
         except OSError as error:
             logger.debug("a receiver of %r closed its connection: %s", served, error)
         except CheckpointError as error:
+            if isinstance(error, StateChangedError):
+                self._warn_of_change(error)
             logger.info("%r: a response was cut: %s", served, error)
             transport.abort()
         except asyncio.CancelledError:
@@ -500,6 +523,12 @@ async def _writable(sock: socket.socket) -> None:
         await writable
     finally:
         loop.remove_writer(sock)
+
+
+def _check_unchanged(served: Served, start: int, stop: int) -> None:
+    """Raise `StateChangedError` where bytes [start, stop) were written to without the lock: before anything is sent."""
+    if isinstance(served, Snapshot):
+        served.raise_if_changed(start, stop)
 
 
 def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:

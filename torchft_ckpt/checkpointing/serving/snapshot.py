@@ -6,6 +6,9 @@ aside, block by block, while lending goes on out of the live memory, which nobod
 it is *detached*: bytes come from the copies. `close` frees it. What is needed is decided in `receivers`; this file knows
 where bytes are. It does not know the network or the time.
 
+Memory that is live is lent and copied as long as the versions of its tensors are those of the capture (`state/versions.py`). A
+tensor that was written to without the lock is *changed*: its bytes are not to be had any more, but from copies made before.
+
 Locks: the state dict lock first, then `_changed`, never the other way. `detach` takes only `_changed`, so a thread that holds
 the write side can call it; it waits at last until no slice of live memory is lent any more.
 """
@@ -25,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -36,9 +40,10 @@ from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, encode_manifest
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.checkpointing.state.space import Memory, pieces_of, plan_space
+from torchft_ckpt.checkpointing.state.space import Memory, Space, pieces_of, plan_space
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
+from torchft_ckpt.errors import CheckpointError, StateChangedError
 
 logger = logging.getLogger(__name__)
 _STAGING_TIMEOUT = timedelta(seconds=120)
@@ -60,6 +65,31 @@ class Phase(Enum):
 
 class BlockGoneError(CheckpointError):
     """Bytes were asked for that every known receiver had, or whose snapshot was closed."""
+
+
+class _TensorOfSegment(NamedTuple):
+    """A tensor with bytes in a segment, and what shows that it was written to."""
+
+    path: str
+    tensor: torch.Tensor
+    counted: Sequence[Counted]
+
+
+class _Change(NamedTuple):
+    """A segment was written to without the lock."""
+
+    path: str
+    """Of the tensor."""
+    copied: int
+    """The blocks that had been copied aside before; a bit for each."""
+
+
+class _Lent(NamedTuple):
+    """Memory that is lent."""
+
+    views: list[memoryview]
+    live: list[int]
+    """The segments whose live memory is among it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +115,7 @@ class Snapshot:
         pool: where copies go; its block length is the block length of this snapshot.
         num_expected: how many receivers were told to fetch it.
         see_tensors: called once with the tensors and their paths, in the order of the manifest; it must not keep them.
+        versions: of the tensors when the state was captured; default: now.
 
     Raises:
         UnsupportedValueError: the state holds something that cannot be carried.
@@ -99,11 +130,14 @@ class Snapshot:
         pool: BufferPool,
         num_expected: int,
         see_tensors: Callable[[Sequence[tuple[str, torch.Tensor]]], None] | None = None,
+        versions: StateVersions | None = None,
     ) -> None:
         with collector_paused():
             encoder = TreeEncoder()
             self._tree = encoder.encode(state)
             space = plan_space(encoder.tensors)
+            self._versions = versions
+            self._tensors = _by_segment(space, encoder.tensors, count_writes if versions is None else versions.of)
             if see_tensors is not None:
                 see_tensors(encoder.tensors)
         self.arrays = frozenset(encoder.arrays)
@@ -136,8 +170,12 @@ class Snapshot:
         self._copies: dict[int, Buffer] = {}
         self._copied = 0
         """The blocks of `_copies`, as a bit set."""
-        self._is_set_apart = False
-        """Blocks of `_copies` are not as the live memory is any more, so they are read from the copies."""
+        self._reads_copies = False
+        """Live memory may not be any more what blocks of `_copies` are, so these are read from the copies."""
+        self._changes: dict[int, _Change] = {}
+        """By segment."""
+        self._knows_staged = False
+        """Whether staged memory is what was captured is known."""
         self._receivers = Receivers(self.num_blocks, num_expected)
         self._sent = 0
         self._num_lent_live = 0
@@ -308,8 +346,6 @@ class Snapshot:
         except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
             logger.warning("%r: what may change was not copied aside: %s", self, error)
             return False
-        finally:
-            self._is_set_apart = bool(self._copies)  # what was copied is read from there, whatever became of the rest
         return True
 
     @property
@@ -342,6 +378,18 @@ class Snapshot:
         with self._changed:
             return self._holds(start, stop)
 
+    def raise_if_changed(self, start: int, stop: int) -> None:
+        """Look whether bytes [start, stop) were written to without the lock.
+
+        Raises:
+            StateChangedError: they were, and cannot be had.
+        """
+        with self._changed:
+            self._look_at_all(start, stop)
+            path = self._changed_in(start, stop)
+        if path is not None:
+            raise self._changed_error(path)
+
     @contextmanager
     def lend(self, start: int, stop: int) -> Iterator[list[memoryview]]:
         """Lend the memory of bytes [start, stop): views in order. Give it back at once, the trainer may wait for it.
@@ -350,10 +398,13 @@ class Snapshot:
 
         Raises:
             BlockGoneError: they are not there any more.
+            StateChangedError: they were written to without the lock, maybe while they were lent: they must not be used then.
         """
         staging = self._staging
         if staging is not None:
             staging.wait(_STAGING_TIMEOUT)
+            with self._changed:
+                self._check_staged()
         while True:
             with self._lock.try_read() as readable:
                 with self._changed:
@@ -361,12 +412,17 @@ class Snapshot:
                     if lent is None:
                         self._changed.wait(_RETRY_S)
                         continue
-                    is_live = self._note_lent(start, stop)
+                    is_live, is_counted = self._note_lent(start, stop)
+                    tensors = self._tensors
                 try:
-                    yield lent
+                    yield lent.views
                 finally:
                     with self._changed:
-                        self._note_returned(start, stop, is_live)
+                        # Before it is returned: who waits for that changes the memory then.
+                        changed = [path for index in lent.live if (path := self._look_at(index, tensors))]
+                        self._note_returned(start, stop, is_live=is_live, is_counted=is_counted)
+                if changed:
+                    raise self._changed_error(changed[0])
                 return
 
     def read(self, start: int, stop: int) -> bytes:
@@ -390,6 +446,9 @@ class Snapshot:
             with self._changed:
                 if self._phase is not Phase.LIVE:
                     return
+                if self._receivers.needed():
+                    self._check_staged()
+                    self._look_at_all(0, self.total_bytes)
                 self._phase = Phase.DETACHING
                 self._changed.notify_all()
                 self._fit_into_budget()
@@ -405,7 +464,7 @@ class Snapshot:
                 return
             with self._changed:
                 if self._phase is Phase.DETACHING:
-                    self._memories = [None] * len(self._memories)
+                    self._forget_live()
                     self._phase = Phase.DETACHED
                     self._changed.notify_all()
                     logger.debug("%r: %d of %d blocks copied aside", self, len(self._copies), self.num_blocks)
@@ -426,13 +485,65 @@ class Snapshot:
         if self._phase is Phase.CLOSED:
             return
         self._phase = Phase.CLOSED
-        self._memories = [None] * len(self._memories)
+        self._forget_live()
         for block in list(self._copies):
             self._free(block)
         self._staging = None
         self._staged = []
         self._pool.close(self.id)
         self._changed.notify_all()
+
+    def _forget_live(self) -> None:
+        self._memories = [None] * len(self._memories)
+        self._tensors = []
+        self._versions = None
+
+    # What was changed without the lock
+
+    def _look_at(self, index: int, tensors: Sequence[Sequence[_TensorOfSegment]]) -> str | None:
+        """Return the path of a tensor of a segment that was changed; note the first time that it was."""
+        for path, tensor, counted in tensors[index] if tensors else ():
+            if is_changed(counted):
+                if index in self._changes:
+                    return path
+                self._changes[index] = _Change(path, self._copied if index < self._num_on_cpu else 0)
+                if self._versions is not None:
+                    self._versions.note_changed(tensor)
+                return path
+        return None
+
+    def _look_at_all(self, start: int, stop: int) -> None:
+        """Look at all host memory of bytes [start, stop)."""
+        for index, *_ in pieces_of(self._starts, self._lengths, start, stop):
+            if index < self._num_on_cpu:
+                self._look_at(index, self._tensors)
+
+    def _check_staged(self) -> None:
+        """Once: whether what has been staged, or is being staged in order before the next write, is what was captured."""
+        if not self._knows_staged and self._tensors:
+            self._knows_staged = True
+            for index in range(self._num_on_cpu, len(self._starts)):
+                self._look_at(index, self._tensors)
+
+    def _changed_in(self, start: int, stop: int) -> str | None:
+        """Return the path of a tensor whose bytes in [start, stop) cannot be had, because it was changed."""
+        if not self._changes:
+            return None
+        for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
+            change = self._changes.get(index)
+            blocks = range(position // self.block_bytes, count_blocks(position + high - low, self.block_bytes))
+            if change is not None and not all(change.copied >> block & 1 for block in blocks):
+                return change.path
+        return None
+
+    def _changed_error(self, path: str) -> StateChangedError:
+        return StateChangedError(
+            f"step {self.step}: {path[:200]!r} was written to in place after the state was captured, outside of optimizer.step "
+            "and without the write side of the state dict lock",
+            party=path[:200],
+        )
+
+    # Bytes
 
     def _can_begin(self) -> bool:
         """Whether a receiver that starts now will find every block."""
@@ -441,8 +552,10 @@ class Snapshot:
         return self._holds(0, self.total_bytes)
 
     def _holds(self, start: int, stop: int) -> bool:
+        if self._phase is Phase.CLOSED or self._changed_in(start, stop) is not None:
+            return False
         if self._phase is not Phase.DETACHED:
-            return self._phase is not Phase.CLOSED
+            return True
         last = min(count_blocks(stop, self.block_bytes), self._num_live_blocks())
         return all(block in self._copies for block in range(start // self.block_bytes, last))
 
@@ -515,7 +628,9 @@ class Snapshot:
         buffer = self._copy_aside(block, memories)
         with self._changed:
             if self._phase is phase:
-                self._keep(block, buffer)
+                self._look_at_all(*block_range(block, self.total_bytes, self.block_bytes))
+                self._keep(block, buffer)  # it counts for what had not changed by now
+                self._reads_copies = True
             else:  # the source may have changed under the copy
                 self._pool.give(buffer)
 
@@ -533,20 +648,22 @@ class Snapshot:
             raise
         return buffer
 
-    def _note_lent(self, start: int, stop: int) -> bool:
+    def _note_lent(self, start: int, stop: int) -> tuple[bool, bool]:
+        """Return whether live memory may be lent, and whether its blocks are counted as lent."""
         is_live = self._phase is not Phase.DETACHED
+        is_counted = self._reads_copies or not is_live
         self._num_lent_live += is_live
-        if self._is_set_apart or not is_live:
+        if is_counted:
             self._lent.update(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
-        return is_live
+        return is_live, is_counted
 
-    def _note_returned(self, start: int, stop: int, is_live: bool) -> None:
+    def _note_returned(self, start: int, stop: int, *, is_live: bool, is_counted: bool) -> None:
         if is_live:
             self._num_lent_live -= 1
             if not self._num_lent_live:
                 self._changed.notify_all()
-            if not self._is_set_apart:
-                return
+        if not is_counted:
+            return
         for block in range(start // self.block_bytes, count_blocks(stop, self.block_bytes)):
             self._lent[block] -= 1
             if not self._lent[block]:
@@ -558,10 +675,14 @@ class Snapshot:
             raise BlockGoneError(f"step {self.step}: the live state is not available any more", party="snapshot")
         return memory
 
-    def _views(self, start: int, stop: int) -> list[memoryview]:
+    def _views(self, start: int, stop: int) -> _Lent:
         if not self._holds(start, stop):
+            path = self._changed_in(start, stop)
+            if path is not None and self._phase is not Phase.CLOSED:
+                raise self._changed_error(path)
             raise BlockGoneError(f"step {self.step}: bytes {start} to {stop} are not served any more", party="snapshot")
         views: list[memoryview] = []
+        live: list[int] = []
         at = start
         is_detached = self._phase is Phase.DETACHED
         for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
@@ -572,13 +693,14 @@ class Snapshot:
                 views.append(self._staged_memory(index).view(low, high))
             elif is_detached:
                 views += self._copied_views(position, at)
-            elif self._is_set_apart:
-                views += self._views_of_either(index, low, position, at)
+            elif self._reads_copies:
+                views += self._views_of_either(index, low, position, at, live)
             else:
                 views.append(self._live(index).view(low, high))
+                live.append(index)
         if at < stop:
             views.append(_PADDING[: stop - at])
-        return views
+        return _Lent(views, live)
 
     def _copied_views(self, start: int, stop: int) -> Iterator[memoryview]:
         while start < stop:
@@ -588,8 +710,13 @@ class Snapshot:
             yield self._copies[block].view[start - offset : end - offset]
             start = end
 
-    def _views_of_either(self, index: int, low: int, start: int, stop: int) -> Iterator[memoryview]:
-        """Views of bytes [start, stop), which begin at `low` in the memory of that index; of copies where there are any."""
+    def _views_of_either(
+        self, index: int, low: int, start: int, stop: int, live: list[int]
+    ) -> Iterator[memoryview]:
+        """Views of bytes [start, stop), which begin at `low` in the memory of that index; of copies where there are any.
+
+        Where there are not, the index is added to `live`.
+        """
         at = start
         while at < stop:
             block = at // self.block_bytes
@@ -598,6 +725,7 @@ class Snapshot:
                 yield from self._copied_views(at, end)
             else:
                 yield self._live(index).view(low + at - start, low + end - start)
+                live.append(index)
             at = end
 
     def _staged_memory(self, index: int) -> Memory:
@@ -606,3 +734,15 @@ class Snapshot:
                 Memory(pinned, pinned.numel(), packed=False) for pinned in self._staging.wait(_STAGING_TIMEOUT)
             ]
         return self._staged[index - self._num_on_cpu]
+
+
+def _by_segment(
+    space: Space, tensors: Sequence[tuple[str, torch.Tensor]], counted_of: Callable[[torch.Tensor], Sequence[Counted]]
+) -> list[list[_TensorOfSegment]]:
+    """Return, for each segment, the tensors that have bytes in it."""
+    found: list[list[_TensorOfSegment]] = [[] for _ in space.memories]
+    for (path, tensor), placed in zip(tensors, space.placed, strict=True):
+        of_tensor = _TensorOfSegment(path, tensor, counted_of(tensor))
+        for chunk in placed.chunks:
+            found[chunk.segment].append(of_tensor)
+    return found

@@ -161,6 +161,23 @@ def adapter_of(tensor: torch.Tensor) -> ShardAdapter | None:
     return next((adapter for adapter in _adapters if adapter.handles(tensor)), None)
 
 
+def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors whose bytes a tensor has here; none where it has none, or an adapter copies them at capture."""
+    adapter = adapter_of(tensor)
+    if adapter is None:
+        parts = [tensor]
+    elif isinstance(adapter, DTensorAdapter):
+        parts = [tensor._local_tensor]  # type: ignore[attr-defined]
+    elif adapter.shares_memory:
+        try:
+            parts = adapter.data(tensor, "")
+        except UnsupportedValueError:  # the capture names it
+            parts = []
+    else:
+        parts = []
+    return [part for part in parts if part.layout is torch.strided and part.numel()]
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. Where nobody has imported that module, nobody can have made one."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -23,8 +23,9 @@ from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes import Box, contains
-from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
+from torchft_ckpt.errors import CheckpointError, StateChangedError, UnsupportedValueError
 
 RECEIVER = "save"
 
@@ -52,6 +53,7 @@ class CapturedState:
         pool: where copies go.
         index: works out who holds what.
         of_group: `id` of the tensors that other replica groups do not hold alike.
+        versions: of the tensors; default: now.
 
     Raises:
         UnsupportedValueError: something in it cannot be carried; the message has its path.
@@ -67,6 +69,7 @@ class CapturedState:
         pool: BufferPool,
         index: HoldingsIndex,
         of_group: Collection[int] = (),
+        versions: StateVersions | None = None,
     ) -> None:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -92,7 +95,9 @@ class CapturedState:
             for fqn, value in flat.items()
             if not isinstance(value, torch.Tensor)
         ]
-        self.snapshot = Snapshot(state, step=step, lock=lock, pool=pool, num_expected=0, see_tensors=see)
+        self.snapshot = Snapshot(
+            state, step=step, lock=lock, pool=pool, num_expected=0, see_tensors=see, versions=versions
+        )
         for place in self.snapshot.arrays:  # no optimizer keeps them alike
             self._layouts[place] = self._layouts[place]._replace(is_alike=False)
         names = [layout.fqn for layout in self._layouts]
@@ -141,6 +146,7 @@ class CapturedState:
 
         Raises:
             CheckpointError: it is not held here, or not any more.
+            StateChangedError: it was written to without the lock before it was read or copied aside.
         """
         entry = self.manifest.tensors[tensor]
         itemsize = parse_dtype(entry.dtype).itemsize
@@ -152,6 +158,12 @@ class CapturedState:
             for piece in slices_of(region_in_chunk(self.manifest, entry, chunk, box)):
                 self._trainer_is_free.wait()
                 at += len(read_region(self.snapshot, piece, memory[at:]))
+        except StateChangedError as error:
+            raise StateChangedError(
+                f"{error}, before it was saved. Hold state_dict_lock.write() (of the Manager or the Checkpointer) while you change "
+                "weights outside of optimizer.step, or wait for the save's future before",
+                error.party,
+            ) from error
         except BlockGoneError as error:
             if not self.snapshot.is_revoked(RECEIVER):
                 raise

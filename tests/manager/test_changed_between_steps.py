@@ -1,0 +1,143 @@
+"""Weights that a loop changes between `zero_grad` and `step` and puts back, as SAM does, while another group heals from them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+
+SHORT = timedelta(seconds=20)
+LONG_S = 20.0
+
+
+class MeetingTransport(HTTPTransport[Any]):
+    """Fetches while its source holds perturbed weights."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=SHORT, hostname="127.0.0.1", bind="127.0.0.1")
+        self.source_is_perturbed = threading.Event()
+        self.fetch_is_over = threading.Event()
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        assert self.source_is_perturbed.wait(LONG_S)
+        try:
+            return super().fetch_checkpoint(sources, step, timeout, **how)
+        finally:
+            self.fetch_is_over.set()
+
+
+class Group:
+    """A replica group of one."""
+
+    def __init__(self, lighthouse: LighthouseServer, name: str, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.transport = MeetingTransport()
+        self.model = nn.Linear(64, 64)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.manager = Manager(
+            ProcessGroupGloo(timeout=SHORT),
+            self.load,
+            lambda: {"model": self.model.state_dict(), "sgd": self.sgd.state_dict()},
+            min_replica_size=1,
+            lighthouse_addr=lighthouse.address(),
+            replica_id=name,
+            hostname="127.0.0.1",
+            timeout=SHORT,
+            checkpoint_transport=self.transport,
+            **options,
+        )
+        self.optimizer = Optimizer(self.manager, self.sgd)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.sgd.load_state_dict(state["sgd"])
+
+    def step(self, around: contextlib.AbstractContextManager[None] | None = None) -> None:
+        """One step; gradients are those of the weights as they are inside of `around`."""
+        self.optimizer.zero_grad()
+        self.manager.wait_quorum()
+        with around or contextlib.nullcontext():
+            self.model(torch.ones(2, 64)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        self.optimizer.step()
+
+    @contextlib.contextmanager
+    def perturbed(self, joiner: MeetingTransport, *, locked: bool) -> Iterator[None]:
+        """Other weights meanwhile; where some are served, until the joiner has received them or has been refused."""
+        lock = self.manager.state_dict_lock.write if locked else contextlib.nullcontext
+        is_served = bool(self.transport._shelf.open_snapshots())
+        kept = [parameter.detach().clone() for parameter in self.model.parameters()]
+        with lock(), torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.5)
+        if is_served:
+            joiner.source_is_perturbed.set()
+            assert joiner.fetch_is_over.wait(LONG_S)
+            joiner.source_is_perturbed.clear()
+            joiner.fetch_is_over.clear()
+        yield
+        with lock(), torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), kept, strict=True):
+                parameter.copy_(value)
+
+    def bits(self) -> bytes:
+        return b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("use_async_quorum", [False, True])
+def test_a_group_that_heals_meanwhile_gets_the_weights_of_the_step_or_waits_for_the_next(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture, use_async_quorum: bool, locked: bool
+) -> None:
+    """Unlocked, the first attempt fails by name, and the source copies these weights when it captures them from then on."""
+    caplog.set_level(logging.WARNING)
+    source = Group(lighthouse, "source", 1, use_async_quorum=use_async_quorum)
+    for _ in range(3):
+        source.step()
+    joiner = Group(lighthouse, "joiner", 2, use_async_quorum=use_async_quorum)
+    healed_at: list[bytes] = []
+    load = joiner.load
+
+    def note(state: dict[str, Any]) -> None:
+        load(state)
+        healed_at.append(joiner.bits())
+
+    joiner.manager._registry._load["default"] = note
+
+    def run_joiner() -> None:
+        while not healed_at:
+            joiner.step()
+        joiner.manager.shutdown()
+
+    thread = threading.Thread(target=run_joiner)
+    thread.start()
+    held: set[bytes] = set()
+    until = time.monotonic() + LONG_S
+    while thread.is_alive() and time.monotonic() < until:
+        held.add(source.bits())
+        source.step(source.perturbed(joiner.transport, locked=locked))
+    source.manager.shutdown()
+    thread.join(LONG_S)
+    assert healed_at[0] in held
+    warnings = [record.getMessage() for record in caplog.records if "written to in place" in record.getMessage()]
+    of_source = [line for line in warnings if "it is not served any more" in line]
+    assert len(of_source) == (0 if locked else 1)
