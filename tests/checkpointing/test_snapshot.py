@@ -11,7 +11,7 @@ import torch
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
+from torchft_ckpt.checkpointing.serving.shelf import FRESH_S, Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Phase, Snapshot
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
@@ -421,3 +421,38 @@ def test_a_receiver_that_starts_on_a_newer_snapshot_is_off_the_older():
         assert shelf.register(scene.snapshot, "a", 0.0)
         shelf.detach_all()
     assert (old.snapshot.closed, new.snapshot.closed) == (True, False)
+
+
+def test_what_its_owner_left_long_ago_is_not_the_newest_though_somebody_receives_it():
+    shelf, old = Shelf(), Scene(step=3)
+    shelf.put(old.snapshot, lease_ends=100.0, now=10.0)
+    shelf.register(old.snapshot, "a", 10.0)
+    shelf.detach_all()
+    shelf.is_at(4, 11.0)
+    shelf.is_at(5, 12.0)
+    assert (shelf.find_latest(11.0 + FRESH_S), shelf.is_wished_for(6, 13.0, 15.0)) == (old.snapshot, False)
+    assert (shelf.find_latest(11.1 + FRESH_S), shelf.is_wished_for(6, 13.1, 15.0)) == (None, True)
+    assert [entry.is_fresh for now in (11.0, 11.1) for entry in shelf.index(now + FRESH_S).snapshots] == [True, False]
+    assert shelf.find(3) == (Answer.SERVING, old.snapshot), "who received it by its number goes on"
+
+
+def test_a_step_that_is_tried_again_from_the_same_state_was_not_left():
+    shelf, scene = Shelf(), Scene(step=3)
+    shelf.put(scene.snapshot, lease_ends=100.0, now=0.0)
+    shelf.is_at(4, 1.0)
+    shelf.is_at(3, 2.0)
+    assert shelf.find_latest(50.0) is scene.snapshot
+
+
+def test_nobody_is_served_one_more_while_as_many_as_may_be_open_are_received():
+    """It would end the oldest, which somebody reads; the wish is heard when one of them is done."""
+    shelf, scenes = Shelf(max_snapshots=2), [Scene(step=step) for step in (3, 4)]
+    for scene in scenes:
+        shelf.put(scene.snapshot, lease_ends=100.0, now=0.0)
+        shelf.register(scene.snapshot, f"reader of {scene.snapshot.step}", 0.0)
+        shelf.detach_all()
+    shelf.is_at(5, 1.0)
+    assert shelf.find_latest(9.0) is None
+    assert not shelf.is_wished_for(5, 9.0, 15.0)
+    scenes[0].snapshot.finish("reader of 3")
+    assert shelf.is_wished_for(5, 9.0, 15.0)

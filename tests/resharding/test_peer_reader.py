@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt import HTTPTransport, PeerReader
 from torchft_ckpt.__main__ import main
+from torchft_ckpt.checkpointing.serving import shelf
+from torchft_ckpt.checkpointing.serving.snapshot import Phase
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
 LIMIT = timedelta(seconds=20)
@@ -54,6 +58,7 @@ class RunningJob:
         self.ranks = [HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", num_chunks=1) for _ in range(NUM_RANKS)]
         self.states = [as_rank(rank, NUM_RANKS, self._make) for rank in range(NUM_RANKS)]
         self._pause_s = pause_s
+        self.steps = [0] * NUM_RANKS
         self._over = threading.Event()
         self._barrier = threading.Barrier(NUM_RANKS)
         self._threads = [threading.Thread(target=self._train, args=(rank,)) for rank in range(NUM_RANKS)]
@@ -84,6 +89,7 @@ class RunningJob:
         local = default["model"]["w"].to_local()
         moment = default["optimizer"]["state"][0]["exp_avg"].to_local()
         for step in range(100_000):
+            self.steps[rank] = step
             if self._over.is_set():
                 self._barrier.abort()
                 return
@@ -115,6 +121,18 @@ def job() -> Iterator[RunningJob]:
     running = RunningJob()
     yield running
     running.end()
+
+
+def num_kept(job: RunningJob) -> int:
+    """States that ranks keep for somebody though they trained on."""
+    return sum(snapshot.phase is Phase.DETACHED for rank in job.ranks for snapshot in rank._shelf.open_snapshots())
+
+
+def nothing_is_kept(job: RunningJob) -> bool:
+    until = time.monotonic() + 5
+    while num_kept(job) and time.monotonic() < until:
+        time.sleep(0.005)
+    return not num_kept(job)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -209,6 +227,61 @@ def test_a_rank_that_is_not_named_leaves_a_hole_and_nothing_is_written(job: Runn
 def test_what_does_not_fit_is_refused_by_dcps_planner(job: RunningJob, state: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointException, match=message):
         dcp.load(state, storage_reader=PeerReader(job.urls, timeout=LIMIT), no_dist=True)
+
+
+def wanted() -> dict[str, Any]:
+    return {"model": {"w": torch.zeros(7, 6)}}
+
+
+def test_a_reader_that_takes_nothing_does_not_freeze_what_others_get(
+    job: RunningJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It keeps one step at the ranks; neither another reader nor `pull` takes that for the newest one."""
+    monkeypatch.setattr(shelf, "FRESH_S", 0.0)
+    idle = PeerReader(job.urls, timeout=LIMIT)
+    idle.read_metadata()
+    assert idle.step is not None
+    while min(job.steps) <= idle.step + 2:
+        time.sleep(0.005)
+    assert num_kept(job) == NUM_RANKS
+    reader, state, present = PeerReader(job.urls, timeout=LIMIT), wanted(), min(job.steps)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert reader.step is not None and reader.step >= present
+    assert same_bits(state["model"]["w"], weights_at(reader.step))
+    present = min(job.steps)
+    assert main(["pull", *job.urls, "-o", str(tmp_path / "state.safetensors"), "--quiet"]) == 0
+    with safe_open(tmp_path / "state.safetensors", "pt") as saved:
+        assert int(saved.metadata()["torchft_ckpt.step"]) >= present
+
+
+def test_a_reader_that_takes_nothing_gives_back_when_it_is_used_again_and_when_it_is_gone(job: RunningJob) -> None:
+    reader = PeerReader(job.urls, timeout=LIMIT)
+    reader.read_metadata()
+    reader.reset()
+    assert nothing_is_kept(job)
+    first, present = reader.step, min(job.steps)
+    dcp.load(wanted(), storage_reader=reader, no_dist=True)
+    assert first is not None and reader.step is not None and reader.step >= present
+    assert nothing_is_kept(job)
+    reader.read_metadata()
+    del reader
+    assert nothing_is_kept(job)
+
+
+@pytest.mark.parametrize("state", [{"model": {"v": torch.zeros(1)}}, {"model": {"w": torch.zeros(7, 5)}}])
+def test_a_load_that_dcps_planner_refuses_keeps_nothing_at_the_ranks(job: RunningJob, state: dict[str, Any]) -> None:
+    with contextlib.suppress(CheckpointException):
+        dcp.load(state, storage_reader=PeerReader(job.urls, timeout=LIMIT), no_dist=True)
+        pytest.fail("it fits")
+    gc.collect()  # DCP's exception refers to itself by its frames, and to the reader
+    assert nothing_is_kept(job)
+
+
+def test_a_load_that_we_refuse_keeps_nothing_at_the_ranks(job: RunningJob) -> None:
+    reader = PeerReader(job.urls, root="user.mine", timeout=LIMIT)
+    with pytest.raises(StateMismatchError):
+        reader.read_metadata()
+    assert nothing_is_kept(job)
 
 
 def test_ranks_that_chose_different_steps_are_told_so() -> None:

@@ -179,7 +179,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def note_step(self, step: int) -> None:
         """Say which step the live state is of: who waits for an earlier one learns that it is over."""
-        if self._shelf.is_at(step):
+        if self._shelf.is_at(step, time.monotonic()):
             self._server.wake()
 
     def metadata(self) -> str:

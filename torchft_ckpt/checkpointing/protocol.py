@@ -4,8 +4,8 @@
 |-----------------------------------------------------------|---------------------------------------------------------------|
 | `GET /v1/checkpoint`                                      | `Index`: what is served now                                   |
 | `GET /v1/checkpoint/{step}/manifest?wait_s=N`             | the manifest; held up to N s while the step is not served yet |
-| `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, the owner is   |
-|                                                           | asked to serve one when it next can                           |
+| `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, or it was left |
+|                                                           | long ago, the owner is asked to serve one when it next can    |
 | `GET /v1/checkpoint/{step}/blocks/{first}-{last}`         | each block followed by its 16-byte digest                     |
 | `GET /v1/checkpoint/{step}/bytes` with `Range`            | the raw byte space; any HTTP client can resume                |
 | `GET /v1/checkpoint/{step}/digests?blocks=0-3,7`          | `{"0": "hex digest", ...}`                                    |
@@ -77,7 +77,10 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One state that is served now; lengths in bytes. `phase` is live, detaching, detached or relay."""
+    """One state that is served now; lengths in bytes. `phase` is live, detaching, detached or relay.
+
+    One that is not fresh is kept for those who receive it, while its owner went on long ago: it is nobody's newest.
+    """
 
     step: int
     snapshot: str
@@ -86,6 +89,7 @@ class SnapshotEntry(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     phase: str
     num_receivers: int
+    is_fresh: bool = True
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

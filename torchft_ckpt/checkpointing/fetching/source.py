@@ -48,7 +48,7 @@ from torchft_ckpt.errors import (
     TransferCancelledError,
 )
 
-_DONE_TIMEOUT_S = 1.0
+DONE_TIMEOUT_S = 1.0
 _PAUSE_S = 0.1
 _BUSY_S = 0.5
 _MAX_ATTEMPTS = 20
@@ -208,7 +208,7 @@ class SourceClient:
 
     def tell_done(self, manifest: Manifest) -> None:
         """Say that this receiver needs nothing more."""
-        self._connection.set_stall_timeout(min(_DONE_TIMEOUT_S, self._options.stall_timeout_s))
+        self._connection.set_stall_timeout(min(DONE_TIMEOUT_S, self._options.stall_timeout_s))
         path = self._path(manifest, "done")
         self._connection.get(path, {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
 

@@ -9,11 +9,13 @@ box is known to be covered. Nothing that comes from the network is unpickled: pl
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import ssl
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -99,13 +101,21 @@ class PeerReader(StorageReader):
         self._held: HeldStep | None = None
         self.step: int | None = None
         """The step that the last load read."""
+        # DCP's planner does not tell us where it raises: then the reader is dropped, or used again.
+        weakref.finalize(self, self._peers.give_back)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the last load. There is no other job in a `checkpoint_id`, so it is ignored."""
-        self._content = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._content = self._held = None
+        self._peers.give_back()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Choose a step, have the ranks keep it, and say what there is.
+
+        They keep it until it is read, the reader is used again, or is gone; at most for half a minute in which it does nothing.
 
         Raises:
             TransferError: a subclass says why it is not to be had.
@@ -114,8 +124,18 @@ class PeerReader(StorageReader):
         self._deadline = time.monotonic() + self._timeout_s
         self._held = self._peers.hold(self._wanted_step, self._deadline)
         self.step = self._held.step
-        self._content = _Content(self._held.group, self._root)
-        return self._content.metadata()
+        with self._giving_back():
+            self._content = _Content(self._held.group, self._root)
+            return self._content.metadata()
+
+    @contextlib.contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """Where it raises, have the ranks keep nothing for us any more."""
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to be set up."""
@@ -132,6 +152,7 @@ class PeerReader(StorageReader):
         """
         steps = {plan.storage_data for plan in plans}
         if len(steps) > 1:
+            self._forget()
             raise StateMismatchError(
                 f"the ranks of this program chose the steps {sorted(map(str, steps))}: pass one to PeerReader(step=...), or load "
                 "with no_dist=True",
@@ -150,14 +171,17 @@ class PeerReader(StorageReader):
         if content is None or held is None:
             raise ConfigError("read_metadata comes before read_data", party="PeerReader")
         destination = _Destination(content, plan.items, planner)
-        ShardedFetch(
-            held.addresses,
-            step=held.step,
-            deadline=self._deadline,
-            options=self._peers.options,
-            want=destination.want,
-            on_progress=self._on_progress,
-        ).run()
+        try:
+            ShardedFetch(
+                held.addresses,
+                step=held.step,
+                deadline=self._deadline,
+                options=self._peers.options,
+                want=destination.want,
+                on_progress=self._on_progress,
+            ).run()
+        finally:
+            self._peers.give_back()
         destination.finish()
         done: Future[None] = Future()
         done.set_result(None)

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from torchft_ckpt.checkpointing.fetching.options import (
     default_num_streams,
     physical_memory_bytes,
 )
-from torchft_ckpt.checkpointing.fetching.source import SourceClient
+from torchft_ckpt.checkpointing.fetching.source import DONE_TIMEOUT_S, SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
@@ -51,6 +52,8 @@ _GRACE_S = 0.5
 
 class JobPeers:
     """All ranks of one replica group of a running job, or of several. One thread at a time; it keeps no connections.
+
+    What ranks keep for us they copy aside when they train on, so whatever is not used is given back.
 
     Args:
         groups: for each replica group, what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks.
@@ -102,6 +105,9 @@ class JobPeers:
             ssl_context=ssl_context,
             deflated_manifests=True,
         )
+        self._kept_lock = threading.Lock()
+        self._kept: list[tuple[SourceAddress, Manifest]] = []
+        """What ranks keep for us."""
 
     @property
     def urls(self) -> str:
@@ -126,18 +132,51 @@ class JobPeers:
         deadline = time.monotonic() + timeout.total_seconds()
         held = self.hold(step, deadline)
         destination = ShardedDestination(None, 0, in_place=False)
-        source = ShardedFetch(
-            held.addresses,
-            step=held.step,
-            deadline=deadline,
-            options=self.options,
-            want=destination.want,
-            on_progress=on_progress,
-        ).run()
+        try:
+            source = ShardedFetch(
+                held.addresses,
+                step=held.step,
+                deadline=deadline,
+                options=self.options,
+                want=destination.want,
+                on_progress=on_progress,
+            ).run()
+        finally:
+            self.give_back()
         return PulledState(step=held.step, state=destination.assemble(source))
+
+    def give_back(self) -> None:
+        """Tell ranks that nothing they keep for us is needed any more; without effect where nothing is. Any thread.
+
+        Waits for a rank that does not answer for `DONE_TIMEOUT_S` at most; that one finds out by itself, as we are silent.
+        """
+        with self._kept_lock:
+            kept, self._kept = self._kept, []
+        if not kept:
+            return
+        limit_s = min(DONE_TIMEOUT_S, self.options.connect_timeout_s)
+        options = replace(self.options, connect_timeout_s=limit_s, stall_timeout_s=limit_s)
+
+        def tell(address: SourceAddress, manifest: Manifest) -> None:
+            source = SourceClient(address, manifest.step, options)
+            try:
+                source.tell_done(manifest)
+            except CheckpointError as error:
+                logger.info("could not tell %s that step %d is not needed: %s", address, manifest.step, error)
+            finally:
+                source.release()
+
+        with ThreadPoolExecutor(min(len(kept), _MAX_THREADS), thread_name_prefix="torchft_ckpt-peers") as threads:
+            for address, manifest in kept:
+                try:
+                    threads.submit(tell, address, manifest)
+                except RuntimeError:  # the interpreter ends
+                    tell(address, manifest)
 
     def hold(self, step: int | None, deadline: float) -> HeldStep:
         """Have all ranks of one group, and of others as far as they can, keep the state of one step for us.
+
+        What they kept before is given back. Whoever does not fetch this one calls `give_back`.
 
         Args:
             step: the step; None for one that all ranks can serve.
@@ -147,6 +186,7 @@ class JobPeers:
             TransferError: a subclass says why it is not to be had.
             StateFormatError: what a rank sends is not a manifest.
         """
+        self.give_back()
         if step is not None:
             return self._ask_all(step, deadline)
         opened = self._open_step(deadline)
@@ -177,13 +217,18 @@ class JobPeers:
         raise failure or TransferError("no rank answers", party=self.urls)
 
     def _open_step(self, deadline: float) -> int | None:
-        """Return the newest step that all ranks of a group serve now, if there is one. What is passed on does not count."""
+        """Return the newest step that all ranks of a group serve now, if there is one.
+
+        What is passed on does not count, nor what is only kept for others, and was left by its owner long ago.
+        """
         for group in self._clients:
             served: list[set[int]] = []
             try:
                 for client in group:
                     index = client.index(timeout=_left(deadline, client.url))
-                    served.append({entry.step for entry in index.snapshots if entry.phase != "relay"})
+                    served.append(
+                        {entry.step for entry in index.snapshots if entry.phase != "relay" and entry.is_fresh}
+                    )
             except (SourceLostError, TransferStalledError) as error:
                 logger.info("a rank does not answer: %s", error)
                 continue
@@ -207,7 +252,10 @@ class JobPeers:
             source = SourceClient(client.address, step, self.options)
             sources.append(source)
             try:
-                return source.fetch_manifest(deadline=deadline, pause=pause, on_refused=lambda error: None)
+                manifest = source.fetch_manifest(deadline=deadline, pause=pause, on_refused=lambda error: None)
+                with self._kept_lock:
+                    self._kept.append((client.address, manifest))
+                return manifest
             except TransferCancelledError as error:
                 raise TransferTimeoutError(
                     f"{client.url} did not serve step {step} within the timeout; is it training?", client.url
@@ -227,6 +275,7 @@ class JobPeers:
                 for source in list(sources):
                     source.close()
         if first is None:
+            self.give_back()
             raise _why_none(asked)
         order = [first, *(number for number in range(len(asked)) if number != first)]
         addresses = [

@@ -153,7 +153,7 @@ class CheckpointHandlers:
             return self._refuse("failed", str(error), status=500)
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
-        return _json(msgspec.json.encode(self._shelf.index()))
+        return _json(msgspec.json.encode(self._shelf.index(time.monotonic())))
 
     async def _latest_manifest(self, request: web.Request) -> web.StreamResponse:
         """Wait for whatever is served first; the owner is told that somebody waits."""

@@ -96,7 +96,8 @@ class CheckpointServer:
                 raise CheckpointError(
                     "the checkpoint server was stopped, it serves nothing any more", party="transport"
                 )
-            revoked = self._shelf.put(snapshot, lease_ends=time.monotonic() + lease_s)
+            now = time.monotonic()
+            revoked = self._shelf.put(snapshot, lease_ends=now + lease_s, now=now)
             self._loop.call_soon_threadsafe(self._published, snapshot, lease_s)
         for closed in revoked:
             logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)

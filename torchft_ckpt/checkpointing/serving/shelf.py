@@ -16,6 +16,8 @@ from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION
 
 MAX_RELAYS = 4
+FRESH_S = 2.0
+"""A state that its owner has left for so long is not the newest any more, though it is kept for those who receive it."""
 _MAX_REMEMBERED = 8
 _MAX_WISHES = 16
 
@@ -32,6 +34,8 @@ class Answer(Enum):
 class _Lease:
     snapshot: Snapshot
     ends: float
+    left_at: float | None = None
+    """When the owner went on to another step."""
 
 
 class Shelf:
@@ -51,12 +55,12 @@ class Shelf:
         """Steps that were asked for and are not served, None for any, and when they were asked for last."""
         self._revoked: dict[str, frozenset[str]] = {}
 
-    def put(self, snapshot: Snapshot, *, lease_ends: float) -> list[Snapshot]:
+    def put(self, snapshot: Snapshot, *, lease_ends: float, now: float = 0.0) -> list[Snapshot]:
         """Serve a snapshot until `lease_ends`; return those that had to be closed for it."""
         with self._lock:
             self._drop_closed()
             self._leases.insert(0, _Lease(snapshot, lease_ends))
-            self._newest_step = snapshot.step
+            self._come_to(snapshot.step, now)
             self._wishes = {step: at for step, at in self._wishes.items() if step is not None and step > snapshot.step}
             closing = [lease.snapshot for lease in self._leases[self._max_snapshots :]]
             del self._leases[self._max_snapshots :]
@@ -64,12 +68,20 @@ class Shelf:
             old.close()
         return closing
 
-    def is_at(self, step: int) -> bool:
+    def is_at(self, step: int, now: float) -> bool:
         """The owner is at a step: earlier ones are over. Returns whether somebody waits for one."""
         with self._lock:
             changed = self._newest_step != step
-            self._newest_step = step
+            self._come_to(step, now)
             return changed and bool(self._wishes)
+
+    def _come_to(self, step: int, now: float) -> None:
+        self._newest_step = step
+        for lease in self._leases:
+            if lease.snapshot.step == step:
+                lease.left_at = None
+            elif lease.left_at is None:
+                lease.left_at = now
 
     def find(self, step: int) -> tuple[Answer, Snapshot | None]:
         """Return the newest open snapshot of a step, or why there is none."""
@@ -84,11 +96,12 @@ class Shelf:
             return Answer.OVER, None
 
     def find_latest(self, now: float) -> Snapshot | None:
-        """Return the newest open snapshot; where there is none, note the wish for one."""
+        """Return the newest open snapshot; where there is none, or its owner left it long ago, note the wish for one."""
         with self._lock:
             self._drop_closed()
-            if self._leases:
-                return self._leases[0].snapshot
+            for lease in self._leases:
+                if (lease.left_at is None or now - lease.left_at <= FRESH_S) and not lease.snapshot.is_changed:
+                    return lease.snapshot
             self._wishes[None] = now
             return None
 
@@ -100,9 +113,17 @@ class Shelf:
                 del self._wishes[min(self._wishes, key=lambda wish: self._wishes[wish])]
 
     def is_wished_for(self, step: int, now: float, max_age_s: float) -> bool:
-        """Whether somebody has asked lately for this step, or for whatever is newest, and it was not served."""
+        """Whether somebody has asked lately for this step, or for whatever is newest, and it was not served.
+
+        Not while others receive as many snapshots as may be open: one more would end one of theirs.
+        """
         with self._lock:
             asked_at = [self._wishes[wish] for wish in (None, step) if wish in self._wishes]
+            if asked_at:
+                self._drop_closed()
+                num_received = sum(lease.snapshot.is_received for lease in self._leases)
+                if num_received >= self._max_snapshots:
+                    return False
         return any(now - at <= max_age_s for at in asked_at)
 
     def find_by_id(self, snapshot_id: str) -> Served | None:
@@ -123,13 +144,21 @@ class Shelf:
         for old in closing:
             old.close()
 
-    def index(self) -> Index:
+    def index(self, now: float) -> Index:
         """Return what is served now."""
         with self._lock:
             self._drop_closed()
-            snapshots = [lease.snapshot for lease in self._leases]
+            leases = list(self._leases)
             relays = [relay for relay, _ in self._relays]
-        entries = [_entry(snap, snap.phase.value, snap.statistics().num_receivers_seen) for snap in snapshots]
+        entries = [
+            _entry(
+                lease.snapshot,
+                lease.snapshot.phase.value,
+                lease.snapshot.statistics().num_receivers_seen,
+                is_fresh=lease.left_at is None or now - lease.left_at <= FRESH_S,
+            )
+            for lease in leases
+        ]
         entries += [_entry(relay, "relay", 0) for relay in relays]
         return Index(format=FORMAT_NAME, version=FORMAT_VERSION, newest_step=self._newest_step, snapshots=entries)
 
@@ -219,7 +248,7 @@ class Shelf:
         self._relays = [(relay, ends) for relay, ends in self._relays if not relay.closed]
 
 
-def _entry(served: Snapshot | Relay, phase: str, num_receivers: int) -> SnapshotEntry:
+def _entry(served: Snapshot | Relay, phase: str, num_receivers: int, *, is_fresh: bool = True) -> SnapshotEntry:
     return SnapshotEntry(
         step=served.step,
         snapshot=served.id,
@@ -228,4 +257,5 @@ def _entry(served: Snapshot | Relay, phase: str, num_receivers: int) -> Snapshot
         num_blocks=served.num_blocks,
         phase=phase,
         num_receivers=num_receivers,
+        is_fresh=is_fresh,
     )

@@ -358,6 +358,17 @@ class Snapshot:
         """Whether nothing can be read any more."""
         return self._phase is Phase.CLOSED
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a tensor of it is known to have been written to without the lock."""
+        return bool(self._changes)
+
+    @property
+    def is_received(self) -> bool:
+        """Whether somebody has begun to receive it, and has not ended."""
+        with self._changed:
+            return self._receivers.num_active > 0
+
     def statistics(self) -> SnapshotStatistics:
         """What it is doing now."""
         with self._changed:
