@@ -52,6 +52,7 @@ from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals
 from torchft_ckpt.core.saving import Member
@@ -368,7 +369,7 @@ class Checkpointer:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until no save is in flight; return whether that is so. Any thread."""
-        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        until = None if timeout is None else time.monotonic() + not_negative(timeout).total_seconds()
         for thread in self._threads:
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)

@@ -70,6 +70,22 @@ def resolve(
     return default
 
 
+D = TypeVar("D", bound="timedelta | None")
+
+
+def not_negative(duration: D, argument: str = "timeout") -> D:
+    """Return a duration that was given as an argument.
+
+    Raises:
+        ConfigError: it is negative.
+    """
+    if duration is not None and duration < timedelta(0):
+        raise ConfigError(
+            f"{argument}={duration!r} cannot be used; expected a duration that is not negative", party=argument
+        )
+    return duration
+
+
 def parse_seconds(text: str) -> timedelta:
     """Parse a positive number of seconds."""
     seconds = float(text)

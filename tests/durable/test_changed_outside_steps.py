@@ -1,4 +1,4 @@
-"""Weights that are changed outside of `optimizer.step` while a save writes them: it holds the state of the call, or fails by name."""
+"""Weights that change outside of `optimizer.step` while a save writes them: it holds the state of the call, or fails by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_averaged_weights_that_are_swapped_in_after_the_call_fail_the_save_by_na
     future = scene.save()
     scene.swap()
     writing.set()
-    with pytest.raises(StateChangedError, match=r"'model\.0\.weight' was written to in place.*state_dict_lock\.write") as caught:
+    with pytest.raises(
+        StateChangedError, match=r"'model\.0\.weight' was written to in place.*state_dict_lock\.write"
+    ) as caught:
         future.result(LONG_S)
     assert caught.value.party == "model.0.weight"
 
@@ -113,7 +115,9 @@ def test_a_swap_under_the_lock_costs_the_save_nothing(scene: Scene, writing: thr
     assert scene.saved_bits(future.result(LONG_S).name) == before
 
 
-def test_a_swap_after_everything_was_copied_ahead_costs_the_save_nothing(scene: Scene, writing: threading.Event) -> None:
+def test_a_swap_after_everything_was_copied_ahead_costs_the_save_nothing(
+    scene: Scene, writing: threading.Event
+) -> None:
     before = scene.bits()
     future = scene.save()
     captured = scene.checkpointer._in_flight
@@ -136,7 +140,9 @@ def test_forward_passes_and_guarded_steps_meanwhile_are_no_change(scene: Scene, 
     assert scene.saved_bits(future.result(LONG_S).name) == before
 
 
-def test_a_parameter_is_found_changed_where_the_state_has_its_data_alone(scene: Scene, writing: threading.Event) -> None:
+def test_a_parameter_is_found_changed_where_the_state_has_its_data_alone(
+    scene: Scene, writing: threading.Event
+) -> None:
     """`x.data` has a counter of its own; the optimizer's parameter has the one that counts."""
     future = scene.checkpointer.save({name: p.data for name, p in scene.model.named_parameters()}, step=1)
     scene.swap()

@@ -43,7 +43,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
-from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, parse_seconds, resolve
+from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
 from torchft_ckpt.network import advertised_host, wildcard_for
 
@@ -217,6 +217,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if self._shut_down.is_set():
             raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
         _check(step >= 0, "step", step, "a step that is not negative")
+        not_negative(timeout)
         snapshot = Snapshot(
             state_dict,
             step=step,
@@ -227,7 +228,7 @@ class HTTPTransport(CheckpointTransport[T]):
         )
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
-        self._server.publish(snapshot, lease_s=max(timeout.total_seconds(), 0.0))
+        self._server.publish(snapshot, lease_s=timeout.total_seconds())
 
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most."""
@@ -289,6 +290,7 @@ class HTTPTransport(CheckpointTransport[T]):
         _check(local_state is not None, "local_state", local_state, "the state that is here: it says what is wanted")
         _check(step >= 0, "step", step, "a step that is not negative")
         _check(0 <= rank < world_size, "rank", rank, f"a rank of {world_size}")
+        not_negative(timeout)
         started = time.monotonic()
         destination = ShardedDestination(LocalState(local_state), rank, in_place=in_place)
         fetch = ShardedFetch(
@@ -337,6 +339,7 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         started = time.monotonic()
         _check(step >= 0, "step", step, "a step that is not negative")
+        not_negative(timeout)
         fetch = Fetch(
             _readable(sources),
             step=step,

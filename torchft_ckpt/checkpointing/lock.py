@@ -20,7 +20,8 @@ from datetime import timedelta
 
 from readerwriterlock import rwlock
 
-from torchft_ckpt.errors import ConfigError, LockTimeoutError
+from torchft_ckpt.config import not_negative
+from torchft_ckpt.errors import LockTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,4 @@ class StateDictLock:
 
 
 def _seconds(timeout: timedelta) -> float:
-    seconds = timeout.total_seconds()
-    if seconds < 0:
-        raise ConfigError(f"timeout: expected a duration that is not negative, got {timeout!r}", party="timeout")
-    return min(seconds, threading.TIMEOUT_MAX / 2)
+    return min(not_negative(timeout).total_seconds(), threading.TIMEOUT_MAX / 2)

@@ -172,7 +172,7 @@ class Manager:
             collective=config.resolve(timeout, config.TIMEOUT, timedelta(seconds=60), seconds),
             quorum=config.resolve(quorum_timeout, config.QUORUM_TIMEOUT, timedelta(seconds=60), seconds),
             connect=config.resolve(connect_timeout, config.CONNECT_TIMEOUT, timedelta(seconds=60), seconds),
-            transfer=transfer_timeout or timedelta(minutes=10),
+            transfer=config.not_negative(transfer_timeout, "transfer_timeout") or timedelta(minutes=10),
         )
         budget = config.resolve(join_budget, config.JOIN_BUDGET, timedelta(seconds=5), seconds)
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
@@ -523,7 +523,7 @@ class Manager:
             frozen=self._asked_with[1],
         )
         self._link.send(request)
-        limit = max(timeout or self._timeouts.quorum, patience or timedelta(0))
+        limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
             lambda: self._run_quorum(captured, receiving, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
         )
@@ -785,7 +785,7 @@ class Manager:
         """
         self.wait_quorum()
         vote = self._vote or self._cast_vote(synchronize=True)
-        limit = self._at_least_patience(timeout or self._timeouts.collective)
+        limit = self._at_least_patience(config.not_negative(timeout) or self._timeouts.collective)
         if self._replica.is_learner:
             outcome, reason = self._talk.learned()
         else:
@@ -955,7 +955,7 @@ class Manager:
             self._healing,
             send=self._link.send,
             take_state=self._take_state,
-            limit=timeout or self._timeouts.transfer,
+            limit=config.not_negative(timeout) or self._timeouts.transfer,
             may_receive_in_place=self._heal_in_place,
             moving=moving,
         )
@@ -981,7 +981,7 @@ class Manager:
         if not version.proven or self.is_behind:
             return False
         self._offer.open(version, self._own_state(version), self.replica_id(), moving=True)
-        limit = timeout or self._timeouts.transfer
+        limit = config.not_negative(timeout) or self._timeouts.transfer
         return await_holder(self._talk, send=self._link.send, limit=limit)
 
     def take_over(self, timeout: timedelta | None = None) -> bool:
@@ -1005,7 +1005,7 @@ class Manager:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
         self._leave_step()
-        until = time.monotonic() + (timeout or self._timeouts.connect).total_seconds()
+        until = time.monotonic() + (config.not_negative(timeout) or self._timeouts.connect).total_seconds()
         located = self._talk.locate(self._link.send, until)
         return located.version.step if located is not None and located.sources else None
 
@@ -1031,7 +1031,7 @@ class Manager:
             send=self._link.send,
             waiting_for=self._link.waiting_for,
             address=self._transport.metadata(),
-            limit=timeout or self._timeouts.quorum,
+            limit=config.not_negative(timeout) or self._timeouts.quorum,
         )
 
     def offer_state(self) -> None:

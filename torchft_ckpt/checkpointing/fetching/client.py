@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.fetching.source import read_manifest, request_he
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index, decode_index
 from torchft_ckpt.checkpointing.state.format import Manifest, names_of_parts
-from torchft_ckpt.config import TOKEN, resolve
+from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.errors import (
     ConfigError,
     SourceLostError,
@@ -253,7 +253,7 @@ def _parse_url(url: str, default_scheme: str) -> SourceAddress:
 
 
 def _deadline(timeout: timedelta) -> float:
-    return time.monotonic() + timeout.total_seconds()
+    return time.monotonic() + not_negative(timeout).total_seconds()
 
 
 def _retry_after_s(answer: Answer) -> float:

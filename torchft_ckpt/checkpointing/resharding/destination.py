@@ -15,7 +15,15 @@ from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, places
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, box_of, describe, some_of
+from torchft_ckpt.checkpointing.state.local_state import (
+    HeldTensor,
+    LocalState,
+    box_of,
+    copy_to,
+    describe,
+    note_written,
+    some_of,
+)
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
@@ -33,10 +41,22 @@ class ShardedDestination:
         rank: whose plain values are taken, modulo the size of the source group.
         in_place: receive into the tensors of `local`, as far as they are on the CPU.
         may_share_memory: tensors may share memory here without the source's doing so: it is known to hold equal values in them.
+        may_be_beside: tensors and arrays that cannot be received into arrive in memory of their own, for who hands on what is
+            returned; else they are refused.
     """
 
-    def __init__(self, local: LocalState | None, rank: int, *, in_place: bool, may_share_memory: bool = False) -> None:
+    def __init__(
+        self,
+        local: LocalState | None,
+        rank: int,
+        *,
+        in_place: bool,
+        may_share_memory: bool = False,
+        may_be_beside: bool = False,
+    ) -> None:
         self._may_share_memory = may_share_memory
+        self._may_be_beside = may_be_beside
+        self._beside: set[str] = set()
         self._local = local
         self._rank = rank
         self._in_place = in_place
@@ -93,7 +113,7 @@ class ShardedDestination:
         with collector_paused(), torch.no_grad():
             written: list[torch.Tensor] = []
             tensors = [self._finished(entry, written) for entry in principal.tensors]
-            torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
+            note_written(written)
             return decode_tree(principal.tree, tensors)
 
     def _principal(self, group: SourceGroup) -> Manifest:
@@ -106,7 +126,8 @@ class ShardedDestination:
         return None if self._local is None else self._local.get(path)
 
     def _target(self, held: HeldTensor | None, number: int, box: Box, entry: TensorEntry) -> torch.Tensor:
-        if self._in_place and held is not None and held.data and _has_plain_memory(held.data[number]):
+        is_in_place = self._in_place and entry.fqn not in self._beside
+        if is_in_place and held is not None and held.data and _has_plain_memory(held.data[number]):
             self.is_into_place = True
             return held.data[number].detach()
         return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype), device="cpu")
@@ -116,12 +137,13 @@ class ShardedDestination:
         held, targets = self._get(entry.fqn), self._targets[entry.fqn]
         if held is None:
             return targets[0]
-        if self._in_place and (held.adapter is None or held.adapter.shares_memory):
+        is_in_place = self._in_place and entry.fqn not in self._beside
+        if is_in_place and (held.adapter is None or held.adapter.shares_memory):
             for local, target in zip(held.data, targets, strict=True):
                 if _same_view(local, target):
                     written += [local] if held.given is local else [local, held.given]
                 else:
-                    local.copy_(target)
+                    copy_to(local, target)
             return held.given
         if held.adapter is None:
             return targets[0]
@@ -149,6 +171,13 @@ class ShardedDestination:
                     wrong.append(f"{entry.fqn[:120]} is not here")
             elif ([*held.given.shape], dtype_name(held.given.dtype)) != (entry.shape, entry.dtype):
                 wrong.append(f"{entry.fqn[:120]} is {describe(held)} here, {entry.dtype}{entry.shape} there")
+            elif why := self._local.why_no_like(entry.fqn):
+                wrong.append(f"{entry.fqn[:120]} {why}")
+            elif self._in_place and (why := self._local.why_unfillable(entry.fqn)):
+                if self._may_be_beside:
+                    self._beside.add(entry.fqn)
+                else:
+                    wrong.append(f"{entry.fqn[:120]} {why}")
         for path in self._local.paths():
             if path not in names and not self._local.is_optional(path) and not _is_below(path, optional):
                 what = "on the rank whose state is taken" if path in tensors else "there"

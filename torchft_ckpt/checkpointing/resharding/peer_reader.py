@@ -40,8 +40,9 @@ from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
+from torchft_ckpt.checkpointing.state.local_state import box_of, copy_to, some_of, why_unfillable
 from torchft_ckpt.checkpointing.state.tree import decode_tree
+from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.boxes import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError
 
@@ -94,7 +95,7 @@ class PeerReader(StorageReader):
         self._peers = JobPeers(groups, token=token, ssl_context=ssl_context, stall_timeout=stall_timeout)
         self._wanted_step = step
         self._root = root
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = not_negative(timeout).total_seconds()
         self._on_progress = on_progress
         self._deadline = 0.0
         self._content: _Content | None = None
@@ -279,6 +280,10 @@ class _Destination:
             box = Box(low, tuple(int(length) for length in item.lengths))
             dtype = parse_dtype(entry.dtype)
             given = self._planner.resolve_tensor(item).detach()
+            if why := why_unfillable(given):
+                raise StateMismatchError(
+                    f"{item.dest_index.fqn[:120]} {why}; nothing was read", item.dest_index.fqn[:120]
+                )
             is_direct = given.is_cpu and given.dtype == dtype and given.layout is torch.strided and not given.is_conj()
             target = given if is_direct else torch.empty(box.sizes, dtype=dtype, device="cpu")
             self._received.append((item, given, target))
@@ -297,7 +302,7 @@ class _Destination:
         with torch.no_grad():
             for item, given, target in self._received:
                 if target is not given:
-                    given.copy_(target)
+                    copy_to(given, target)
                 self._planner.commit_tensor(item, given)
         for item in self._bytes:
             name = item.dest_index.fqn
@@ -309,6 +314,17 @@ class _Destination:
             self._planner.load_bytes(item, stream)
 
     def _check_whole(self) -> None:
+        wanted = getattr(self._planner, "state_dict", None) or {}
+        values = [
+            item.dest_index.fqn[:120]
+            for item in self._bytes
+            if isinstance(wanted.get(item.dest_index.fqn), torch.Tensor)
+        ]
+        if values:
+            raise StateMismatchError(
+                f"{some_of(values, ', ')}: a tensor was asked for, the job has a value there; nothing was read",
+                values[0],
+            )
         holes = []
         for name in sorted({item.dest_index.fqn for item in self._reads}):
             entry = self._content.tensors.get(name)

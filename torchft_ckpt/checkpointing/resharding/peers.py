@@ -32,6 +32,7 @@ from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.config import not_negative
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -129,7 +130,7 @@ class JobPeers:
             StateMismatchError: the ranks do not hold all of it.
             StateFormatError: what a rank sends is not a state.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + not_negative(timeout).total_seconds()
         held = self.hold(step, deadline)
         destination = ShardedDestination(None, 0, in_place=False)
         try:

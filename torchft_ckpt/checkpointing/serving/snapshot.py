@@ -721,9 +721,7 @@ class Snapshot:
             yield self._copies[block].view[start - offset : end - offset]
             start = end
 
-    def _views_of_either(
-        self, index: int, low: int, start: int, stop: int, live: list[int]
-    ) -> Iterator[memoryview]:
+    def _views_of_either(self, index: int, low: int, start: int, stop: int, live: list[int]) -> Iterator[memoryview]:
         """Views of bytes [start, stop), which begin at `low` in the memory of that index; of copies where there are any.
 
         Where there are not, the index is added to `live`.

@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dt
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, plain_paths
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError, UnsupportedValueError
 
@@ -59,6 +59,7 @@ class LocalState:
         with collector_paused():
             encoder.encode(state)
             counts = Counter(path for path, _ in encoder.tensors)
+            self._copied_arrays = {encoder.tensors[place][0] for place in encoder.copied_arrays}
             self.doubled = [path for path, count in counts.items() if count > 1]
             """Paths of several tensors, of which none is known here: {1: a, "1": b} have one."""
             self._held = {path: _hold(path, tensor) for path, tensor in encoder.tensors if counts[path] == 1}
@@ -78,6 +79,21 @@ class LocalState:
         """Return what is here under a path."""
         return self._held.get(path)
 
+    def why_unfillable(self, path: str) -> str | None:
+        """Return why a tensor or an array that is here cannot be received into, to be said after its name; None where it can."""
+        held = self._held.get(path)
+        if held is None:
+            return None
+        if path in self._copied_arrays:
+            return "is a numpy array here that is not contiguous, or read-only"
+        return self.why_no_like(path) or next((why for part in held.data if (why := why_unfillable(part))), None)
+
+    def why_no_like(self, path: str) -> str | None:
+        """Return why nothing can be made that has the layout of a sharded tensor that is here; None where it can."""
+        held = self._held.get(path)
+        is_lost = held is not None and held.adapter is not None and _has_no_memory(held.given)
+        return _ON_META if is_lost else None
+
     def memories_for(self, manifest: Manifest, *, is_strict: bool) -> dict[int, LocalMemory]:
         """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
 
@@ -89,8 +105,8 @@ class LocalState:
 
         Raises:
             LayoutMismatchError: the same tensors are there, but other boxes of them than here.
-            StateMismatchError: tensors of the same name have other shapes or dtypes, or tensors that are separate at the
-                source share memory here. The message names the first few.
+            StateMismatchError: tensors of the same name have other shapes or dtypes, cannot be received into, or are no tensors
+                there, or tensors that are separate at the source share memory here. The message names the first few.
         """
         found: dict[int, LocalMemory] = {}
         wrong: list[TensorEntry] = []
@@ -114,8 +130,10 @@ class LocalState:
                     continue
                 if len(memory.view) == lengths[chunk.segment]:
                     found[chunk.segment] = memory
+        self._check_likes(manifest)
         if is_strict:
             self._check_fits(wrong)
+            self._check_fillable(manifest)
         if elsewhere:
             raise LayoutMismatchError(
                 f"the source's ranks hold other parts of the tensors than this one: {self._differences(elsewhere)}; "
@@ -158,11 +176,11 @@ class LocalState:
                 for chunk, local, shard in zip(entry.chunks, held.data, shards, strict=True):
                     memory = direct.get(chunk.segment)
                     if memory is None or (local is not memory.tensor and local.data_ptr() != memory.address):
-                        local.copy_(shard)
+                        copy_to(local, shard)
                     else:
                         written += [local] if held.given is local else [local, held.given]
                 adopted.append(held.given)
-            torch.autograd.graph.increment_version(written)  # they were written to behind autograd's back
+            note_written(written)
         return adopted
 
     def dress(self, manifest: Manifest, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -175,6 +193,23 @@ class LocalState:
             else:
                 dressed.append(whole_tensor(entry, shards))
         return dressed
+
+    def _check_fillable(self, manifest: Manifest) -> None:
+        names = {entry.fqn for entry in manifest.tensors}
+        wrong = [f"{name[:120]} {why}" for name in sorted(names) if (why := self.why_unfillable(name))]
+        if absent := self._held.keys() - names:
+            wrong += [
+                f"{path[:120]} is a tensor here and none there" for path in plain_paths(manifest.tree) if path in absent
+            ]
+        if wrong:
+            raise StateMismatchError(
+                f"the state cannot be received in place: {some_of(wrong)}; nothing was received", party="local_state"
+            )
+
+    def _check_likes(self, manifest: Manifest) -> None:
+        wrong = [f"{entry.fqn[:120]} {why}" for entry in manifest.tensors if (why := self.why_no_like(entry.fqn))]
+        if wrong:
+            raise StateMismatchError(f"{some_of(wrong)}; nothing was received", party="local_state")
 
     def _check_fits(self, wrong: list[TensorEntry]) -> None:
         if wrong:
@@ -219,6 +254,37 @@ class LocalState:
                 )
             if high > reach:
                 reach, place, name = high, other_place, other_name
+
+
+def why_unfillable(tensor: torch.Tensor) -> str | None:
+    """Return why nothing can be received into a plain tensor, to be said after its name; None where it can."""
+    if tensor.layout is not torch.strided:
+        return f"is of layout {tensor.layout} here"
+    if _has_no_memory(tensor):
+        return _ON_META
+    if tensor.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        return "has several elements in one place here, it is expanded"
+    return None
+
+
+_ON_META = "has no memory here, it is on the meta device"
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta and tensor.numel() > 0
+
+
+def copy_to(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value to a tensor; also to an inference tensor, which takes it in inference mode alone."""
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        tensor.copy_(value)
+
+
+def note_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd of tensors that were written to behind its back."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def tensors_but_optimizer_state(state: object) -> list[tuple[str, torch.Tensor]]:
@@ -303,6 +369,10 @@ def _optional_paths(state: object) -> tuple[str, ...]:
 def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
     adapter = adapter_of(tensor)
     if adapter is None:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise UnsupportedValueError(
+                f"state dict at {path!r}: a tensor of layout {tensor.layout} cannot be carried", path
+            )
         return HeldTensor(tensor, None, [whole(tuple(tensor.shape))], [tensor])
     if not adapter.shares_memory:
         return HeldTensor(tensor, adapter, adapter.boxes(tensor, path), [])

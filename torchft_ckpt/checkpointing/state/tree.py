@@ -12,7 +12,7 @@ import math
 import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ _DICTS = (dict, OrderedDict, defaultdict)
 class TreeEncoder:
     """Encodes one state. `tensors` holds (path, tensor) in the order in which the nodes refer to them.
 
-    `arrays` are the places there of what are numpy arrays in the state.
+    `arrays` are the places there of what are numpy arrays in the state, `copied_arrays` of those that do not share their tensor's
+    memory.
     """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.arrays: set[int] = set()
+        self.copied_arrays: set[int] = set()
 
     def encode(self, value: object, path: str = "", depth: int = 0) -> Node:
         """Return the node of a value.
@@ -138,6 +140,8 @@ class TreeEncoder:
             message = f"state dict{_at(path)}: a numpy array of {array.dtype} cannot be carried"
             raise UnsupportedValueError(message, path) from error
         self.arrays.add(len(self.tensors))
+        if usable is not array:
+            self.copied_arrays.add(len(self.tensors))
         return self._tensor(tensor, path)
 
     def _text(self, text: object, path: str) -> str:
@@ -192,6 +196,24 @@ def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
     _decode(node, 0, note)
     if len(seen) != num_tensors:
         raise StateFormatError(f"{num_tensors - len(seen)} tensors are in no place of the tree", party="source")
+
+
+def plain_paths(node: Node, path: str = "") -> Iterator[str]:
+    """Yield the paths of the leaves of a checked tree that are neither tensors nor arrays."""
+    if isinstance(node, list):
+        tag, items = "t", node
+    elif isinstance(node, dict):
+        tag, items = next(iter(node.items()))
+    else:
+        tag, items = "", []
+    if tag == "t":
+        for index, item in enumerate(items):
+            yield from plain_paths(item, _join(path, index))
+    elif tag in ("d", "n"):
+        for key, item in items:
+            yield from plain_paths(item, _join(path, _decode_key(key, 0)))
+    elif tag not in ("x", "a"):
+        yield path
 
 
 def _decode(node: Node, depth: int, tensor_of: Callable[[object], torch.Tensor]) -> object:

@@ -1,4 +1,4 @@
-"""Tells whether the tensors of a captured state were written to in place since, by the counter that autograd keeps of such writes.
+"""Tells whether the tensors of a captured state were written to in place since, by autograd's counter of such writes.
 
 Each operation of torch that writes to a tensor counts it up when it has written, also under `no_grad`; views and `detach` share
 the counter. Not seen are writes that torch does not count: through `x.data`, which has a counter of its own, through numpy and
@@ -24,8 +24,8 @@ class StateVersions:
 
     Args:
         tensors: of the state, as they are given to who serves or saves it.
-        owners: tensors on the same memory that are changed in their place, by the address of their bytes on the host: of a sharded
-            parameter this is its local tensor, whose counter a state dict does not share.
+        owners: tensors on the same memory that are changed in their place, by the address of their bytes: of a sharded parameter
+            this is its local tensor, whose counter a state dict does not share.
         on_changed: told of the address of memory that was found to be changed.
     """
 

@@ -43,7 +43,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
 from torchft_ckpt.checkpointing.state.collector import collector_paused
-from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree
@@ -304,6 +304,8 @@ def encode_value(value: object, path: str) -> PlainValue:
     """
     encoder = TreeEncoder()
     node = encoder.encode(value, path)
+    for where, tensor in encoder.tensors:
+        _check_inline(tensor, where)
     if sum(tensor.nbytes for _, tensor in encoder.tensors) > MAX_INLINE_BYTES:
         raise UnsupportedValueError(
             f"state dict at {path!r}: tensors of more than 64 MiB inside of a plain value", path
@@ -316,11 +318,21 @@ def decode_value(value: PlainValue) -> object:
     return decode_tree(value.node, [_outline(tensor) for tensor in value.tensors])
 
 
+def _check_inline(tensor: torch.Tensor, path: str) -> None:
+    what = None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        what = f"a {type(tensor).__qualname__}"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        what = f"a tensor of layout {tensor.layout}"
+    elif tensor.is_meta:
+        what = "a tensor on the meta device"
+    elif tensor.dtype not in CARRIED_DTYPES or tensor.is_quantized:
+        what = f"a tensor of dtype {tensor.dtype}"
+    if what is not None:
+        raise UnsupportedValueError(f"state dict at {path!r}: {what} cannot be carried inside of a plain value", path)
+
+
 def _inline(tensor: torch.Tensor, path: str) -> InlineTensor:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        raise UnsupportedValueError(
-            f"state dict at {path!r}: a {type(tensor).__qualname__} inside of a plain value", path
-        )
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = base64.b64encode(bytes(as_bytes(host).numpy())).decode()
     return InlineTensor(dtype=dtype_name(host.dtype), shape=list(host.shape), data=data)

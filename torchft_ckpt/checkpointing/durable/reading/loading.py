@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
 from torchft_ckpt.checkpointing.state.containers import items_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, Chunk, Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, copy_to, note_written, some_of
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError
@@ -46,7 +46,7 @@ def load_state(
         read: fills targets from it.
         local: the state that is here; None: all is wanted whole, and plain.
         replica_id, rank: of this process: where the ranks' trees differ, the same rank's is taken.
-        in_place: read into the tensors that are here, as far as they are on the CPU.
+        in_place: read into the tensors that are here, as far as they are on the CPU and can be written to.
 
     Raises:
         StateMismatchError: names, shapes or dtypes are not those that are here; nothing was read.
@@ -54,7 +54,7 @@ def load_state(
     """
     manifest = _principal(checkpoint, replica_id, rank)
     group = SourceGroup([str(checkpoint.name)], [_as_source(manifest)])
-    destination = ShardedDestination(local, 0, in_place=in_place, may_share_memory=True)
+    destination = ShardedDestination(local, 0, in_place=in_place, may_share_memory=True, may_be_beside=True)
     read(destination.want(group))
     state = destination.assemble(group)
     if not isinstance(state, dict):
@@ -152,11 +152,10 @@ def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read:
         read(wants)
         for held, targets in late:
             if held.adapter is None:
-                held.given.copy_(targets[0])
+                copy_to(held.given, targets[0])
             else:
-                held.given.copy_(held.adapter.rebuild(held.given, targets))
-        given = [cast("HeldTensor", local.get(path)).given for path in paths]
-        torch.autograd.graph.increment_version([tensor for tensor in given if not tensor.is_inference()])
+                copy_to(held.given, held.adapter.rebuild(held.given, targets))
+        note_written(cast("HeldTensor", local.get(path)).given for path in paths)
     made = values.make()
     for fqn, container, key in places:
         container[key] = made[fqn][1]
@@ -177,19 +176,9 @@ def _misfits(reader: StateReader, local: LocalState, paths: Sequence[str]) -> li
             here = (tuple(given.shape), given.dtype)
             if here != (saved.shape, saved.dtype):
                 wrong.append(f"{path[:120]} is {saved.dtype}{[*saved.shape]} there, {here[1]}{[*here[0]]} here")
-            elif given.is_meta and given.numel():
-                wrong.append(f"{path[:120]} has no memory here, it is on the meta device")
-            elif held.adapter is None and _overlaps_itself(given):
-                wrong.append(f"{path[:120]} has several elements in one place here, it is expanded")
+            elif why := local.why_unfillable(path):
+                wrong.append(f"{path[:120]} {why}")
     return wrong
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    )
 
 
 def _tensors_in(leaf: object, path: str) -> Iterator[str]:

@@ -160,8 +160,8 @@ class CapturedState:
                 at += len(read_region(self.snapshot, piece, memory[at:]))
         except StateChangedError as error:
             raise StateChangedError(
-                f"{error}, before it was saved. Hold state_dict_lock.write() (of the Manager or the Checkpointer) while you change "
-                "weights outside of optimizer.step, or wait for the save's future before",
+                f"{error}, before it was saved. Hold state_dict_lock.write(), of the Manager or the Checkpointer, while you "
+                "change weights outside of optimizer.step, or wait for the save's future before",
                 error.party,
             ) from error
         except BlockGoneError as error:
