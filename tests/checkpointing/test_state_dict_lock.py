@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.errors import ConfigError, LockTimeoutError
+from torchft_ckpt.errors import CheckpointError, ConfigError, LockTimeoutError
 
 AT_ONCE = timedelta(0)
 SOON = timedelta(milliseconds=30)
@@ -218,3 +220,88 @@ def test_a_negative_timeout_is_refused():
 def test_the_timeout_error_is_a_timeout_error_and_survives_pickling():
     error = pickle.loads(pickle.dumps(LockTimeoutError("no access", party="reader")))  # noqa: S301 - our own bytes
     assert (isinstance(error, TimeoutError), str(error), error.party) == (True, "no access", "reader")
+
+
+def test_a_read_within_a_write_of_the_same_thread_is_let_through_and_takes_nothing():
+    lock = StateDictLock(AT_ONCE)
+    with lock.write():
+        with lock.read():
+            assert lock.held_for_write()
+        assert lock.held_for_write()
+    assert is_free(lock)
+
+
+def test_a_write_within_a_read_of_the_same_thread_raises_at_once_and_leaves_the_lock_usable():
+    lock = StateDictLock()
+    with lock.read(), pytest.raises(CheckpointError, match="this thread is reading and asks to write"):
+        lock.acquire_write()
+    assert is_free(lock)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda lock: lock.acquire_write(),
+        lambda lock: lock.release_write(),
+        lambda lock: lock.read().__enter__(),
+        lambda lock: lock.held_for_write(),
+    ],
+    ids=["write", "release", "read", "ask"],
+)
+def test_another_task_of_the_thread_is_not_taken_for_the_one_that_writes(use: Callable[[StateDictLock], object]):
+    lock = StateDictLock()
+
+    async def write(may_go: asyncio.Event) -> None:
+        with lock.write():
+            await may_go.wait()
+
+    async def main() -> None:
+        may_go = asyncio.Event()
+        writer = asyncio.create_task(write(may_go))
+        await asyncio.sleep(0)
+        with pytest.raises(CheckpointError, match="another asyncio task of this thread holds the write side"):
+            use(lock)
+        may_go.set()
+        await writer
+        with lock.write():
+            pass
+
+    asyncio.run(main())
+    assert is_free(lock)
+
+
+def test_a_task_that_the_writing_one_has_started_is_part_of_it():
+    lock = StateDictLock()
+
+    async def step() -> bool:
+        with lock.write():
+            return lock.held_for_write()
+
+    async def main() -> bool:
+        with lock.write():
+            return await asyncio.create_task(step())
+
+    assert asyncio.run(main())
+    assert is_free(lock)
+
+
+def test_code_without_tasks_that_holds_the_lock_may_run_some():
+    lock = StateDictLock()
+
+    async def step() -> bool:
+        return lock.held_for_write()
+
+    with lock.write():
+        assert asyncio.run(step())
+    assert is_free(lock)
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+def test_a_thread_that_ended_with_the_write_side_is_named_at_once(side: str):
+    lock = StateDictLock()
+    writer = threading.Thread(target=lock.acquire_write, name="trainer-7")
+    writer.start()
+    writer.join(LONG_S)
+    with pytest.raises(LockTimeoutError, match="thread 'trainer-7' ended while it held the write side"):
+        with getattr(lock, side)():
+            pass

@@ -12,16 +12,18 @@ asynchronous exception (a signal handler that raises) in the middle of an acquir
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 
 from readerwriterlock import rwlock
 
 from torchft_ckpt.config import not_negative
-from torchft_ckpt.errors import LockTimeoutError
+from torchft_ckpt.errors import CheckpointError, LockTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,15 @@ class StateDictLock:
 
     The write side belongs to a thread. `acquire_write` and `release_write` are idempotent per thread, because the hooks
     that call them are not always called in pairs: an optimizer's post-step hook does not run where the step raised, so
-    the next pre-step hook of that thread may find the lock already its own. A thread that holds the write side may also read.
+    the next pre-step hook of that thread may find the lock already its own.
+
+    - A read within a write of the same thread is let through at once, and takes nothing: it sees what the writer has done so far.
+    - A write within a `read()` of the same thread could never begin: it raises at once.
+    - Asyncio tasks of one thread are one writer to the lock. A task that holds the write side and awaits something lets others
+      run: these would read or write in the middle of its change, so they get an error instead; tasks that it has started since
+      are part of it. Do not await while you hold the lock.
+    - A thread that ends while it holds the write side takes it along: nobody can give it back. Whoever asks then gets an error
+      that says so, at once.
 
     Args:
         timeout: default limit of every acquire.
@@ -40,7 +50,9 @@ class StateDictLock:
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         self._timeout_s = _seconds(timeout)
         self._rwlock = rwlock.RWLockWrite()
-        self._writers = threading.local()
+        self._here = _OfThread()
+        self._owner: threading.Thread | None = None
+        """The thread that holds the write side."""
         self._before_write: tuple[Callable[[], None], ...] = ()
         self._callbacks_lock = threading.Lock()
 
@@ -67,29 +79,41 @@ class StateDictLock:
             callback()
 
     def held_for_write(self) -> bool:
-        """Whether the calling thread holds the write side."""
-        return self._writer().locked()
+        """Whether the calling thread holds the write side.
+
+        Raises:
+            CheckpointError: it does, for another task of its event loop.
+        """
+        if not self._writer().locked():
+            return False
+        self._check_same_task()
+        return True
 
     @contextmanager
     def read(self, timeout: timedelta | None = None) -> Iterator[None]:
         """Hold the read side.
 
         Raises:
-            LockTimeoutError: a writer held or awaited the lock for the whole timeout.
+            LockTimeoutError: a writer held or awaited the lock for the whole timeout, or ended with it.
+            CheckpointError: another task of this thread holds the write side.
         """
         if self.held_for_write():
             yield
             return
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         handle = self._rwlock.gen_rlock()
+        self._check_owner("reader")
         if not handle.acquire(blocking=True, timeout=timeout_s):
+            self._check_owner("reader")
             raise LockTimeoutError(
                 f"state dict lock: no read access within {timeout_s:g} s, a writer (optimizer step) holds or awaits it",
                 party="reader",
             )
+        self._here.num_reads += 1
         try:
             yield
         finally:
+            self._here.num_reads -= 1
             handle.release()
 
     @contextmanager
@@ -107,8 +131,7 @@ class StateDictLock:
     def write(self, timeout: timedelta | None = None) -> Iterator[None]:
         """Hold the write side. Inside a thread that holds it already, the outer holder keeps it afterwards.
 
-        Raises:
-            LockTimeoutError: readers or another writer held the lock for the whole timeout.
+        Raises: as `acquire_write`.
         """
         if not self._take(timeout):
             yield
@@ -124,41 +147,96 @@ class StateDictLock:
         Also where it does, readers are told: what this thread has handed out since is about to be written to.
 
         Raises:
-            LockTimeoutError: readers or another writer held the lock for the whole timeout; it was not taken.
+            LockTimeoutError: readers or another writer held the lock for the whole timeout, or ended with it; it was not taken.
+            CheckpointError: this thread is reading, or another task of it holds the write side.
         """
         self._take(timeout)
 
     def release_write(self) -> None:
-        """Let the write side go if the calling thread holds it; otherwise do nothing."""
-        writer = self._writer()
-        if writer.locked():
-            writer.release()
+        """Let the write side go if the calling thread holds it; otherwise do nothing.
+
+        Raises:
+            CheckpointError: another task of this thread holds it.
+        """
+        if self.held_for_write():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        token, self._here.token = self._here.token, None
+        _held_in_context.set(tuple(held for held in _held_in_context.get() if held is not token))
+        self._owner = None
+        self._writer().release()
 
     def _take(self, timeout: timedelta | None) -> bool:
         """Take the write side; False if this thread held it already."""
-        writer = self._writer()
-        if writer.locked():
+        if self.held_for_write():
             self.announce_write()
             return False
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
-        if not writer.acquire(blocking=True, timeout=timeout_s):
+        if self._here.num_reads:
+            raise CheckpointError(
+                "state dict lock: this thread is reading and asks to write, which would wait for itself; end the read first",
+                party="writer",
+            )
+        self._check_owner("writer")
+        if not self._writer().acquire(blocking=True, timeout=timeout_s):
+            self._check_owner("writer")
             raise LockTimeoutError(
                 f"state dict lock: no write access within {timeout_s:g} s, a reader or another writer holds it",
                 party="writer",
             )
+        self._owner = threading.current_thread()
+        self._here.token = token = object()
+        self._here.is_tasks = _runs_in_task()
+        _held_in_context.set((*_held_in_context.get(), token))
         try:
             self.announce_write()
         except BaseException:
-            writer.release()
+            self._let_go()
             raise
         return True
 
+    def _check_same_task(self) -> None:
+        """Where a task took the write side of this thread, see that it, or one that it has started since, is running."""
+        if self._here.is_tasks and _runs_in_task() and self._here.token not in _held_in_context.get():
+            raise CheckpointError(
+                "state dict lock: another asyncio task of this thread holds the write side, and has awaited something in the "
+                "middle of its change; do not await while you hold it",
+                party="writer",
+            )
+
+    def _check_owner(self, party: str) -> None:
+        owner = self._owner
+        if owner is not None and not owner.is_alive():
+            raise LockTimeoutError(
+                f"state dict lock: thread {owner.name!r} ended while it held the write side, so nobody can give it back; "
+                "use write() as a context manager there, and start the process again",
+                party=party,
+            )
+
     def _writer(self) -> rwlock.Lockable:
-        try:
-            return self._writers.handle
-        except AttributeError:
-            self._writers.handle = self._rwlock.gen_wlock()
-            return self._writers.handle
+        if self._here.handle is None:
+            self._here.handle = self._rwlock.gen_wlock()
+        return self._here.handle
+
+
+class _OfThread(threading.local):
+    """What each thread has of its own."""
+
+    handle: rwlock.Lockable | None = None
+    token: object = None
+    """Of the write side that it holds."""
+    is_tasks = False
+    """A task took it."""
+    num_reads = 0
+
+
+_held_in_context: ContextVar[tuple[object, ...]] = ContextVar("torchft_ckpt_write_sides", default=())
+"""Tokens of the write sides that this context holds. Tasks have a context of their own, a copy of that which started them."""
+
+
+def _runs_in_task() -> bool:
+    return asyncio._get_running_loop() is not None and asyncio.current_task() is not None
 
 
 def _seconds(timeout: timedelta) -> float:
