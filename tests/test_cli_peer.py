@@ -246,12 +246,12 @@ def test_pull_saves_every_tensor_and_value_by_its_path(
     assert main(["pull", peer.metadata(), "-o", str(path)]) == 0
     state = example_state(3)
     expected = {
-        "user.model.weight": state["user"]["model"]["weight"],
-        "user.model.bias": state["user"]["model"]["bias"],
-        "user.model.empty": state["user"]["model"]["empty"],
-        "user.model.transposed": state["user"]["model"]["transposed"],
-        "user.optim.state.0.step": state["user"]["optim"]["state"][0]["step"],
-        "user.optim.state.0.exp_avg": state["user"]["optim"]["state"][0]["exp_avg"],
+        "model.weight": state["user"]["model"]["weight"],
+        "model.bias": state["user"]["model"]["bias"],
+        "model.empty": state["user"]["model"]["empty"],
+        "model.transposed": state["user"]["model"]["transposed"],
+        "optim.state.0.step": state["user"]["optim"]["state"][0]["step"],
+        "optim.state.0.exp_avg": state["user"]["optim"]["state"][0]["exp_avg"],
     }
     loaded = load_file(path)
     assert differences({name: loaded[name] for name in expected}, expected) == []
@@ -261,22 +261,33 @@ def test_pull_saves_every_tensor_and_value_by_its_path(
         "torchft_ckpt.tied": {},
         "torchft_ckpt.arrays": [],
         "torchft_ckpt.values": {
-            "user.optim.param_groups.0.lr": 0.001,
-            "user.optim.param_groups.0.betas.0": 0.9,
-            "user.optim.param_groups.0.betas.1": 0.999,
-            "user.optim.param_groups.0.params.0": 0,
-            "user.optim.param_groups.0.params.1": 1,
-            "user.optim.param_groups.0.foreach": None,
-            "user.optim.param_groups.0.fused": False,
-            "torchft.step": 3,
-            "torchft.batches_committed": 6,
+            "optim.param_groups.0.lr": 0.001,
+            "optim.param_groups.0.betas.0": 0.9,
+            "optim.param_groups.0.betas.1": 0.999,
+            "optim.param_groups.0.params.0": 0,
+            "optim.param_groups.0.params.1": 1,
+            "optim.param_groups.0.foreach": None,
+            "optim.param_groups.0.fused": False,
         },
     }
     told = capsys.readouterr()
     assert told.out == ""
     assert f"asking {peer.metadata()} for the newest state\n" in told.err
     assert "step 3: 100%" in told.err
-    assert told.err.endswith(f"{path}: step 3, 6 tensors, 9 values, {format_bytes(path.stat().st_size)}\n")
+    assert told.err.endswith(f"{path}: step 3, 6 tensors, 7 values, {format_bytes(path.stat().st_size)}\n")
+
+
+def test_names_begin_where_pull_is_told_to_begin(peer: HTTPTransport[Any], tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "state.safetensors"
+    names = {}
+    for root in ("user.model", ""):
+        assert main(["pull", peer.metadata(), "-o", str(path), "--root", root, "--force", "--quiet"]) == 0
+        names[root] = sorted(load_file(path))[:2]
+    assert names == {"user.model": ["bias", "empty"], "": ["user.model.bias", "user.model.empty"]}
+    assert metadata_of(path)["torchft_ckpt.values"]["torchft.batches_committed"] == 6
+    assert main(["pull", peer.metadata(), "-o", str(path), "--root", "user.mine", "--force"]) == 1
+    assert "nothing is at root='user.mine': below user there is model, optim" in capsys.readouterr().err
+    assert sorted(load_file(path)), "what was there stays"
 
 
 def test_pull_leaves_one_file_with_ordinary_permissions(peer: HTTPTransport[Any], tmp_path: Path) -> None:
@@ -376,7 +387,7 @@ def test_a_dtype_that_safetensors_cannot_hold_is_named(
     assert files_in(tmp_path) == []
 
 
-def test_tied_tensors_are_stored_once_and_named(
+def test_tied_tensors_are_stored_under_each_name_and_named(
     make_peer: Callable[..., HTTPTransport[Any]], tmp_path: Path, capsys: Capture
 ) -> None:
     transport, path = make_peer(), tmp_path / "state.safetensors"
@@ -384,10 +395,10 @@ def test_tied_tensors_are_stored_once_and_named(
     transport.send_checkpoint([1], 3, {"embed": weight, "head": weight, "rows": weight[2:4], "other": weight + 1}, LONG)
     assert main(["pull", transport.metadata(), "-o", str(path)]) == 0
     loaded = load_file(path)
-    expected = {"embed": weight, "other": weight + 1, "rows": weight[2:4]}
+    expected = {"embed": weight, "head": weight, "other": weight + 1, "rows": weight[2:4]}
     assert differences({name: loaded[name] for name in sorted(loaded)}, expected) == []
     assert metadata_of(path)["torchft_ckpt.tied"] == {"head": "embed"}
-    assert "3 tensors and 1 tied to them, 0 values" in capsys.readouterr().err
+    assert "4 tensors (1 of them tied to another), 0 values" in capsys.readouterr().err
 
 
 def test_a_peer_that_drips_its_answer_is_left_at_the_deadline() -> None:

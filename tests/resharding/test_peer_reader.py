@@ -312,8 +312,8 @@ def test_pull_saves_all_ranks_as_one_file(job: RunningJob, tmp_path: Path) -> No
     assert main(["pull", *job.urls, "-o", str(file), "--quiet"]) == 0
     with safe_open(file, "pt") as saved:
         step = int(saved.metadata()["torchft_ckpt.step"])
-        assert same_bits(saved.get_tensor("user.default.model.w"), weights_at(step))
-        assert same_bits(saved.get_tensor("user.default.optimizer.state.0.exp_avg"), -weights_at(step))
+        assert same_bits(saved.get_tensor("model.w"), weights_at(step))
+        assert same_bits(saved.get_tensor("optimizer.state.0.exp_avg"), -weights_at(step))
 
 
 def test_pull_of_one_rank_of_several_saves_nothing(job: RunningJob, tmp_path: Path, capsys: Any) -> None:

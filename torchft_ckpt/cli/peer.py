@@ -59,6 +59,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help="give up after so long (default: 300)",
     )
+    pull.add_argument(
+        "--root",
+        metavar="PATH",
+        help="dotted path in the state where names begin (default: what the Manager's state_dict returned; '' for all)",
+    )
     pull.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
     pull.add_argument("--force", action="store_true", help="replace the file if it is there")
     pull.set_defaults(run=_run_pull)
@@ -116,6 +121,7 @@ def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
 
 def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.progress import ProgressBar
+    from torchft_ckpt.checkpointing.state.containers import below_root
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten, told_of_renamed
     from torchft_ckpt.cli.summary import format_bytes
     from torchft_ckpt.cli.text import one_line
@@ -136,12 +142,13 @@ def _run_pull(options: argparse.Namespace) -> int:
                 "of its replica group, in their order; nothing was saved",
                 party=named,
             )
-        content = flatten(pulled.state)
+        is_one_leaf = options.root is None and not isinstance(pulled.state, dict)
+        content = flatten(pulled.state if is_one_leaf else below_root(pulled.state, options.root))
         num_bytes = file.write(content, pulled.step)
     for told in told_of_renamed(content):
         print(one_line(told), file=sys.stderr)
     if not options.quiet:
-        tied = f" and {len(content.tied)} tied to them" if content.tied else ""
+        tied = f" ({len(content.tied)} of them tied to another)" if content.tied else ""
         print(
             f"{options.output}: step {pulled.step}, {len(content.tensors)} tensors{tied}, {len(content.values)} values, "
             f"{format_bytes(num_bytes)}",

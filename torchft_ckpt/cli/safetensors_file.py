@@ -2,7 +2,8 @@
 
 Tensors are named by their path in the tree. What safetensors has no place for goes into its metadata, as JSON:
 `torchft_ckpt.step`, `torchft_ckpt.values` (path to value, in the state format's nodes), `torchft_ckpt.tied` (name to the
-name of the tensor that it is the same memory as; that one is stored), `torchft_ckpt.arrays` (names that were numpy arrays).
+name of the tensor that it was the same memory as; both are stored, as readers look for either), `torchft_ckpt.arrays` (names
+that were numpy arrays).
 `__metadata__` is safetensors' own name: a tensor of that path gets a number, as the second of two of one path does.
 Views that share only some memory are stored each for itself. A state that is not all in memory is written in the order of
 `in_file_order`, as its bytes come.
@@ -92,7 +93,8 @@ def flatten(state: object) -> Content:
         else:
             content.values[name] = TreeEncoder().encode(leaf, name)
     _check_dtypes((name, tensor.dtype) for name, tensor in found)
-    for name, tensor in _tie(found, content.tied):
+    _note_tied(found, content.tied)
+    for name, tensor in found:
         content.tensors[name] = tensor.contiguous()
     _separate(content.tensors)
     return content
@@ -299,18 +301,15 @@ def _header(outlines: Sequence[Outline], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _tie(tensors: Sequence[tuple[str, torch.Tensor]], tied: dict[str, str]) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor once; others that are the same view of the same memory are noted in `tied`."""
+def _note_tied(tensors: Sequence[tuple[str, torch.Tensor]], tied: dict[str, str]) -> None:
+    """Note in `tied` which tensors are the same view of the same memory as one before them."""
     first: dict[tuple[object, ...], str] = {}
-    kept = []
     for name, tensor in tensors:
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and view in first:
             tied[name] = first[view]
-            continue
-        first[view] = name
-        kept.append((name, tensor))
-    return kept
+        else:
+            first[view] = name
 
 
 def _separate(tensors: dict[str, torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
+from torchft_ckpt.checkpointing.state.containers import below_root
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of, copy_to, some_of, why_unfillable
@@ -47,7 +48,6 @@ from torchft_ckpt.core.boxes import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError
 
 _NAMED = 5
-_MANAGERS_KEYS = {"user", "torchft"}
 
 
 class PeerReader(StorageReader):
@@ -217,7 +217,7 @@ class _Content:
         """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
         places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
         by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
-        flat, paths = flatten_state_dict(_below(decode_tree(manifest.tree, places), root))
+        flat, paths = flatten_state_dict(below_root(decode_tree(manifest.tree, places), root))
         for name, value in flat.items():
             if name in self.paths:
                 continue
@@ -354,27 +354,3 @@ def disjoint(boxes: Sequence[Box], everything: Box) -> list[Box]:
         return distinct
     cells = [cell for cell in cells_of("", everything, distinct) if any(contains(box, cell) for box in distinct)]
     return distinct if sum(box.volume for box in distinct) == sum(cell.volume for cell in cells) else cells
-
-
-def _below(state: Any, root: str | None) -> dict[str, Any]:
-    """Return the part of a state where names begin."""
-    if root is None:
-        is_managers = isinstance(state, dict) and set(state) == _MANAGERS_KEYS
-        user = state["user"] if is_managers else {}
-        path: tuple[str, ...] = (
-            ("user", "default") if is_managers and isinstance(user, dict) and "default" in user else ()
-        )
-        path = path or (("user",) if is_managers else ())
-    else:
-        path = tuple(key for key in root.split(".") if key)
-    for position, key in enumerate(path):
-        if not isinstance(state, dict) or key not in state:
-            have = ", ".join(sorted(map(str, state))[:10]) if isinstance(state, dict) else type(state).__name__
-            raise StateMismatchError(
-                f"nothing is at root={'.'.join(path)!r}: below {'.'.join(path[:position]) or 'the top'} there is {have}",
-                party="root",
-            )
-        state = state[key]
-    if not isinstance(state, dict):
-        raise StateMismatchError(f"root={'.'.join(path)!r} is a {type(state).__name__}, not a dict", party="root")
-    return state

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchft_ckpt.errors import StateMismatchError
+
+_MANAGERS_KEYS = {"user", "torchft"}
 Path = tuple[str | int, ...]
 """The keys that lead to a tensor or a value: DCP's `planner_data`."""
 
@@ -26,3 +29,36 @@ def optimizer_states(
         yield path, value
     for key, item in items_of(value):
         yield from optimizer_states(item, (*path, key))
+
+
+def below_root(state: Any, root: str | None) -> dict[str, Any]:
+    """Return the part of a state where names begin, for readers from outside.
+
+    Args:
+        state: as a peer serves it.
+        root: dotted path; None: what the Manager's `state_dict` returned (`user.default`, or all of `user` where that has no such
+            key), or all of the state where no Manager made it.
+
+    Raises:
+        StateMismatchError: nothing is there, or no dict.
+    """
+    if root is None:
+        is_managers = isinstance(state, dict) and set(state) == _MANAGERS_KEYS
+        user = state["user"] if is_managers else {}
+        path: tuple[str, ...] = (
+            ("user", "default") if is_managers and isinstance(user, dict) and "default" in user else ()
+        )
+        path = path or (("user",) if is_managers else ())
+    else:
+        path = tuple(key for key in root.split(".") if key)
+    for position, key in enumerate(path):
+        if not isinstance(state, dict) or key not in state:
+            have = ", ".join(sorted(map(str, state))[:10]) if isinstance(state, dict) else type(state).__name__
+            raise StateMismatchError(
+                f"nothing is at root={'.'.join(path)!r}: below {'.'.join(path[:position]) or 'the top'} there is {have}",
+                party="root",
+            )
+        state = state[key]
+    if not isinstance(state, dict):
+        raise StateMismatchError(f"root={'.'.join(path)!r} is a {type(state).__name__}, not a dict", party="root")
+    return state
