@@ -447,6 +447,19 @@ def test_a_step_that_is_none_is_refused_at_the_call(tmp_path: Path, step: Any) -
     checkpointer.shutdown()
 
 
+def test_a_place_in_the_users_home_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("~/shared", local_location=Path("~/own"))
+    saved = checkpointer.save({"w": torch.ones(2)}, step=1).result(LONG_S)
+    checkpointer.save({"w": torch.ones(2)}, step=2, tier=Tier.LOCAL).result(LONG_S)
+    checkpointer.shutdown()
+    read = {"w": torch.zeros(2)}
+    load_checkpoint(f"~/shared/{saved.name}", read)
+    assert read["w"].tolist() == [1.0, 1.0]
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["own", "shared"]
+
+
 def test_a_place_that_cannot_be_written_to_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     checkpointer = Checkpointer(tmp_path / "file" / "below")

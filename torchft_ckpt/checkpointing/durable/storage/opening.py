@@ -14,7 +14,7 @@ def open_storage(location: str | os.PathLike[str], **storage_options: object) ->
     """Return a directory of this machine, or for `scheme://...` what fsspec knows under that scheme.
 
     Args:
-        location: a path, or a URL of fsspec. Need not be there yet.
+        location: a path, of which a leading `~` is the user's home, or a URL of fsspec. Need not be there yet.
         storage_options: of fsspec's file system (credentials, endpoint).
 
     Raises:
@@ -30,4 +30,4 @@ def open_storage(location: str | os.PathLike[str], **storage_options: object) ->
         )
     if not text:
         raise ConfigError("location='': a path or a URL was expected", "location")
-    return LocalStorage(text)
+    return LocalStorage(os.path.expanduser(text))
