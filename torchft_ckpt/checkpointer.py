@@ -69,6 +69,7 @@ from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
     check_optimizers_known,
+    end_restore,
     group_name,
     load_saved,
     save_identity,
@@ -499,10 +500,13 @@ class Checkpointer:
         check_optimizers_known(manager)
         gathering = manager.gather(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
-        peers = gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)
+        # Fresh weights, of step 0, are no state to go on from, whoever has them.
+        peers = (gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)) or None
         found = {tier: _newest(storage, whole=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
         choice = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
         if step is None and choice.rung in (Rung.MEMORY, Rung.PEERS):
+            if choice.rung is Rung.PEERS:
+                end_restore(manager, from_peers=True)
             return _said(Restored(rung=choice.rung, step=choice.step, reason=choice.reason))
         rank = manager.group_rank
         name = group_name(manager)
@@ -544,6 +548,7 @@ class Checkpointer:
             )
         if gathering is None or gathering.member == 0:
             self._close_if_open(outcome.checkpoint)
+        end_restore(manager, from_peers=False)
         own = self._own_of(outcome.checkpoint_reader, name, rank)
         chosen = self._rung_of(outcome.checkpoint)
         found[Tier.LOCAL if chosen is Rung.LOCAL_DISK else Tier.STORAGE] = outcome.step

@@ -10,6 +10,15 @@ Names and parameters are those of torchft 0.2.0. The manager needs no state func
 know is registered here. If others are registered, their state is served as in any other loop, behind the lock of each
 inner step.
 
+A checkpoint (`Checkpointer`) holds the global parameters and the outer optimizers of the last committed round, also where it is
+saved in the middle of the next. Restored before the loop or within it, before the first inner step, these are what all groups
+begin from, and the round begins anew: what was local when it was saved is not part of it. The model has the global parameters
+then, whatever functions of the script have loaded into it. The inner optimizer's state is in a checkpoint only where the script
+registers it, as the first group had it; else it stays what it is in the new process.
+
+Parameters that need no gradient when the loop is made are global as well, and are not exchanged; a warning says so of those that
+need one later, and of those that the inner optimizer trains and no module here holds.
+
 Sources: LocalSGD arXiv 1805.09767, DiLoCo 2311.08105, Streaming DiLoCo 2501.18512.
 """
 

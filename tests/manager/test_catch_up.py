@@ -160,6 +160,22 @@ def held_transfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.E
 # ---------------------------------------------------------------------------------------------------- in an inner phase
 
 
+def test_a_checkpoint_that_was_restored_is_not_given_up_for_the_weights_that_others_began_with(
+    replicas: list[Replica], lighthouse: LighthouseServer
+) -> None:
+    source = start(replicas, lighthouse, "source")
+    source.manager.start_quorum(contributes=False, wait=True)
+    source.manager.offer_state()
+    assert source.manager.catch_up()
+    joiner = start(replicas, lighthouse, "joiner")
+    before = joiner.bits()
+    joiner.manager.load_state_dict({"step": 5, "batches_committed": 5})
+
+    assert not joiner.manager.catch_up()
+
+    assert (joiner.bits(), joiner.loaded, joiner.manager.current_step()) == (before, [], 5)
+
+
 def test_a_joiner_catches_up_while_the_source_does_nothing(
     lighthouse: LighthouseServer, replicas: list[Replica]
 ) -> None:

@@ -56,6 +56,7 @@ class ScriptedManager:
     """One replica's manager; all are healthy, always."""
 
     is_behind = False
+    is_restored = False
     has_live_state = False
 
     def __init__(self, hub: Hub, rank: int) -> None:
@@ -83,6 +84,7 @@ class ScriptedManager:
         kept_still: bool,
         optimizers: object,
         trains_apart: bool = False,
+        after_restore: object = None,
     ) -> None:
         self.state = get
 

@@ -58,7 +58,7 @@ def digest_of_globals(loop: Any) -> str:
         else:
             state.update(repr(value).encode())
 
-    add(loop._state())
+    add(loop.state_dict())
     return state.hexdigest()
 
 

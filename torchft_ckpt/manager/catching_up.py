@@ -70,6 +70,8 @@ def catch_up(
         held = talk.replica.version
         if located.is_held or not located.version.proven:
             return located.is_held
+        if talk.replica.restored and not located.version.step:
+            return False  # what others began with does not outweigh a checkpoint that was restored on purpose
         if located.version == held:
             why = "another rank of this group does not come to hold it"
             continue

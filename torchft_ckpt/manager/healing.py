@@ -61,10 +61,11 @@ class StateRegistry:
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
-        self._trains_apart = False
         self._in_function = threading.local()
         self._unsteady: set[int] = set()
         """Addresses of what was found to have changed without the lock while it was served."""
+        self._agreed_on: set[str] = set()
+        self._after_restore: list[Callable[[], None]] = []
         self._has_untold = False
         """Something that moves belongs to optimizers that are not guarded."""
 
@@ -77,18 +78,21 @@ class StateRegistry:
         kept_still: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         trains_apart: bool = False,
+        after_restore: Callable[[], None] | None = None,
     ) -> None:
         """Add a pair; `kept_still`: optimizer steps do not change it. Raises `ConfigError` where the key is taken.
 
         `optimizers`: whose state is in it, where they are not guarded. `trains_apart`: between two changes of it every group
-        trains by itself.
+        trains by itself; it is loaded after all others. `after_restore`: called when a restore is over.
         """
         if key in self._load:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
         self._load[key] = load
         self._get[key] = get
         self._unguarded += optimizers
-        self._trains_apart = self._trains_apart or trains_apart
+        self._after_restore += [] if after_restore is None else [after_restore]
+        if trains_apart:
+            self._agreed_on.add(key)
         if not kept_still:
             self._moving.add(key)
             self._has_untold = self._has_untold or bool(optimizers)
@@ -196,7 +200,7 @@ class StateRegistry:
     @property
     def is_used_by_loops(self) -> bool:
         """Whether a training loop uses the state between two quorums. Where groups train apart it is the outer loop's."""
-        return not self.is_kept_still and not self._trains_apart
+        return not self.is_kept_still and not self._agreed_on
 
     def comparison_with(self, captured: dict[str, Any]) -> Callable[[object], Differences]:
         """Return what says how a state that is received differs from this one, which `capture_to_serve` has just returned.
@@ -219,11 +223,16 @@ class StateRegistry:
         if by_key and self.is_kept_still:
             return StateHeld(state, frozenset(), False)
         held = hold_to_save(state, self._optimizers)
-        if self._trains_apart:
+        if self._agreed_on:
             own = {key: held.state[key] for key in self._moving} if by_key else held.state
             held = held._replace(of_group=frozenset(map(id, tensors_in(own))))
         # Guarded optimizers leave the lock alone where all that is registered is kept still.
         return held._replace(changes_untold=held.changes_untold or self.is_kept_still or self._has_untold)
+
+    def end_restore(self) -> None:
+        """Tell those who want to know that a checkpoint was restored, or that the state is to come from others."""
+        for tell in self._after_restore:
+            tell()
 
     def check(self, user: object) -> dict[str, Any]:
         """Return what was received, if each registered key is in it and no other.
@@ -240,13 +249,15 @@ class StateRegistry:
         return user
 
     def load(self, user: dict[str, Any]) -> None:
-        """Call all `load_state_dict` functions.
+        """Call all `load_state_dict` functions: last those of what the groups agreed on, where they train apart.
+
+        It is to be in the model then, whatever the others have loaded into it of one group's own.
 
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
         with self._lock.write(), self._noted("load"):
-            for key, load in self._load.items():
+            for key, load in sorted(self._load.items(), key=lambda pair: pair[0] in self._agreed_on):
                 try:
                     load(user[key])
                 except Exception as error:

@@ -318,6 +318,7 @@ class Manager:
         kept_still: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         trains_apart: bool = False,
+        after_restore: Callable[[], None] | None = None,
     ) -> None:
         """Add a pair of functions to the state that replicas heal from.
 
@@ -335,7 +336,9 @@ class Manager:
             optimizers: whose state is in it, where they are neither wrapped nor guarded: where parameters are sharded, a replica
                 that has none of it yet makes it before it receives.
             trains_apart: between two changes of this state every replica group trains by itself, as in an outer loop: what
-                else is registered is each group's own, unless it is kept still too.
+                else is registered is each group's own, unless it is kept still too. It is loaded after all others.
+            after_restore: called on the training thread at the end of `Checkpointer.restore`, where that has loaded a checkpoint
+                or found that other groups hold a newer state.
 
         Raises:
             ConfigError: the key is taken.
@@ -347,6 +350,7 @@ class Manager:
             kept_still=kept_still,
             optimizers=optimizers,
             trains_apart=trains_apart,
+            after_restore=after_restore,
         )
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
@@ -927,6 +931,11 @@ class Manager:
     def is_behind(self) -> bool:
         """Whether this replica's state is not whole, has no name yet, or is older than one that is known to exist."""
         return self._talk.is_behind()
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether this replica's state was restored on purpose (`load_state_dict`), and no quorum has named it since."""
+        return self._replica.restored
 
     def catch_up(self, timeout: timedelta | None = None) -> bool:
         """Get the newest state from the others between two steps, without a quorum; call it on the training thread.

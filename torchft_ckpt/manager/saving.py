@@ -152,3 +152,14 @@ def load_saved(manager: Manager, state: dict[str, Any]) -> None:
         user = {_DEFAULT: user, **others}
     manager._registry.load(manager._registry.check(user))
     manager.load_state_dict(own)
+
+
+def end_restore(manager: Manager, *, from_peers: bool) -> None:
+    """A restore is over: what is registered may have to take its place in the job. On the training thread.
+
+    `from_peers`: other groups hold the state to go on from. If this group has begun a job meanwhile, its fresh weights have a
+    name, and would count as much as a checkpoint that others have restored: they are given up.
+    """
+    if from_peers and not manager.is_behind and not manager.current_step():
+        manager.report_torn_state()
+    manager._registry.end_restore()

@@ -7,6 +7,7 @@ exchanged is known when the quorum is: a replica that turns out to be behind tak
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -63,6 +64,11 @@ class Exchange:
         if self._done is not None:
             torch.accelerator.current_stream().wait_event(self._done)
             self._done = None
+
+    def abandon(self) -> None:
+        """Wait until the round that is in flight is over, however it ends: nobody wants it any more."""
+        with contextlib.suppress(Exception):
+            self.wait()
 
     def shutdown(self) -> None:
         """End the thread once what it waits for is over; it is not waited for."""

@@ -48,13 +48,13 @@ class Fragment(ABC):
         keep_inner_state: bool,
     ) -> None:
         self.params = dict(module.named_parameters())
-        self._trained = {name: param for name, param in self.params.items() if param.requires_grad}
+        self.trained = {name: param for name, param in self.params.items() if param.requires_grad}
         self._buffers = buffers
         self.original_parameters = {
             name: copy_for(local_of(param), backup_device, pin_memory) for name, param in self.params.items()
         }
         self._inner_state = (
-            InnerStateBackup(inner_optimizer, list(self._trained.values()), backup_device, pin_memory)
+            InnerStateBackup(inner_optimizer, list(self.trained.values()), backup_device, pin_memory)
             if keep_inner_state
             else None
         )
@@ -65,8 +65,8 @@ class Fragment(ABC):
     def prepare(self) -> None:
         """Compute what this replica contributes to the round."""
         self._lay_out()
-        for name, value in zip(self._trained, self._values, strict=True):
-            self._compute(local_of(self._trained[name]), self.original_parameters[name], value)
+        for name, value in zip(self.trained, self._values, strict=True):
+            self._compute(local_of(self.trained[name]), self.original_parameters[name], value)
 
     @torch.no_grad()
     def prepare_nothing(self) -> None:
@@ -118,16 +118,8 @@ class Fragment(ABC):
 
     @torch.no_grad()
     def global_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the backup as the state of a replica: the parts of sharded parameters with their place in them.
-
-        A backup that is on the host for a model on a device stays a plain tensor, the part that this rank holds.
-        """
-        return {
-            name: shaped_like(backup, self.params[name])
-            if backup.device == local_of(self.params[name]).device
-            else backup
-            for name, backup in self.original_parameters.items()
-        }
+        """Return the backup as the state of a replica: the parts of sharded parameters with their place in them."""
+        return {name: shaped_like(backup, self.params[name]) for name, backup in self.original_parameters.items()}
 
     @torch.no_grad()
     def load_backup(self, received: Mapping[str, torch.Tensor]) -> None:
@@ -152,7 +144,7 @@ class Fragment(ABC):
         self._values, self._flat_values = self._buffers.lay_out(self._locals())
 
     def _locals(self) -> list[torch.Tensor]:
-        return [local_of(param) for param in self._trained.values()]
+        return [local_of(param) for param in self.trained.values()]
 
     @abstractmethod
     def _compute(self, local: torch.Tensor, backup: torch.Tensor, value: torch.Tensor) -> None:
@@ -168,8 +160,8 @@ class AveragedFragment(Fragment):
     @torch.no_grad()
     def apply(self, *, merge: bool) -> None:
         """Take the averages. Inner work after PREPARE is not there: LocalSGD exchanges without delay."""
-        for name, value in zip(self._trained, self._values, strict=True):
-            local_of(self._trained[name]).copy_(value)
+        for name, value in zip(self.trained, self._values, strict=True):
+            local_of(self.trained[name]).copy_(value)
             self.original_parameters[name].copy_(value, non_blocking=True)
 
 
@@ -204,7 +196,7 @@ class PseudoGradientFragment(Fragment):
         self._outer_optimizer = outer_optimizer
         self._update_alpha = update_alpha
         owned = {id(param) for group in outer_optimizer.param_groups for param in group["params"]}
-        for name, param in self._trained.items():
+        for name, param in self.trained.items():
             if id(param) not in owned:
                 raise ConfigError(f"the outer optimizer of this fragment does not have {name}", party="outer_optimizer")
 
@@ -236,7 +228,7 @@ class PseudoGradientFragment(Fragment):
         try:
             for param in owned:
                 param.grad = None
-            for param, value in zip(self._trained.values(), self._values, strict=True):
+            for param, value in zip(self.trained.values(), self._values, strict=True):
                 param.grad = shaped_like(value, param)
             yield
         finally:

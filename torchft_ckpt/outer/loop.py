@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -24,7 +25,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
-from torchft_ckpt.errors import ConfigError, TransferError
+from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError
 from torchft_ckpt.outer.exchange import Exchange
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.memory import buckets_of
@@ -82,7 +83,7 @@ class OuterLoop(Generic[F]):
         self._is_in_job = False
         self._has_begun = False
         self._was_loaded = False
-        """The backup was loaded, and the model is not there yet."""
+        """The global parameters came from others: inner work of before, the inner optimizer's memory too, is of no use."""
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
@@ -90,23 +91,20 @@ class OuterLoop(Generic[F]):
         manager.register_state_dict_fn(
             key,
             self._load_state,
-            self._state,
+            self.state_dict,
             kept_still=True,
             optimizers=self._outer_optimizers,
             trains_apart=True,
+            after_restore=self._after_restore,
         )
 
     def __enter__(self) -> Self:
         if not self._hooks:
+            self._hooks.append(self._inner_optimizer.register_step_pre_hook(self._before_inner_step))
             self._hooks.append(self._inner_optimizer.register_step_post_hook(self._after_inner_step))
-        if not self._has_begun:
-            # What is in the model now, from a checkpoint maybe, is what this replica begins with.
-            self._has_begun = True
-            for fragment in self._fragments:
-                fragment.save_parameters()
-                fragment.begin_round()
-            _synchronize()
-        if not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
+        if not self._has_begun or self._manager.is_restored:
+            self._begin()
+        elif not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
             self._enter_job()
         return self
 
@@ -124,10 +122,71 @@ class OuterLoop(Generic[F]):
 
         For evaluating or saving them. Training goes on from them; what was local, and not exchanged yet, is lost.
         """
-        for fragment in self._fragments:
-            fragment.restore_parameters()
+        with self._changing_model():
+            for fragment in self._fragments:
+                fragment.restore_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all replicas have in common: global parameters and outer optimizers. It refers to live tensors.
+
+        It is registered with the manager already, and so in every checkpoint of a `Checkpointer` that has one.
+        """
+        return {
+            "original_parameters": [fragment.global_parameters() for fragment in self._fragments],
+            "outer_optimizers": [optimizer.state_dict() for optimizer in self._outer_optimizers],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, of a checkpoint: the global parameters are in the model then as well.
+
+        For scripts that load a checkpoint by hand, in all groups alike, before their first inner step, together with
+        `Manager.load_state_dict`: `load_checkpoint(directory, {"diloco": loop, "torchft": manager})` ("local_sgd" of LocalSGD),
+        where nothing is sharded. What `Checkpointer.restore` loads, and what comes from other groups, needs no call.
+
+        Raises:
+            StateMismatchError: it is that of other fragments; nothing was loaded.
+        """
+        self._manager.disallow_state_dict_read()
+        try:
+            self._load_state(state_dict)
+        finally:
+            self._manager.allow_state_dict_read()
+        self._was_loaded = False
 
     # The inner loop
+
+    def _before_inner_step(self, *_: object) -> None:
+        """A checkpoint that the script loaded within the loop, by hand, is what it begins from."""
+        if self._manager.is_restored:
+            self._manager.allow_state_dict_read()  # its guard has taken it; other threads may have to read meanwhile
+            self._begin()
+            if self._manager.has_live_state:
+                self._manager.disallow_state_dict_read()
+
+    def _after_restore(self) -> None:
+        """Within the loop the state takes its place in the job at once; before it, `__enter__` sees to that."""
+        if not self._hooks:
+            return
+        if self._manager.is_restored:
+            self._begin()
+        elif self._manager.is_behind:
+            self._exchange.abandon()
+            self._enter_job()
+
+    def _begin(self) -> None:
+        """Begin with what is in the model now, from a checkpoint maybe: these are the global parameters."""
+        self._has_begun = True
+        self._is_in_job = self._was_loaded = False
+        self._exchange.abandon()
+        self._manager.disallow_state_dict_read()
+        try:
+            for fragment in self._fragments:
+                fragment.save_parameters()
+                fragment.begin_round()
+            _synchronize()
+        finally:
+            self._manager.allow_state_dict_read()
+        self._enter_job()
 
     def _after_inner_step(self, *_: object) -> None:
         self._inner_step += 1
@@ -188,7 +247,8 @@ class OuterLoop(Generic[F]):
             self._apply(fragment, merge=merge and not self._was_loaded)
         elif verdict is Verdict.RESTORE:
             logger.info("%s: a round is discarded, its fragment goes back", self._manager.replica_id())
-            fragment.restore()
+            with self._changing_model():
+                fragment.restore()
         if verdict in (Verdict.APPLY, Verdict.RESTORE):
             fragment.begin_round()
             self._manager.offer_state()
@@ -256,34 +316,41 @@ class OuterLoop(Generic[F]):
     def _go_to_backup(self) -> None:
         """What is local belongs to no round that counts."""
         self._was_loaded = False
-        for fragment in self._fragments:
-            if self._manager.has_live_state:  # the inner optimizer's state may have come with it
-                fragment.restore_parameters()
-            else:
-                fragment.restore()
+        with self._changing_model():
+            for fragment in self._fragments:
+                if self._manager.has_live_state:  # the inner optimizer's state may have come with it
+                    fragment.restore_parameters()
+                else:
+                    fragment.restore()
+
+    @contextmanager
+    def _changing_model(self) -> Iterator[None]:
+        """Hold the lock where the model is state that is served and saved, as it is where the script has registered it."""
+        if not self._manager.has_live_state:
+            yield
+            return
+        with self._manager.state_dict_lock.write():
+            yield
 
     # The state that all replicas have in common
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "original_parameters": [fragment.global_parameters() for fragment in self._fragments],
-            "outer_optimizers": [optimizer.state_dict() for optimizer in self._outer_optimizers],
-        }
 
     def _load_state(self, state: dict[str, Any]) -> None:
         backups, optimizers = state["original_parameters"], state["outer_optimizers"]
         if len(backups) != len(self._fragments) or len(optimizers) != len(self._outer_optimizers):
-            raise ValueError(
+            raise StateMismatchError(
                 f"the source has {len(backups)} fragments and {len(optimizers)} outer optimizers, this replica"
                 f" {len(self._fragments)} and {len(self._outer_optimizers)}"
             )
         for number, (fragment, backup) in enumerate(zip(self._fragments, backups, strict=True)):
             if complaint := fragment.complain_about(backup):
-                raise ValueError(f"the source's fragment {number} is another one: {complaint}")
+                raise StateMismatchError(f"the source's fragment {number} is another one: {complaint}")
         for fragment, backup in zip(self._fragments, backups, strict=True):
             fragment.load_backup(backup)
         for optimizer, received in zip(self._outer_optimizers, optimizers, strict=True):
             optimizer.load_state_dict(received)
+        for fragment in self._fragments:  # after a restore nothing else is done before the next forward pass
+            fragment.restore_parameters()
+        _synchronize()
         self._was_loaded = True
 
     def _fragment_of(self, num_committed: int) -> F:

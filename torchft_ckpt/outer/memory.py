@@ -15,12 +15,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a local shard as a DTensor where `tensor` is one."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    """Return a local shard as a DTensor where `tensor` is one. It shares the memory, on whatever device that is.
+
+    Made as FSDP2 makes what it offloads: `DTensor.from_local` would move it to the mesh's device.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
 def copy_for(tensor: torch.Tensor, device: torch.device, pin_memory: bool) -> torch.Tensor:
