@@ -307,7 +307,7 @@ def told_that_others_hold(step: int) -> Gathering:
 
 @pytest.mark.parametrize(
     ("kind", "functions", "unfreezes"),
-    [("diloco", "none", False), ("diloco", "before", False)],
+    [("diloco", "none", False), ("diloco", "before", False), ("local_sgd", "none", True)],
 )
 def test_a_group_that_comes_back_alone_takes_the_newest_of_the_others(
     tmp_path: Path, kind: str, functions: str, unfreezes: bool

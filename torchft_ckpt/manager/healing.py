@@ -65,6 +65,7 @@ class StateRegistry:
         self._unsteady: set[int] = set()
         """Addresses of what was found to have changed without the lock while it was served."""
         self._agreed_on: set[str] = set()
+        self._frozen_for_rounds: str | None = None
         self._after_restore: list[Callable[[], None]] = []
         self._has_untold = False
         """Something that moves belongs to optimizers that are not guarded."""
@@ -93,6 +94,7 @@ class StateRegistry:
         self._after_restore += [] if after_restore is None else [after_restore]
         if trains_apart:
             self._agreed_on.add(key)
+            self._frozen_for_rounds = self.frozen()
         if not kept_still:
             self._moving.add(key)
             self._has_untold = self._has_untold or bool(optimizers)
@@ -154,7 +156,12 @@ class StateRegistry:
         return self._layout[1]
 
     def frozen(self) -> str:
-        """Say which parameters of the optimizers need no gradient now; empty where no optimizer is known."""
+        """Say which parameters of the optimizers need no gradient now; empty where no optimizer is known.
+
+        Groups that train apart exchange what needed one when that was registered, whatever they train later.
+        """
+        if self._frozen_for_rounds is not None:
+            return self._frozen_for_rounds
         return frozen_in_words([parameter.requires_grad for parameter in self._parameters()])
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, aft
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError
 from torchft_ckpt.outer.exchange import Exchange
 from torchft_ckpt.outer.fragment import Fragment
+from torchft_ckpt.outer.left_out import LeftOut
 from torchft_ckpt.outer.memory import buckets_of
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class OuterLoop(Generic[F]):
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
+        self._left_out = LeftOut(self._fragments, inner_optimizer)
+        self._left_out.warn()
         manager.guard_optimizer(inner_optimizer)
         manager.register_state_dict_fn(
             key,
@@ -210,6 +213,7 @@ class OuterLoop(Generic[F]):
         """Take the values of now and begin to average them."""
         if self._exchange.in_flight:
             self._exchange.wait()  # an exception came in the way of its end; its values are in the same memory
+        self._left_out.warn()
         fragment = self._fragment_of(self._manager.current_step())
         fragment.prepare()
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
