@@ -1,0 +1,493 @@
+"""Runs a training loop, as a user writes it, as replica groups that die and come back, and compares its bits with the plain loop.
+
+A loop is a function of a `Job`. It is run
+
+- by replica groups, each a thread with a real Manager, on a real lighthouse and a process group in memory, without a death;
+- the same with a death: group 1 dies in the middle of a step, its objects are thrown away, and it comes back with other random
+  weights;
+- as the plain loop (`plain.py`): torch's own DDP and optimizer, which replays who contributed to which step.
+
+After each committed step everything that the loop has registered must be bit-equal to the plain loop's, in all groups that
+hold the step. A batch is a function of step and group, so it is the same in all runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from idioms.plain import WAIT_S, Hub, Iteration, PlainDDP, PlainManager, step_as_planned
+from torch import nn
+
+from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer
+from torchft_ckpt.ddp import PureDistributedDataParallel
+from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
+
+NUM_STEPS = 8
+DIES_AT_STEP = 2
+IS_BACK_BEFORE_STEP = 4
+LIMIT_S = 20.0
+_SHORT = timedelta(seconds=10)
+_building = threading.Lock()
+"""torch has one random generator for all threads: whoever draws from it holds this lock."""
+
+
+class Died(BaseException):
+    """A replica group dies here."""
+
+
+class MortalManager(Manager):
+    """A Manager that notes who contributed to what, and that dies in the middle of a step where it is told to."""
+
+    life: Life
+
+    def start_quorum(self, *args: Any, **options: Any) -> None:
+        super().start_quorum(*args, **options)
+        if self.life.dies_at == self.current_step():
+            self.wait_quorum()  # the others count on it
+            raise Died
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        committed = super().should_commit(timeout)
+        self.life.note_vote(self, committed)
+        return committed
+
+
+Vote = tuple[int, int]
+"""Step and quorum."""
+
+
+@dataclass
+class Run:
+    """What happens in one run of replica groups."""
+
+    num_groups: int
+    num_steps: int
+    lighthouse: LighthouseServer
+    fabric: FakeFabric = field(default_factory=FakeFabric)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    contributors: dict[Vote, set[int]] = field(default_factory=dict)
+    silent: dict[Vote, set[int]] = field(default_factory=dict)
+    """Who was there and added zeros."""
+    votes: list[tuple[Vote, bool]] = field(default_factory=list)
+    """What group 0, which never dies, voted on, and the outcome."""
+    returns: bool = False
+    """A group dies and has a second life."""
+    second: Life | None = None
+    is_awaited: threading.Event = field(default_factory=threading.Event)
+    """The others have come to the step at which it returns."""
+
+    def wait_for_return(self) -> None:
+        """Return when the second life has asked for a quorum: so it enters at the same step in each run."""
+        self.is_awaited.set()
+        if self.returns:
+            _wait_until(self._has_asked, "the group that died did not come back")
+
+    def wait_for_all(self) -> None:
+        """Return when the lighthouse knows all groups."""
+        _wait_until(lambda: len(self.lighthouse._state.members) == self.num_groups, "not all groups have started")
+
+    def _has_asked(self) -> bool:
+        manager = None if self.second is None else self.second.current
+        if self.second is not None and self.second.error is not None:
+            return True
+        return manager is not None and manager.replica_id() in self.lighthouse._state._waiting
+
+    def plan(self) -> list[Iteration]:
+        return [
+            Iteration(
+                committed=committed,
+                contributors=frozenset(self.contributors.get(vote, set())),
+                silent=frozenset(self.silent.get(vote, set())),
+            )
+            for vote, committed in self.votes
+        ]
+
+
+def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.001)
+
+
+Snapshot = Mapping[str, Any]
+
+
+class Job:
+    """What a loop is written against: the objects of this library, or those of plain torch."""
+
+    group: int
+    num_steps: int
+    current: Any
+    """The manager, once the loop has made it."""
+
+    def __init__(self) -> None:
+        self.history: dict[int, Snapshot] = {}
+        """What was registered after each committed step."""
+        self._num_batches = 0
+        self._batches_at_step = -1
+        self._is_building = False
+
+    # ------------------------------------------------------------------------------------------------ the loop calls this
+
+    def manager(
+        self,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        raise NotImplementedError
+
+    def ddp(self, module: nn.Module, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def pure_ddp(self, module: nn.Module) -> Any:
+        raise NotImplementedError
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        raise NotImplementedError
+
+    def goes_on(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def step(self) -> int:
+        """The step that is trained."""
+        return int(self.current.current_step())
+
+    def batch(self, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next batch: the first, second, ... of this step for this group."""
+        x = self.randn(rows, 6)
+        return x, torch.tanh(x[:, :3] - 0.5 * x[:, 3:])
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Return numbers that are a function of step, group and how many were drawn in this step."""
+        if self._batches_at_step != self.step:
+            self._batches_at_step, self._num_batches = self.step, 0
+        self._num_batches += 1
+        seed = (self.step * 16 + self.group) * 64 + self._num_batches
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    @contextmanager
+    def random(self) -> Iterator[None]:
+        """Seed torch's generator by step and group, and keep other threads from it."""
+        with _building:
+            torch.manual_seed(self.step * 16 + self.group)
+            yield
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def begin(self, seed: int) -> None:
+        _building.acquire()
+        self._is_building = True
+        torch.manual_seed(seed)
+
+    def built(self) -> None:
+        if self._is_building:
+            self._is_building = False
+            _building.release()
+
+    def look(self) -> None:
+        if self.step > 0 and self.step not in self.history:
+            self.history[self.step] = bits_of(self.registered())
+
+    def registered(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Life(Job):
+    """One life of a replica group."""
+
+    def __init__(self, run: Run, group: int, dies_at: int | None = None, comes_back: bool = False) -> None:
+        super().__init__()
+        self.run = run
+        self.group = group
+        self.num_steps = run.num_steps
+        self.dies_at = dies_at
+        self.comes_back = comes_back
+        self.error: BaseException | None = None
+        self.current: MortalManager | None = None  # type: ignore[assignment]
+        self.contributed: list[int] = []
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._loop: Callable[[Job], None]
+
+    def start(self, loop: Callable[[Job], None]) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def join(self, limit_s: float) -> bool:
+        """Return whether it has ended by itself."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        if self.current is not None:
+            self.current.shutdown()
+
+    def _live(self) -> None:
+        try:
+            self.begin(seed=100 + self.group + 50 * self.comes_back)
+            self._loop(self)
+            self.look()
+        except Died:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.built()
+            if self.group == 0:
+                self.run.is_awaited.set()
+            if self.current is not None:
+                self.current.shutdown(wait=False)
+
+    def manager(
+        self,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> MortalManager:
+        self.built()
+        if self.comes_back:
+            self.run.is_awaited.wait(WAIT_S)
+        options = {"min_replica_size": 1, "timeout": _SHORT, **options}
+        self.current = MortalManager(
+            FakeProcessGroup(self.run.fabric, _SHORT),
+            load_state_dict,
+            state_dict,
+            lighthouse_addr=self.run.lighthouse.address(),
+            replica_id=f"group_{self.group}",
+            hostname="127.0.0.1",
+            **options,
+        )
+        self.current.life = self
+        if not self.comes_back:
+            self.run.wait_for_all()
+        return self.current
+
+    def ddp(self, module: nn.Module, **options: Any) -> nn.Module:
+        return DistributedDataParallel(self.current, module, **options)
+
+    def pure_ddp(self, module: nn.Module) -> nn.Module:
+        return PureDistributedDataParallel(self.current, module)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return Optimizer(self.current, optimizer)
+
+    def goes_on(self) -> bool:
+        self.look()
+        if self.step == IS_BACK_BEFORE_STEP and self.group == 0:
+            self.run.wait_for_return()
+        return self.step < self.num_steps
+
+    def registered(self) -> dict[str, Any]:
+        return dict(self.current._registry.capture())
+
+    def note_vote(self, manager: Manager, committed: bool) -> None:
+        step = manager.current_step() - committed
+        vote = step, manager.statistics().quorum_id
+        with self.run.lock:
+            kind = self.run.contributors if manager.is_participating() else self.run.silent
+            kind.setdefault(vote, set()).add(self.group)
+            if committed and manager.is_participating():
+                self.contributed.append(step)
+            if self.group == 0:
+                self.run.votes.append((vote, committed))
+
+
+class PlainLife(Job):
+    """One group of the plain loop."""
+
+    def __init__(self, hub: Hub, group: int, plan: list[Iteration], num_steps: int) -> None:
+        super().__init__()
+        self.group = group
+        self.num_steps = num_steps
+        self.current = PlainManager(hub, group, plan)
+        self._state_dict: Callable[[], Any] | None = None
+
+    def live(self, loop: Callable[[Job], None]) -> None:
+        try:
+            self.begin(seed=100)  # all begin with the weights of group 0
+            loop(self)
+            self.look()
+        finally:
+            self.built()
+
+    def manager(
+        self,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> PlainManager:
+        self.built()
+        self._state_dict = state_dict
+        return self.current
+
+    def ddp(self, module: nn.Module, **options: Any) -> nn.Module:
+        return PlainDDP(self.current, module, **options)
+
+    def pure_ddp(self, module: nn.Module) -> nn.Module:
+        return PlainDDP(self.current, module)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return step_as_planned(self.current, optimizer)
+
+    def goes_on(self) -> bool:
+        self.look()
+        return not self.current.is_over
+
+    def registered(self) -> dict[str, Any]:
+        own = {} if self._state_dict is None else {"default": self._state_dict()}
+        return {**own, **{key: get() for key, get in self.current.extras.items()}}
+
+
+def states(**parts: Any) -> tuple[Callable[[Any], None], Callable[[], Any]]:
+    """Return the pair of functions that most loops register: those of each part, by name."""
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+
+    return load_state_dict, lambda: {name: part.state_dict() for name, part in parts.items()}
+
+
+def bits_of(value: Any, path: str = "") -> dict[str, Any]:
+    """Return copies of all leaves of a state by their paths, tensors as their bytes."""
+    if isinstance(value, Mapping):
+        return {k: v for key, item in value.items() for k, v in bits_of(item, f"{path}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return {k: v for key, item in enumerate(value) for k, v in bits_of(item, f"{path}/{key}").items()}
+    if isinstance(value, torch.Tensor):
+        local = getattr(value, "_local_tensor", value).detach().cpu().contiguous()
+        return {path: (str(local.dtype), tuple(local.shape), local.reshape(-1).view(torch.uint8).numpy().tobytes())}
+    return {path: value if isinstance(value, int | float | str | bytes | bool | None) else repr(value)}
+
+
+# --------------------------------------------------------------------------------------------------------------- running it
+
+
+@dataclass
+class Outcome:
+    """What came of a run of replica groups."""
+
+    run: Run
+    lives: list[Life]
+
+    @property
+    def errors(self) -> list[BaseException]:
+        return [life.error for life in self.lives if life.error is not None]
+
+
+def run_groups(
+    loop: Callable[[Job], None],
+    *,
+    dies: bool,
+    num_groups: int = 2,
+    num_steps: int = NUM_STEPS,
+    limit_s: float = LIMIT_S,
+) -> Outcome:
+    """Run a loop as replica groups; nothing of it is left running.
+
+    Raises:
+        AssertionError: a group did not come to its end.
+    """
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    run = Run(num_groups, num_steps, lighthouse, returns=dies)
+    lives = [Life(run, group, dies_at=DIES_AT_STEP if dies and group == 1 else None) for group in range(num_groups)]
+    stuck: list[Life] = []
+    try:
+        for life in lives:
+            life.start(loop)
+        if dies and lives[1].join(limit_s):
+            run.second = Life(run, 1, comes_back=True)
+            lives.append(run.second)
+            run.second.start(loop)
+        stuck = [life for life in lives if not life.join(limit_s)]
+    finally:
+        for life in lives:
+            life.end()
+        lighthouse.shutdown()
+    assert not stuck, f"after {limit_s} s these have not come to their end: {[life.group for life in stuck]}"
+    return Outcome(run, lives)
+
+
+def run_plain(loop: Callable[[Job], None], plan: list[Iteration], num_groups: int, num_steps: int) -> list[PlainLife]:
+    """Run the plain loop as a plan says."""
+    hub = Hub(num_groups)
+    lives = [PlainLife(hub, group, plan, num_steps) for group in range(num_groups)]
+    errors: list[BaseException] = []
+
+    def live(plain: PlainLife) -> None:
+        try:
+            plain.live(loop)
+        except BaseException as error:
+            errors.append(error)
+            hub.give_up()
+
+    threads = [threading.Thread(target=live, args=(plain,), daemon=True) for plain in lives]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    if errors:
+        raise errors[0]
+    return lives
+
+
+def differences(life: Life, plain: Job, own: tuple[str, ...]) -> list[str]:
+    """Say where a life's registered state differs from another run's; `own`: see `Idiom.own`."""
+    found = []
+    for step, mine in life.history.items():
+        theirs = plain.history.get(step)
+        if theirs is None:
+            continue
+        for path in sorted(set(mine) | set(theirs)):
+            if any(part in path for part in own):
+                continue
+            if mine.get(path) != theirs.get(path):
+                found.append(
+                    f"group {life.group}, step {step}: {path}: {_show(mine, path)} is not {_show(theirs, path)}"
+                )
+    return found
+
+
+def _show(snapshot: Snapshot, path: str) -> str:
+    if path not in snapshot:
+        return "missing"
+    value = snapshot[path]
+    return f"{value[0]}{list(value[1])} {value[2][:8].hex()}" if isinstance(value, tuple) else repr(value)
+
+
+def check(
+    loop: Callable[[Job], None], *, dies: bool, own: tuple[str, ...] = (), num_groups: int = 2, compare: str = "plain"
+) -> Outcome:
+    """Run a loop as groups, and compare what `Idiom.compare` says.
+
+    Raises:
+        AssertionError: a bit differs, or the run was not what it should be.
+        Whatever a group's loop raised.
+    """
+    outcome = run_groups(loop, dies=dies, num_groups=num_groups)
+    for error in outcome.errors:
+        raise error
+    if dies:
+        back = outcome.lives[-1]
+        assert back.current is not None and back.current.statistics().num_healed >= 1, "the group did not heal"
+        assert back.contributed, "the group that came back contributed to no step"
+    if compare == "nothing":
+        return outcome
+    others: list[Job] = [outcome.lives[0]] * num_groups
+    if compare == "plain":
+        others = list(run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps))
+    found = [line for life in outcome.lives for line in differences(life, others[life.group], own)]
+    about = f"votes {outcome.run.votes}, contributors {outcome.run.contributors}"
+    assert not found, "\n".join([f"{len(found)} differences; {about}", *found[:12]])
+    num_compared = sum(len(life.history.keys() & others[life.group].history.keys()) for life in outcome.lives)
+    assert num_compared >= num_groups * 2, f"too little was compared; {about}"
+    return outcome

@@ -1,0 +1,294 @@
+"""Gradients: accumulating, clipping, adding to them."""
+
+from __future__ import annotations
+
+import torch
+from idioms.harness import Job, states
+from idioms.models import Box, error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+GRADIENT = Category.GRADIENT
+
+
+@idiom(
+    "Accumulate gradients of several batches under no_sync",
+    GRADIENT,
+    "Call `zero_grad` once for all of them, and leave `no_sync` for the last. The windows of all groups are equally long.",
+)
+def accumulate_no_sync(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            for _ in range(2):
+                (error(ddp, job.batch()) / 3).backward()
+        (error(ddp, job.batch()) / 3).backward()
+        optimizer.step()
+
+
+@idiom("Accumulate without no_sync", GRADIENT, "It is right, and exchanges the gradients once for each batch.")
+def accumulate_and_average_each(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        for _ in range(2):
+            (error(ddp, job.batch()) / 2).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Accumulate windows of different lengths",
+    GRADIENT,
+    "The length may differ from step to step, but not from group to group.",
+)
+def accumulate_by_step(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        for _ in range(1 + job.step % 2):
+            with ddp.no_sync():
+                error(ddp, job.batch()).backward()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Clip by norm", GRADIENT, "The gradients are averaged when `backward` returns, so all groups clip alike.")
+def clip_by_norm(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+@idiom("Clip by value", GRADIENT)
+def clip_by_value(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+
+
+@idiom(
+    "Clip to a running mean of the norms, which is registered",
+    GRADIENT,
+    "What the loop remembers and computes with belongs into the registered state.",
+    was="a group that came back clipped its first step by its old history, and differed from then on",
+    pending="item 3, with a death",
+)
+def adaptive_clipping(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    history = Box(mean=1.0)
+    job.manager(*states(model=model, sgd=sgd, history=history))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        norm = clip_grad_norm_(model.parameters(), 0.5 * history.mean)
+        history.mean = 0.9 * history.mean + 0.1 * norm.item()
+        optimizer.step()
+
+
+@idiom(
+    "Add weight decay to the gradients by hand",
+    GRADIENT,
+    was="a group that came back added the decay of its old weights to its first step, and differed from then on",
+    pending="item 3, with a death",
+)
+def decay_by_hand(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        for parameter in model.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+        optimizer.step()
+
+
+@idiom(
+    "Add noise to the gradients",
+    GRADIENT,
+    "Seed the noise by `manager.current_step()`: it has to be the same in all groups.",
+    was="a group that came back seeded the noise of its first step by step 0, and differed from then on",
+    pending="item 3, with a death",
+)
+def gradient_noise(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        generator = torch.Generator().manual_seed(manager.current_step())
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+        optimizer.step()
+
+
+@idiom("Scale or clip gradients in a hook of a parameter (register_hook)", GRADIENT, "It sees this group's gradient.")
+def hook_on_parameters(job: Job) -> None:
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Centralise, normalise or sign the gradients", GRADIENT)
+def centralise(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+            parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        optimizer.step()
+
+
+@idiom("Gradient penalty (double backward)", GRADIENT)
+def gradient_penalty(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        inputs.requires_grad_(True)
+        optimizer.zero_grad()
+        outputs = ddp(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        (nn.functional.mse_loss(outputs, targets) + slope.norm(dim=1).sub(1).square().mean()).backward()
+        optimizer.step()
+
+
+@idiom("Several losses, weighted and added", GRADIENT)
+def several_losses(job: Job) -> None:
+    trunk, heads = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+    model = nn.ModuleDict({"trunk": trunk, "heads": heads})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+            hidden = torch.tanh(trunk(inputs))
+            return [head(hidden) for head in heads]
+
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(Both()), job.optimizer(adamw)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        optimizer.zero_grad()
+        first, second = ddp(inputs)
+        (nn.functional.mse_loss(first, targets) + 0.3 * nn.functional.l1_loss(second, targets)).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Average the gradients yourself, without DDP (manager.allreduce)",
+    GRADIENT,
+    "The same tensors in the same order in all groups, and `optimizer.step()` waits for them.",
+)
+def own_allreduce(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    optimizer = job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(model, job.batch()).backward()
+        for work in [manager.allreduce(parameter.grad) for parameter in model.parameters()]:
+            work.wait()
+        optimizer.step()
+
+
+@idiom("Average one flat vector of all gradients", GRADIENT)
+def flat_allreduce(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    optimizer = job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(model, job.batch()).backward()
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+        manager.allreduce(flat).wait()
+        for parameter, part in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.grad.copy_(part.view_as(parameter))
+        optimizer.step()
+
+
+@idiom("Gradients of several losses by autograd.grad, combined by hand (PCGrad)", GRADIENT)
+def gradient_surgery(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    optimizer = job.optimizer(sgd)
+    parameters = list(model.parameters())
+    while job.goes_on():
+        optimizer.zero_grad()
+        first = torch.autograd.grad(error(model, job.batch()), parameters)
+        second = torch.autograd.grad(error(model, job.batch()), parameters)
+        for parameter, one, other in zip(parameters, first, second, strict=True):
+            dot = (one * other).sum()
+            parameter.grad = one + other if dot > 0 else other.clone()
+            manager.allreduce(parameter.grad)
+        optimizer.step()
+
+
+@idiom(
+    "Send the gradients as bytes (should_quantize)",
+    GRADIENT,
+    "The groups stay bit-equal to each other, but the average is rounded.",
+    compare="groups",
+)
+def quantised_gradients(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    optimizer = job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(model, job.batch()).backward()
+        for parameter in model.parameters():
+            manager.allreduce(parameter.grad, should_quantize=True)
+        optimizer.step()

@@ -1,0 +1,133 @@
+"""Mixed precision."""
+
+from __future__ import annotations
+
+import torch
+from idioms.harness import Job, states
+from idioms.models import error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+
+PRECISION = Category.PRECISION
+
+
+@idiom("autocast to bfloat16", PRECISION)
+def autocast(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = ddp(inputs)
+        nn.functional.mse_loss(outputs.float(), targets).backward()
+        optimizer.step()
+
+
+@idiom(
+    "GradScaler, registered",
+    PRECISION,
+    "Register the scaler with model and optimizer. Where the scaler skips a step, `step` is not called, and the next"
+    " `zero_grad` leaves the step that was open.",
+    was="a group that came back unscaled its first step by a new scaler's scale, and differed from then on",
+    pending="item 3, with a death",
+)
+def grad_scaler(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    job.manager(*states(model=model, sgd=sgd, scaler=scaler))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        scaler.scale(error(ddp, job.batch())).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@idiom("All of the model in bfloat16", PRECISION)
+def pure_bf16(job: Job) -> None:
+    model = mlp().bfloat16()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
+        optimizer.step()
+
+
+@idiom("Some parameters in bfloat16, others in float32", PRECISION)
+def mixed_dtypes(job: Job) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.body(inputs.bfloat16())).float())
+
+    model = Mixed()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "bfloat16 parameters with float32 master copies",
+    PRECISION,
+    "Register the master copies: they are what is trained.",
+)
+def master_weights(job: Job) -> None:
+    model = mlp().bfloat16()
+    masters = nn.ParameterList(parameter.detach().float() for parameter in model.parameters())
+    sgd = torch.optim.SGD(masters.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, masters=masters, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        model.zero_grad()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+
+
+@idiom("float64", PRECISION)
+def double(job: Job) -> None:
+    model = mlp().double()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(inputs.double()), targets.double()).backward()
+        optimizer.step()
+
+
+@idiom("A fixed loss scale by hand", PRECISION)
+def static_loss_scale(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        (error(ddp, job.batch()) * 128).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(128)
+        optimizer.step()

@@ -1,0 +1,172 @@
+"""The plain loop: what all groups together compute, with torch's own DDP and optimizers and no fault tolerance at all.
+
+Each group is a thread. They meet at a `Hub`, which averages in memory. A `Plan` says who contributes to which step, as it was
+in the run that is compared; whoever does not contribute to a step adds zeros and takes its outcome, so nobody here ever dies or
+heals.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.nn import parallel
+
+from torchft_ckpt.process_group.base import Tensors
+from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
+
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """One iteration that was voted on."""
+
+    committed: bool
+    contributors: frozenset[int]
+    """The groups whose gradients are averaged."""
+    silent: frozenset[int] = frozenset()
+    """The groups that are there and add zeros."""
+
+
+class Hub:
+    """Where the groups' collectives meet; the sum is taken in the order of the groups."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._barrier = threading.Barrier(num_groups, timeout=WAIT_S)
+        self._brought: list[torch.Tensor | None] = [None] * num_groups
+
+    def sum_of(self, group: int, tensor: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+        self._brought[group] = tensor if group in iteration.contributors else torch.zeros_like(tensor)
+        self._barrier.wait()
+        present = sorted(iteration.contributors | iteration.silent)
+        parts = [part for part in (self._brought[group] for group in present) if part is not None]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        self._barrier.wait()
+        return total
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+class PlainManager:
+    """What a loop asks of its manager, answered from the plan."""
+
+    def __init__(self, hub: Hub, group: int, plan: Sequence[Iteration]) -> None:
+        self._hub = hub
+        self._group = group
+        self._plan = plan
+        self._place = 0
+        self._step = 0
+        self._is_open = False
+        self._batches_committed = 0
+        self.extras: dict[str, Callable[[], Any]] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return self._place >= len(self._plan)
+
+    @property
+    def iteration(self) -> Iteration:
+        return self._plan[min(self._place, len(self._plan) - 1)]
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any], **_: Any
+    ) -> None:
+        self.extras[key] = state_dict
+
+    def start_quorum(self, **_: Any) -> None:
+        if self._is_open and not self.iteration.committed:
+            self._place += 1  # nobody voted here on what the others discarded
+        self._is_open = True
+
+    def wait_quorum(self) -> None: ...
+
+    def should_commit(self) -> bool:
+        iteration = self.iteration
+        self._place += 1
+        self._is_open = False
+        if iteration.committed:
+            self._step += 1
+            self._batches_committed += len(iteration.contributors)
+        return iteration.committed
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> CompletedWork:
+        iteration = self.iteration
+        if iteration.committed:  # else nobody looks at it, and who is there in it is not known
+            total = self._hub.sum_of(self._group, tensor, iteration)
+            tensor.copy_(total.div_(len(iteration.contributors)) if reduce_op == ReduceOp.AVG else total)
+        return CompletedWork(tensor)
+
+    def current_step(self) -> int:
+        return self._step
+
+    def batches_committed(self) -> int:
+        return self._batches_committed
+
+    def num_participants(self) -> int:
+        return len(self.iteration.contributors)
+
+    def is_participating(self) -> bool:
+        return self._group in self.iteration.contributors
+
+    def report_error(self, error: Exception) -> None: ...
+
+    def disallow_state_dict_read(self) -> None: ...
+
+    def allow_state_dict_read(self) -> None: ...
+
+
+class PlainProcessGroup(ProcessGroupDummy):
+    """What torch's DDP exchanges besides gradients: which parameters were used anywhere."""
+
+    def __init__(self, manager: PlainManager) -> None:
+        super().__init__(0, 1)
+        self._manager = manager
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
+    ) -> CompletedWork:
+        for tensor in tensors:
+            self._manager.allreduce(tensor, ReduceOp.SUM)
+        return CompletedWork(tensors)
+
+
+class PlainDDP(parallel.DistributedDataParallel):
+    """torch's DDP over the groups that contribute."""
+
+    def __init__(self, manager: PlainManager, module: nn.Module, **kwargs: Any) -> None:
+        options = {"find_unused_parameters": True, **kwargs}
+        super().__init__(module, init_sync=False, process_group=PlainProcessGroup(manager), **options)
+        self.register_comm_hook(manager, _average)
+
+
+def _average(manager, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, which are postponed here
+    manager.allreduce(bucket.buffer())
+    return CompletedWork(bucket.buffer()).get_future()
+
+
+def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Have torch's own optimizer step only in iterations that are committed."""
+    zero_grad, step = optimizer.zero_grad, optimizer.step
+
+    def begin(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        manager.start_quorum()
+        zero_grad(set_to_none)
+
+    def end(_: torch.optim.Optimizer, closure: None = None) -> None:
+        if manager.should_commit():
+            step()
+
+    optimizer.zero_grad = types.MethodType(begin, optimizer)  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(end, optimizer)  # type: ignore[method-assign]
+    return optimizer

@@ -1,0 +1,93 @@
+"""The table of idioms: what users write, what was wrong with it, and what they have to know.
+
+A loop enters it by the decorator `idiom`; `TABLE` holds all of them in the order of the page that is made of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from idioms.harness import Job
+
+
+class Category(Enum):
+    """The page's chapters, in their order."""
+
+    STEP = "The step and the optimizer"
+    RATE = "Learning rates and schedules"
+    GRADIENT = "Gradients: accumulating, clipping, adding to them"
+    PRECISION = "Mixed precision"
+    MODEL = "Models"
+    WEIGHTS = "Averaged weights, evaluation, copies"
+    FLOW = "Skipped batches, stopping, resuming"
+    DATA = "Data, logging, random numbers"
+    STATE = "What is registered"
+    SHARDED = "Sharded models"
+    OUTER = "DiLoCo and LocalSGD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idiom:
+    """One way to write a training loop, or a part of it."""
+
+    name: str
+    """As a user would say it."""
+    category: Category
+    loop: Callable[[Job], None]
+    know: str = ""
+    """What to know about it; a sentence of the page."""
+    was: str = "right"
+    """How it was when it entered the table: "right", or what was wrong."""
+    pending: str = ""
+    """What still has to be mended before it holds; "with a death" in it: it holds without one."""
+    refused: str = ""
+    """The name of the error by which it is refused; then no bits are compared."""
+    says: str = ""
+    """A regular expression: what the error says, or a warning in the log."""
+    own: tuple[str, ...] = ()
+    """Parts of the paths in the registered state of which each group has its own value."""
+    dies: bool = True
+    """Whether it is also run with a death."""
+    compare: str = "plain"
+    """"plain": with the plain loop; "groups": the groups with each other, where nothing plain computes the same bits;
+    "nothing": where the loop is wrong, and a warning is all that it gets."""
+    num_groups: int = 2
+
+    @property
+    def key(self) -> str:
+        return self.loop.__name__
+
+
+_found: list[Idiom] = []
+
+
+def idiom(
+    name: str, category: Category, know: str = "", **options: object
+) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
+    """Enter a loop into the table."""
+
+    def enter(loop: Callable[[Job], None]) -> Callable[[Job], None]:
+        _found.append(Idiom(name=name, category=category, loop=loop, know=know, **options))  # type: ignore[arg-type]
+        return loop
+
+    return enter
+
+
+def _collect() -> tuple[Idiom, ...]:
+    from idioms import loops
+
+    for module in pkgutil.iter_modules(loops.__path__):
+        importlib.import_module(f"idioms.loops.{module.name}")
+    order = list(Category)
+    return tuple(sorted(_found, key=lambda found: order.index(found.category)))
+
+
+def table() -> tuple[Idiom, ...]:
+    """Return all idioms, chapter by chapter."""
+    return _collect()

@@ -1,0 +1,51 @@
+"""Each idiom of the table: without a death, with a death and return, and against the plain loop, bit by bit."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from idioms import harness
+from idioms.table import Idiom, table
+
+TABLE = table()
+torch.set_num_threads(1)
+
+
+def runs(*, dies: bool) -> list[object]:
+    """Return the idioms as parameters of a test, with what is not mended yet marked so."""
+
+    def fails(entry: Idiom) -> bool:
+        return bool(entry.pending) and (dies or "with a death" not in entry.pending)
+
+    return [
+        pytest.param(
+            entry, id=entry.key, marks=[pytest.mark.xfail(reason=entry.pending, strict=False)] if fails(entry) else []
+        )
+        for entry in TABLE
+        if (entry.dies or not dies) and not (dies and (entry.refused or entry.compare == "nothing"))
+    ]
+
+
+@pytest.mark.parametrize("entry", runs(dies=False))
+def test_groups_compute_what_the_plain_loop_computes(entry: Idiom, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        if entry.refused:
+            errors = harness.run_groups(entry.loop, dies=False, num_groups=entry.num_groups).errors
+            assert errors, "nobody refused it"
+            assert {type(error).__name__ for error in errors} == {entry.refused}, errors
+            assert any(re.search(entry.says, str(error)) for error in errors), errors
+            return
+        harness.check(entry.loop, dies=False, own=entry.own, num_groups=entry.num_groups, compare=entry.compare)
+    assert not entry.says or re.search(entry.says, caplog.text), caplog.text
+
+
+@pytest.mark.parametrize("entry", runs(dies=True))
+def test_a_group_dies_and_returns_and_no_bit_differs(entry: Idiom) -> None:
+    harness.check(entry.loop, dies=True, own=entry.own, num_groups=entry.num_groups, compare=entry.compare)
+
+
+def test_each_idiom_has_a_name_of_its_own() -> None:
+    assert len({entry.name for entry in TABLE}) == len({entry.key for entry in TABLE}) == len(TABLE)
