@@ -19,21 +19,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from idioms.plain import WAIT_S, Hub, Iteration, PlainDDP, PlainManager, step_as_planned
+from idioms.plain import Hub, Iteration, PlainDDP, PlainManager, step_as_planned
 from torch import nn
 
-from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer
+from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
+
+if TYPE_CHECKING:
+    from idioms.table import Idiom
 
 NUM_STEPS = 8
 DIES_AT_STEP = 2
 IS_BACK_BEFORE_STEP = 4
-LIMIT_S = 20.0
-_SHORT = timedelta(seconds=10)
+LIMIT_S = 30.0
+LIMIT_WHILE_PENDING_S = 4.0
+LEFT_ALONE_S = 5.0
 _building = threading.Lock()
 """torch has one random generator for all threads: whoever draws from it holds this lock."""
 
@@ -70,6 +74,8 @@ class Run:
     num_groups: int
     num_steps: int
     lighthouse: LighthouseServer
+    limit_s: float
+    gloo: bool = False
     fabric: FakeFabric = field(default_factory=FakeFabric)
     lock: threading.Lock = field(default_factory=threading.Lock)
     contributors: dict[Vote, set[int]] = field(default_factory=dict)
@@ -87,11 +93,13 @@ class Run:
         """Return when the second life has asked for a quorum: so it enters at the same step in each run."""
         self.is_awaited.set()
         if self.returns:
-            _wait_until(self._has_asked, "the group that died did not come back")
+            _wait_until(self._has_asked, "the group that died did not come back", self.limit_s)
 
     def wait_for_all(self) -> None:
         """Return when the lighthouse knows all groups."""
-        _wait_until(lambda: len(self.lighthouse._state.members) == self.num_groups, "not all groups have started")
+        _wait_until(
+            lambda: len(self.lighthouse._state.members) == self.num_groups, "not all groups have started", self.limit_s
+        )
 
     def _has_asked(self) -> bool:
         manager = None if self.second is None else self.second.current
@@ -110,8 +118,8 @@ class Run:
         ]
 
 
-def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + WAIT_S
+def _wait_until(condition: Callable[[], bool], otherwise: str, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.001)
@@ -174,6 +182,10 @@ class Job:
         self._num_batches += 1
         seed = (self.step * 16 + self.group) * 64 + self._num_batches
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    def num_drawn(self) -> int:
+        """Return how many batches were drawn in this step."""
+        return self._num_batches
 
     @contextmanager
     def random(self) -> Iterator[None]:
@@ -255,10 +267,11 @@ class Life(Job):
     ) -> MortalManager:
         self.built()
         if self.comes_back:
-            self.run.is_awaited.wait(WAIT_S)
-        options = {"min_replica_size": 1, "timeout": _SHORT, **options}
+            self.run.is_awaited.wait(self.run.limit_s)
+        limit = timedelta(seconds=self.run.limit_s)
+        options = {"min_replica_size": 1, "timeout": limit, **options}
         self.current = MortalManager(
-            FakeProcessGroup(self.run.fabric, _SHORT),
+            ProcessGroupGloo(timeout=limit) if self.run.gloo else FakeProcessGroup(self.run.fabric, limit),
             load_state_dict,
             state_dict,
             lighthouse_addr=self.run.lighthouse.address(),
@@ -282,7 +295,7 @@ class Life(Job):
 
     def goes_on(self) -> bool:
         self.look()
-        if self.step == IS_BACK_BEFORE_STEP and self.group == 0:
+        if self.step >= IS_BACK_BEFORE_STEP and self.group == 0 and not self.run.is_awaited.is_set():
             self.run.wait_for_return()
         return self.step < self.num_steps
 
@@ -389,6 +402,7 @@ def run_groups(
     *,
     dies: bool,
     num_groups: int = 2,
+    gloo: bool = False,
     num_steps: int = NUM_STEPS,
     limit_s: float = LIMIT_S,
 ) -> Outcome:
@@ -398,7 +412,7 @@ def run_groups(
         AssertionError: a group did not come to its end.
     """
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    run = Run(num_groups, num_steps, lighthouse, returns=dies)
+    run = Run(num_groups, num_steps, lighthouse, limit_s, gloo=gloo, returns=dies)
     lives = [Life(run, group, dies_at=DIES_AT_STEP if dies and group == 1 else None) for group in range(num_groups)]
     stuck: list[Life] = []
     try:
@@ -408,7 +422,8 @@ def run_groups(
             run.second = Life(run, 1, comes_back=True)
             lives.append(run.second)
             run.second.start(loop)
-        stuck = [life for life in lives if not life.join(limit_s)]
+        # Nobody is left to train with where group 0 has come to its end and another one has not.
+        stuck = [life for life in lives if not life.join(limit_s if life.group == 0 else min(limit_s, LEFT_ALONE_S))]
     finally:
         for life in lives:
             life.end()
@@ -464,28 +479,28 @@ def _show(snapshot: Snapshot, path: str) -> str:
     return f"{value[0]}{list(value[1])} {value[2][:8].hex()}" if isinstance(value, tuple) else repr(value)
 
 
-def check(
-    loop: Callable[[Job], None], *, dies: bool, own: tuple[str, ...] = (), num_groups: int = 2, compare: str = "plain"
-) -> Outcome:
-    """Run a loop as groups, and compare what `Idiom.compare` says.
+def check(entry: Idiom, *, dies: bool) -> Outcome:
+    """Run an idiom as groups, and compare what `Idiom.compare` says.
 
     Raises:
         AssertionError: a bit differs, or the run was not what it should be.
         Whatever a group's loop raised.
     """
-    outcome = run_groups(loop, dies=dies, num_groups=num_groups)
+    loop, num_groups = entry.loop, entry.num_groups
+    limit_s = LIMIT_WHILE_PENDING_S if entry.pending else LIMIT_S
+    outcome = run_groups(loop, dies=dies, num_groups=num_groups, gloo=entry.gloo, limit_s=limit_s)
     for error in outcome.errors:
         raise error
     if dies:
         back = outcome.lives[-1]
         assert back.current is not None and back.current.statistics().num_healed >= 1, "the group did not heal"
         assert back.contributed, "the group that came back contributed to no step"
-    if compare == "nothing":
+    if entry.compare == "nothing":
         return outcome
     others: list[Job] = [outcome.lives[0]] * num_groups
-    if compare == "plain":
+    if entry.compare == "plain":
         others = list(run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps))
-    found = [line for life in outcome.lives for line in differences(life, others[life.group], own)]
+    found = [line for life in outcome.lives for line in differences(life, others[life.group], entry.own)]
     about = f"votes {outcome.run.votes}, contributors {outcome.run.contributors}"
     assert not found, "\n".join([f"{len(found)} differences; {about}", *found[:12]])
     num_compared = sum(len(life.history.keys() & others[life.group].history.keys()) for life in outcome.lives)

@@ -7,6 +7,7 @@ heals.
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch.nn import parallel
 from torchft_ckpt.process_group.base import Tensors
 from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,15 @@ class PlainManager:
     ) -> None:
         self.extras[key] = state_dict
 
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
+
     def start_quorum(self, **_: Any) -> None:
         if self._is_open and not self.iteration.committed:
             self._place += 1  # nobody voted here on what the others discarded
         self._is_open = True
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._step, self._batches_committed = state["step"], state["batches_committed"]
 
     def wait_quorum(self) -> None: ...
 
@@ -159,10 +165,12 @@ def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> 
     """Have torch's own optimizer step only in iterations that are committed."""
     zero_grad, step = optimizer.zero_grad, optimizer.step
 
+    @functools.wraps(zero_grad)
     def begin(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         manager.start_quorum()
         zero_grad(set_to_none)
 
+    @functools.wraps(step)
     def end(_: torch.optim.Optimizer, closure: None = None) -> None:
         if manager.should_commit():
             step()

@@ -58,6 +58,8 @@ class Idiom:
     """"plain": with the plain loop; "groups": the groups with each other, where nothing plain computes the same bits;
     "nothing": where the loop is wrong, and a warning is all that it gets."""
     num_groups: int = 2
+    gloo: bool = False
+    """Real Gloo instead of the process group in memory."""
 
     @property
     def key(self) -> str:

@@ -33,18 +33,18 @@ def runs(*, dies: bool) -> list[object]:
 def test_groups_compute_what_the_plain_loop_computes(entry: Idiom, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
         if entry.refused:
-            errors = harness.run_groups(entry.loop, dies=False, num_groups=entry.num_groups).errors
+            errors = harness.run_groups(entry.loop, dies=False, num_groups=entry.num_groups, gloo=entry.gloo).errors
             assert errors, "nobody refused it"
             assert {type(error).__name__ for error in errors} == {entry.refused}, errors
             assert any(re.search(entry.says, str(error)) for error in errors), errors
             return
-        harness.check(entry.loop, dies=False, own=entry.own, num_groups=entry.num_groups, compare=entry.compare)
+        harness.check(entry, dies=False)
     assert not entry.says or re.search(entry.says, caplog.text), caplog.text
 
 
 @pytest.mark.parametrize("entry", runs(dies=True))
 def test_a_group_dies_and_returns_and_no_bit_differs(entry: Idiom) -> None:
-    harness.check(entry.loop, dies=True, own=entry.own, num_groups=entry.num_groups, compare=entry.compare)
+    harness.check(entry, dies=True)
 
 
 def test_each_idiom_has_a_name_of_its_own() -> None:

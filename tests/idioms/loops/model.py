@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from idioms.harness import Job, states
-from idioms.models import Chosen, error
+from idioms.models import Chosen, error, mlp
 from idioms.table import Category, idiom
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 MODEL = Category.MODEL
 
 
-def train(job: Job, model: nn.Module, **options: object) -> None:
+def train(job: Job, model: nn.Module, **options: Any) -> None:
     """The loop of the README, for loops that differ in the model alone."""
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     job.manager(*states(model=model, adamw=adamw))
@@ -22,9 +29,23 @@ def train(job: Job, model: nn.Module, **options: object) -> None:
         optimizer.step()
 
 
+class Calls(nn.Module):
+    """A module whose forward pass is a function of its parts."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self._call = forward
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._call(self, inputs)
+
+
 @idiom(
     "Mixture of experts: each group routes its batch to other experts",
     MODEL,
+    "An expert that any group used gets its averaged gradient in all of them.",
     was="what one group used and another did not was averaged in one and left in the other: the groups drifted apart",
     pending="item 4",
 )
@@ -51,3 +72,451 @@ def layer_drop(job: Job) -> None:
 )
 def alternating_branches(job: Job) -> None:
     train(job, Chosen(3, lambda: [job.step % 3]))
+
+
+@idiom("Parameters that are never used", MODEL)
+def never_used(job: Job) -> None:
+    train(job, Chosen(3, lambda: [1]))
+
+
+@idiom(
+    "static_graph=True",
+    MODEL,
+    was="a group that came back got its gradients in other places: they differed by 0.09",
+    pending="item 5, with a death",
+)
+def static_graph(job: Job) -> None:
+    train(
+        job,
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
+        static_graph=True,
+        bucket_cap_mb=1e-4,
+    )
+
+
+@idiom(
+    "PureDistributedDataParallel",
+    MODEL,
+    "For models that DDP's reducer cannot handle; slower with many small parameters.",
+)
+def pure_ddp(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.pure_ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "PureDistributedDataParallel with several backward passes in a step",
+    MODEL,
+    was="the second pass added into a gradient that was still being averaged: they differed by 0.009",
+    pending="item 5",
+)
+def pure_ddp_accumulates(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.pure_ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        for _ in range(3):
+            error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "PureDistributedDataParallel where one group uses a parameter and another does not",
+    MODEL,
+    was="the groups averaged different parameters with each other",
+    pending="item 5",
+)
+def pure_ddp_unused(job: Job) -> None:
+    model = Chosen(3, lambda: [(job.step + job.group) % 3])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.pure_ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "BatchNorm",
+    MODEL,
+    "Its running statistics are each group's own, as each sees other batches; a group that returns goes on from its source's.",
+    own=("running_", "num_batches_tracked"),
+)
+def batch_norm(job: Job) -> None:
+    train(job, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+@idiom("LayerNorm, GroupNorm, GELU, residuals", MODEL)
+def layer_norm(job: Job) -> None:
+    train(
+        job,
+        Calls(
+            lambda self, x: self.head(self.norm(x + self.body(x))),
+            body=nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.GroupNorm(2, 6)),
+            norm=nn.LayerNorm(6),
+            head=nn.Linear(6, 3),
+        ),
+    )
+
+
+@idiom("Dropout", MODEL, "Its random numbers are each group's own.")
+def dropout(job: Job) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        with job.random():
+            loss = error(ddp, job.batch())
+        loss.backward()
+        optimizer.step()
+
+
+@idiom("Frozen layers (requires_grad=False before DDP)", MODEL)
+def frozen_layers(job: Job) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    train(job, model)
+
+
+@idiom(
+    "LoRA: a frozen base, trained adapters",
+    MODEL,
+    "All of it may be registered, or the adapters alone where all load the same base.",
+)
+def lora(job: Job) -> None:
+    base = mlp().requires_grad_(False)
+    down, up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+    nn.init.zeros_(up.weight)
+    train(job, Calls(lambda self, x: self.base(x) + self.up(self.down(x)), base=base, down=down, up=up))
+
+
+@idiom("LoRA, with the adapters alone in the state", MODEL, "Then all groups have to load the same base themselves.")
+def lora_adapters_only(job: Job) -> None:
+    base = mlp().requires_grad_(False)
+    for number, parameter in enumerate(base.parameters()):
+        parameter.copy_(torch.linspace(-0.5, 0.4 + number, parameter.numel()).view_as(parameter))
+    adapters = nn.ModuleDict({"down": nn.Linear(6, 2, bias=False), "up": nn.Linear(2, 3, bias=False)})
+    model = Calls(
+        lambda self, x: self.base(x) + self.adapters["up"](self.adapters["down"](x)), base=base, adapters=adapters
+    )
+    adamw = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
+    job.manager(*states(adapters=adapters, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Progressive unfreezing: parameters frozen by lr or by a zero gradient until a step",
+    MODEL,
+    "DDP is told at its construction which parameters are trained; so let them require a gradient from the start.",
+)
+def unfreeze_by_lr(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.1}], momentum=0.9
+    )
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        sgd.param_groups[0]["lr"] = 0.1 if manager.current_step() >= 3 else 0.0
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Progressive unfreezing: requires_grad and a new DDP at a step",
+    MODEL,
+    "A group that returns learns the step when it heals, and unfreezes then.",
+    was="the group that came back, still frozen, ended with an error at every restart",
+    pending="item 12, with a death",
+)
+def unfreeze_by_flag(job: Job) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        if manager.current_step() >= 3 and not model[0].weight.requires_grad:
+            model.requires_grad_(True)
+            ddp = job.ddp(model)
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Embeddings", MODEL)
+def embedding(job: Job) -> None:
+    model = Calls(
+        lambda self, x: self.head(self.table((x * 3).long().abs() % 10).mean(1)),
+        table=nn.Embedding(10, 8, padding_idx=0),
+        head=nn.Linear(8, 3),
+    )
+    train(job, model)
+
+
+@idiom(
+    "Sparse gradients: Embedding(sparse=True)",
+    MODEL,
+    "Where an index occurs twice its sum may be rounded otherwise than in one process, alike in all groups.",
+    gloo=True,
+    compare="groups",
+)
+def sparse_embedding(job: Job) -> None:
+    model = Calls(
+        lambda self, x: self.head(self.table((x * 3).long().abs() % 10).mean(1)),
+        table=nn.Embedding(10, 8, sparse=True),
+        head=nn.Linear(8, 3),
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Tied weights", MODEL, "They are moved once, and tied again where they arrive.")
+def tied_weights(job: Job) -> None:
+    encoder, decoder = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+    decoder.weight = encoder.weight
+    train(
+        job,
+        Calls(
+            lambda self, x: self.head(torch.tanh(self.encoder(x)) @ self.decoder.weight),
+            encoder=encoder,
+            decoder=decoder,
+            head=nn.Linear(6, 3),
+        ),
+    )
+
+
+@idiom(
+    "weight_norm",
+    MODEL,
+)
+def weight_norm(job: Job) -> None:
+    train(
+        job,
+        nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, 3))
+        ),
+    )
+
+
+@idiom("Parametrizations of your own (register_parametrization)", MODEL)
+def parametrization(job: Job) -> None:
+    class Symmetric(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.triu() + weight.triu(1).mT
+
+    square = nn.Linear(6, 6)
+    parametrize.register_parametrization(square, "weight", Symmetric())
+    train(job, nn.Sequential(square, nn.Tanh(), nn.Linear(6, 3)))
+
+
+@idiom("Convolutions, pooling, channels_last", MODEL)
+def convolution(job: Job) -> None:
+    model = Calls(
+        lambda self, x: self.head(
+            self.body(x.view(-1, 1, 2, 3).contiguous(memory_format=torch.channels_last)).flatten(1)
+        ),
+        body=nn.Sequential(nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)).to(
+            memory_format=torch.channels_last
+        ),
+        head=nn.Linear(16, 3),
+    )
+    train(job, model)
+
+
+@idiom("LSTM, GRU", MODEL)
+def lstm(job: Job) -> None:
+    train(
+        job,
+        Calls(
+            lambda self, x: self.head(self.lstm(x.view(-1, 3, 2))[0][:, -1]),
+            lstm=nn.LSTM(2, 5, batch_first=True),
+            head=nn.Linear(5, 3),
+        ),
+    )
+
+
+@idiom("A transformer with attention", MODEL)
+def transformer(job: Job) -> None:
+    train(
+        job,
+        Calls(
+            lambda self, x: self.head(self.layer(x.view(-1, 3, 2).repeat(1, 1, 2)).mean(1)),
+            layer=nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+            head=nn.Linear(4, 3),
+        ),
+    )
+
+
+@idiom("Scalar parameters, ParameterList, buffers that are not persistent", MODEL)
+def odd_parameters(job: Job) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+            self.parts = nn.ParameterList(torch.randn(6, 3) for _ in range(2))
+            self.register_buffer("mean", torch.ones(6) / 7, persistent=False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return sum((inputs - self.mean) @ part for part in self.parts) * self.scale.exp()
+
+    train(job, Odd())
+
+
+@idiom("A custom autograd.Function", MODEL)
+def autograd_function(job: Job) -> None:
+    class Sign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.sign()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    train(job, Calls(lambda self, x: self.head(Sign.apply(self.body(x))), body=nn.Linear(6, 8), head=nn.Linear(8, 3)))
+
+
+@idiom("torch.func: an ensemble by vmap and functional_call", MODEL)
+def ensemble(job: Job) -> None:
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            members = [mlp() for _ in range(3)]
+            stacked, _ = torch.func.stack_module_state(members)
+            self.names = list(stacked)
+            self.stacked = nn.ParameterList(nn.Parameter(value.detach()) for value in stacked.values())
+            self._skeleton = [copy.deepcopy(members[0]).to("meta")]
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            def one(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+                return torch.func.functional_call(self._skeleton[0], parameters, (inputs,))
+
+            return torch.func.vmap(one)(dict(zip(self.names, self.stacked, strict=True))).mean(0)
+
+    train(job, Ensemble())
+
+
+@idiom("An inner loop of gradient steps (MAML)", MODEL)
+def maml(job: Job) -> None:
+    model = mlp()
+
+    def adapt(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        parameters = dict(self.model.named_parameters())
+        loss = torch.func.functional_call(self.model, parameters, (inputs[:2],)).square().mean()
+        slopes = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+        adapted = {name: value - 0.1 * slope for (name, value), slope in zip(parameters.items(), slopes, strict=True)}
+        return torch.func.functional_call(self.model, adapted, (inputs,))
+
+    train(job, Calls(adapt, model=model))
+
+
+@idiom("torch.compile", MODEL, "Compile the module before or after it is given to DDP.")
+def compiled(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(torch.compile(model, backend="eager")), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Activation checkpointing (use_reentrant=False)", MODEL)
+def activation_checkpointing(job: Job) -> None:
+    train(
+        job,
+        Calls(
+            lambda self, x: self.head(checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)),
+            body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
+            head=nn.Linear(8, 3),
+        ),
+    )
+
+
+@idiom(
+    "Activation checkpointing with use_reentrant=True",
+    MODEL,
+    "Use `use_reentrant=False`, or `PureDistributedDataParallel`.",
+    was="torch's error did not say what to do",
+    refused="RuntimeError",
+    says="use_reentrant=False",
+    pending="smaller items",
+)
+def reentrant_checkpointing(job: Job) -> None:
+    train(
+        job,
+        Calls(
+            lambda self, x: self.head(
+                checkpoint(self.body, self.stem(x), use_reentrant=True, preserve_rng_state=False)
+            ),
+            stem=nn.Linear(6, 6),
+            body=nn.Sequential(nn.Linear(6, 8), nn.Tanh()),
+            head=nn.Linear(8, 3),
+        ),
+    )
+
+
+@idiom("Two forward passes in a step, one loss (contrastive, siamese)", MODEL)
+def two_forward_passes(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        first, second = ddp(job.batch()[0]), ddp(job.batch()[0])
+        F.cosine_embedding_loss(first, second, torch.ones(4)).backward()
+        optimizer.step()
+
+
+@idiom("Distillation from a frozen teacher", MODEL)
+def distillation(job: Job) -> None:
+    model, teacher = mlp(), mlp().requires_grad_(False).eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, teacher=teacher, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wanted = teacher(inputs)
+        outputs = ddp(inputs)
+        (F.mse_loss(outputs, targets) + F.mse_loss(outputs, wanted)).backward()
+        optimizer.step()
+
+
+@idiom("Cross entropy with label smoothing and class weights", MODEL)
+def label_smoothing(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1)
+    while job.goes_on():
+        inputs, targets = job.batch()
+        optimizer.zero_grad()
+        criterion(ddp(inputs), targets.argmax(1)).backward()
+        optimizer.step()

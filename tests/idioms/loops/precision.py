@@ -49,6 +49,26 @@ def grad_scaler(job: Job) -> None:
         scaler.update()
 
 
+@idiom(
+    "GradScaler that finds an overflow",
+    PRECISION,
+    "All groups find it in the averaged gradients, and none of them steps; draw another batch then.",
+)
+def grad_scaler_overflow(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    job.manager(*states(model=model, sgd=sgd, scaler=scaler))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        overflows = job.step == 1 and job.num_drawn() == 1
+        scaler.scale(loss * (torch.inf if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @idiom("All of the model in bfloat16", PRECISION)
 def pure_bf16(job: Job) -> None:
     model = mlp().bfloat16()

@@ -2,12 +2,202 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from idioms.harness import Job, states
 from idioms.models import error, mlp
 from idioms.table import Category, idiom
+from torch.optim import lr_scheduler as schedules
 
 RATE = Category.RATE
+COUNTED = "Register it, and step it where the step has counted (`manager.current_step()` has changed)."
+
+
+def train(job: Job, make_scheduler: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """A loop with a registered scheduler, stepped where a step has counted."""
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = make_scheduler(sgd)
+    manager = job.manager(*states(model=model, sgd=sgd, scheduler=scheduler))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            scheduler.step()
+
+
+@idiom("StepLR, registered, stepped after each step", RATE, COUNTED)
+def step_lr(job: Job) -> None:
+    train(job, lambda sgd: schedules.StepLR(sgd, step_size=2, gamma=0.5))
+
+
+@idiom("Warm-up by LambdaLR", RATE, COUNTED)
+def lambda_lr(job: Job) -> None:
+    train(job, lambda sgd: schedules.LambdaLR(sgd, lambda step: min(1.0, (step + 1) / 5)))
+
+
+@idiom("CosineAnnealingLR, CosineAnnealingWarmRestarts", RATE, COUNTED)
+def cosine(job: Job) -> None:
+    train(job, lambda sgd: schedules.CosineAnnealingWarmRestarts(sgd, T_0=3))
+
+
+@idiom("Warm-up, then cosine (SequentialLR)", RATE, COUNTED)
+def sequential_lr(job: Job) -> None:
+    train(
+        job,
+        lambda sgd: schedules.SequentialLR(
+            sgd, [schedules.LinearLR(sgd, 0.1, total_iters=3), schedules.CosineAnnealingLR(sgd, 5)], milestones=[3]
+        ),
+    )
+
+
+@idiom("ChainedScheduler, ExponentialLR", RATE, COUNTED)
+def chained(job: Job) -> None:
+    train(
+        job,
+        lambda sgd: schedules.ChainedScheduler(
+            [schedules.ConstantLR(sgd, 0.5, total_iters=3), schedules.ExponentialLR(sgd, 0.9)], optimizer=sgd
+        ),
+    )
+
+
+@idiom("OneCycleLR, with momentum", RATE, COUNTED + " `total_steps` is the number of committed steps.")
+def one_cycle(job: Job) -> None:
+    train(job, lambda sgd: schedules.OneCycleLR(sgd, max_lr=0.2, total_steps=job.num_steps + 1))
+
+
+@idiom(
+    "OneCycleLR of the wrapper: OneCycleLR(Optimizer(manager, ...))",
+    RATE,
+    "It may be made of the optimizer or of its wrapper.",
+    was="AttributeError: the wrapper had no `defaults`",
+    pending="smaller items",
+)
+def one_cycle_of_wrapper(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = schedules.OneCycleLR(optimizer, max_lr=0.2, total_steps=job.num_steps + 1)
+    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            scheduler.step()
+
+
+@idiom(
+    "A scheduler of the wrapper: StepLR(Optimizer(manager, ...))",
+    RATE,
+    "It may be made of the optimizer or of its wrapper.",
+)
+def scheduler_of_wrapper(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = schedules.StepLR(optimizer, step_size=2, gamma=0.5)
+    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            scheduler.step()
+
+
+@idiom(
+    "A scheduler that is stepped in every iteration",
+    RATE,
+    "It counts discarded iterations too, in all groups alike, if it is registered.",
+)
+def every_iteration(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = schedules.ExponentialLR(sgd, 0.9)
+    job.manager(*states(model=model, sgd=sgd, scheduler=scheduler))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@idiom("A scheduler that is stepped once an epoch", RATE, "An epoch is a number of committed steps, not of iterations.")
+def every_epoch(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = schedules.ExponentialLR(adamw, 0.5)
+    manager = job.manager(*states(model=model, adamw=adamw, scheduler=scheduler))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before and manager.current_step() % 3 == 0:
+            scheduler.step()
+
+
+@idiom(
+    "ReduceLROnPlateau",
+    RATE,
+    "Give it a loss that is averaged over the groups (`manager.allreduce`), and register it.",
+)
+def plateau(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = schedules.ReduceLROnPlateau(sgd, patience=0, threshold=0.5)
+    manager = job.manager(*states(model=model, sgd=sgd, scheduler=scheduler))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        average = loss.detach().clone()
+        manager.allreduce(average).wait()
+        optimizer.step()
+        if manager.current_step() > before:
+            scheduler.step(average)
+
+
+@idiom("Set lr from the step, before zero_grad", RATE)
+def lr_before_forward(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        for group in sgd.param_groups:
+            group["lr"] = 0.1 / (1 + manager.current_step())
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Set lr from the step, after step", RATE)
+def lr_after_step(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        for group in sgd.param_groups:
+            group["lr"] = 0.1 / (1 + manager.current_step())
 
 
 @idiom(
@@ -27,3 +217,40 @@ def lr_before_step(job: Job) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + manager.current_step())
         optimizer.step()
+
+
+@idiom(
+    "Scale lr by the number of groups that contribute",
+    RATE,
+    "`manager.num_participants()` is the same in all groups from the quorum on.",
+)
+def lr_by_participants(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * manager.num_participants()
+        optimizer.step()
+
+
+@idiom(
+    "A schedule of momentum, betas or weight decay",
+    RATE,
+    "They travel with the optimizer's state; change them after `step`.",
+)
+def weight_decay_schedule(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        for group in adamw.param_groups:
+            group["weight_decay"] = 0.01 * manager.current_step()
+            group["betas"] = (0.9, 0.99 + 0.001 * manager.current_step())

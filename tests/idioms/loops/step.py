@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from idioms.harness import Job, states
 from idioms.models import error, mlp
 from idioms.table import Category, idiom
+from torch import nn
 
 STEP = Category.STEP
+
+
+def train(
+    job: Job, make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], **ddp_options: Any
+) -> None:
+    """The loop of the README, for loops that differ in the optimizer alone."""
+    model = mlp()
+    inner = make_optimizer(model.parameters())
+    job.manager(*states(model=model, optimizer=inner))
+    ddp, optimizer = job.ddp(model, **ddp_options), job.optimizer(inner)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
 
 
 @idiom("DistributedDataParallel, AdamW, zero_grad, backward, step", STEP, "The loop of the README.")
@@ -20,3 +38,428 @@ def readme_loop(job: Job) -> None:
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
         optimizer.step()
+
+
+@idiom("Three replica groups", STEP, num_groups=3)
+def three_groups(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
+
+
+@idiom("SGD with Nesterov momentum", STEP)
+def nesterov(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True))
+
+
+@idiom("Adam with amsgrad", STEP)
+def amsgrad(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True))
+
+
+@idiom("RMSprop, centred, with momentum", STEP)
+def rmsprop(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, centered=True, momentum=0.5))
+
+
+@idiom("Adagrad", STEP)
+def adagrad(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.Adagrad(parameters, lr=1e-1))
+
+
+@idiom("NAdam, RAdam, Adamax and other optimizers of torch", STEP)
+def nadam(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.NAdam(parameters, lr=1e-2))
+
+
+@idiom("foreach=True", STEP)
+def foreach(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True))
+
+
+@idiom("fused=True", STEP)
+def fused(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True))
+
+
+@idiom("A learning rate that is a tensor", STEP)
+def tensor_lr(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False))
+
+
+@idiom("maximize=True, weight decay, dampening", STEP)
+def maximize(job: Job) -> None:
+    train(
+        job,
+        lambda parameters: torch.optim.SGD(
+            parameters, lr=1e-3, momentum=0.9, dampening=0.1, weight_decay=0.1, maximize=True
+        ),
+    )
+
+
+@idiom("Gradients as views of DDP's buckets (gradient_as_bucket_view)", STEP)
+def bucket_views(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), gradient_as_bucket_view=True)
+
+
+@idiom("Small buckets (bucket_cap_mb)", STEP, "The same in all groups.")
+def small_buckets(job: Job) -> None:
+    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), bucket_cap_mb=1e-4)
+
+
+@idiom("An optimizer class of your own", STEP)
+def own_optimizer(job: Job) -> None:
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {"lr": 1e-3, "beta": 0.9})
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                        parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
+                        momentum.lerp_(parameter.grad, 1 - group["beta"])
+
+    train(job, Lion)
+
+
+@idiom("Several parameter groups, with their own settings", STEP)
+def param_groups(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
+        ],
+        lr=1e-2,
+    )
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("zero_grad(set_to_none=False)", STEP)
+def zero_in_place(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad(set_to_none=False)
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "zero_grad at the end of the iteration",
+    STEP,
+    "Call it once before the loop as well: it begins the step, so the first backward pass needs one before it.",
+)
+def zero_grad_at_the_end(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    optimizer.zero_grad()
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if job.step < job.num_steps:
+            optimizer.zero_grad()
+
+
+@idiom(
+    "zero_grad twice in an iteration, before the batch and before the backward pass",
+    STEP,
+    was="each call began a step and broke the quorum of the one before; a group that came back might never get in",
+    pending="item 13",
+)
+def zero_grad_twice(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@idiom(
+    "Forward pass, then zero_grad, then backward (the order of torch's tutorials)",
+    STEP,
+    "A group's first state arrives in its first `zero_grad`; what it has computed before is not of that state.",
+    was="in its first step a group contributed gradients of the random weights that it had before",
+    pending="item 3 (the first step of a job)",
+)
+def forward_before_zero_grad(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        loss = error(ddp, job.batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@idiom("model.zero_grad() besides the optimizer's", STEP)
+def model_zero_grad(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        ddp.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        ddp.zero_grad()
+
+
+@idiom(
+    "Wait for the quorum before the forward pass (use_async_quorum=False)",
+    STEP,
+    "A group that returns then contributes at once.",
+)
+def synchronous_quorum(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd), use_async_quorum=False)
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Without the Optimizer wrapper: start_quorum, should_commit",
+    STEP,
+    "Name the optimizer by `manager.guard_optimizer`, so that nobody reads the state while it steps.",
+)
+def own_commit(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    manager.guard_optimizer(sgd)
+    ddp = job.ddp(model)
+    while job.goes_on():
+        manager.start_quorum()
+        sgd.zero_grad()
+        error(ddp, job.batch()).backward()
+        if manager.should_commit():
+            sgd.step()
+
+
+@idiom(
+    "Two optimizers for one model (Muon for matrices, AdamW for the rest)",
+    STEP,
+    "One step is one vote: guard both, and step both where `should_commit` says so.",
+)
+def two_optimizers(job: Job) -> None:
+    model = mlp()
+    both = [
+        torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=1e-2),
+    ]
+    manager = job.manager(*states(model=model, first=both[0], second=both[1]))
+    for optimizer in both:
+        manager.guard_optimizer(optimizer)
+    ddp = job.ddp(model)
+    while job.goes_on():
+        manager.start_quorum()
+        for optimizer in both:
+            optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if manager.should_commit():
+            for optimizer in both:
+                optimizer.step()
+
+
+@idiom("A container of optimizers that is an optimizer itself, in the wrapper (torchtitan)", STEP)
+def optimizers_container(job: Job) -> None:
+    class Container(torch.optim.Optimizer):
+        def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+            self.optimizers = optimizers
+            super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none)
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            for number, optimizer in enumerate(self.optimizers):
+                optimizer.load_state_dict(state_dict[str(number)])
+
+    model = mlp()
+    container = Container([torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in (model[0], model[2])])
+    job.manager(*states(model=model, optimizers=container))
+    ddp, optimizer = job.ddp(model), job.optimizer(container)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Hooks of the wrapped optimizer (register_step_pre_hook, register_step_post_hook)",
+    STEP,
+    "They run in steps that count.",
+)
+def step_hooks(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.2) and None)
+    sgd.register_step_post_hook(lambda *_: [p.data.clamp_(-0.4, 0.4) for p in model.parameters()] and None)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Change weights after the step (clamp, normalise, prune by a mask)",
+    STEP,
+    "Do it where the step has counted, or so that doing it twice changes nothing.",
+)
+def project_weights(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    mask = (torch.arange(48).view(8, 6) % 3 > 0).float()
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.mul_(mask)
+            model[2].weight.clamp_(-0.3, 0.3)
+
+
+@idiom(
+    "Add a parameter group while training",
+    STEP,
+    "Your `load_state_dict` has to add the group as well where the state that it gets has it.",
+)
+def add_param_group(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        if len(state["sgd"]["param_groups"]) > len(sgd.param_groups):
+            sgd.add_param_group({"params": list(model[2].parameters())})
+        model.load_state_dict(state["model"])
+        sgd.load_state_dict(state["sgd"])
+
+    manager = job.manager(load_state_dict, lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()})
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() >= 3 and len(sgd.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+
+
+@idiom(
+    "A closure for step (LBFGS)",
+    STEP,
+    "It would be evaluated after the vote.",
+    refused="ConfigError",
+    says="optimizers that use closures are not supported",
+)
+def lbfgs(job: Job) -> None:
+    model = mlp()
+    inner = torch.optim.LBFGS(model.parameters())
+    job.manager(*states(model=model, optimizer=inner))
+    ddp, optimizer = job.ddp(model), job.optimizer(inner)
+    while job.goes_on():
+        optimizer.zero_grad()
+        batch = job.batch()
+        optimizer.step(lambda: error(ddp, batch))  # noqa: B023 - called here
+
+
+@idiom(
+    "The first backward pass before any zero_grad",
+    STEP,
+    "No step has begun: call `zero_grad` (or `start_quorum`) before.",
+    refused="ConfigError",
+    says="start_quorum has to be called before",
+)
+def backward_before_zero_grad(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@idiom(
+    "A GAN: two networks, each with an optimizer in a wrapper of its own",
+    STEP,
+    "Not right with deaths yet: each wrapper's step is a step of the manager, and a group that returns in the middle of an"
+    " iteration trains one network while the others train the other. Take one vote for both, as in the next line.",
+    was="a group that came back averaged one network's gradients with the other's",
+    pending="issue 17, with a death",
+)
+def gan(job: Job) -> None:
+    generator, critic = mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    adam_g = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    adam_c = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    job.manager(*states(generator=generator, critic=critic, adam_g=adam_g, adam_c=adam_c))
+    ddp_g, ddp_c = job.ddp(generator), job.ddp(critic)
+    optimizer_g, optimizer_c = job.optimizer(adam_g), job.optimizer(adam_c)
+    while job.goes_on():
+        noise, real = job.batch()
+        optimizer_c.zero_grad()
+        with torch.no_grad():
+            fake = generator(noise)
+        (ddp_c(fake).mean() - ddp_c(real).mean()).backward()
+        optimizer_c.step()
+        optimizer_g.zero_grad()
+        (-critic(ddp_g(noise))).mean().backward()
+        optimizer_g.step()
+
+
+@idiom("A GAN with one vote for both networks", STEP, "Both losses, then `should_commit`, then both optimizers.")
+def gan_with_one_vote(job: Job) -> None:
+    generator, critic = mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    adams = [torch.optim.Adam(network.parameters(), lr=1e-2) for network in (generator, critic)]
+    manager = job.manager(*states(generator=generator, critic=critic, adam_g=adams[0], adam_c=adams[1]))
+    for adam in adams:
+        manager.guard_optimizer(adam)
+    while job.goes_on():
+        noise, real = job.batch()
+        manager.start_quorum()
+        fake = generator(noise)
+        for network, loss in (
+            (critic, critic(fake.detach()).mean() - critic(real).mean()),
+            (generator, -critic(fake).mean()),
+        ):
+            parameters = list(network.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+                manager.allreduce(parameter.grad)
+        if manager.should_commit():
+            for adam in adams:
+                adam.step()

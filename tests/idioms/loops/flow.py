@@ -1,0 +1,290 @@
+"""Skipped batches, stopping, resuming."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from idioms.harness import Job, states
+from idioms.models import Box, error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+
+FLOW = Category.FLOW
+
+
+@idiom(
+    "Skip a batch in all groups (one that is empty, or too long)",
+    FLOW,
+    "`continue` before the backward pass; the next `zero_grad` goes on with the step.",
+)
+def skip_in_all(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    iteration = 0
+    while job.goes_on():
+        iteration += 1
+        optimizer.zero_grad()
+        if manager.current_step() == 3 and iteration % 2:
+            continue
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Skip a batch in one group (a loss of NaN) by `continue`",
+    FLOW,
+    "The others' step waits for it.",
+    was="the others' step was discarded, and tried again",
+)
+def skip_in_one(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    skipped: set[int] = set()
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        if job.group == 1 and manager.current_step() == 6 and not skipped:
+            loss = loss * math.nan
+        if not loss.isfinite():
+            skipped.add(manager.current_step())
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+@idiom(
+    "zero_grad at both ends of the iteration, and one skipped batch in one group",
+    FLOW,
+    was="livelock: nearly all iterations were discarded, as each `zero_grad` left the step that was open",
+    pending="item 13",
+)
+def zero_grad_at_both_ends(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    skipped: set[int] = set()
+    while job.goes_on():
+        optimizer.zero_grad()
+        if job.group == 1 and manager.current_step() == 6 and not skipped:
+            skipped.add(manager.current_step())
+            continue
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if job.step < job.num_steps:
+            optimizer.zero_grad()
+
+
+@idiom(
+    "Discard a step on purpose (report_error)",
+    FLOW,
+    "`manager.report_error(e)` in any group discards the step in all; then go on with `step` as always.",
+)
+def report_error(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    reported = False
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        if job.group == 1 and manager.current_step() == 6 and not reported:
+            reported = True
+            manager.report_error(ValueError("a bad batch"))
+        loss.backward()
+        optimizer.step()
+
+
+@idiom("Give a bad batch no weight (loss * 0, nan_to_num)", FLOW, "Its group counts in the average all the same.")
+def weightless_batch(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        weight = 0.0 if (manager.current_step() + job.group) % 3 == 0 else 1.0
+        (error(ddp, job.batch()) * weight).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Skip the step in all groups where an averaged value says so (gradient norm, NaN)",
+    FLOW,
+    "Averaged gradients are the same in all groups, so all decide alike. Draw another batch then.",
+)
+def skip_by_norm(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        inputs, targets = job.batch()
+        spike = 100 if job.step == 6 and job.num_drawn() == 1 else 1
+        (nn.functional.mse_loss(ddp(inputs), targets) * spike).backward()
+        if nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]) > 10.0:
+            continue
+        optimizer.step()
+
+
+@idiom(
+    "Catch an error of a batch and go on (out of memory, a broken file)",
+    FLOW,
+    "Where the error came before the backward pass the next `zero_grad` is enough. The others' step is discarded.",
+)
+def catch_and_go_on(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    raised = False
+    while job.goes_on():
+        optimizer.zero_grad()
+        try:
+            loss = error(ddp, job.batch())
+            if job.group == 1 and manager.current_step() == 6 and not raised:
+                raised = True
+                raise MemoryError("no room for this batch")
+        except MemoryError:
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+@idiom("Stop early", FLOW, "What decides has to be averaged over the groups, so that all stop at one step.")
+def early_stop(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    patience = Box(best=1e9, bad=0)
+    manager = job.manager(*states(model=model, sgd=sgd, patience=patience))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on() and patience.bad < 9:
+        before = manager.current_step()
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        average = loss.detach().clone()
+        manager.allreduce(average).wait()
+        optimizer.step()
+        if manager.current_step() > before:
+            patience.bad = 0 if average.item() < patience.best else patience.bad + 1
+            patience.best = min(average.item(), patience.best)
+
+
+@idiom(
+    "Count batches instead of steps (manager.batches_committed)",
+    FLOW,
+    "It is the same in all groups, whoever contributed.",
+)
+def count_batches(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = Box(batches=0)
+    manager = job.manager(*states(model=model, sgd=sgd, seen=seen))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on() and manager.batches_committed() < 100:
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            seen.batches = manager.batches_committed()
+
+
+@idiom(
+    "Resume from a checkpoint of your own",
+    FLOW,
+    "Save `manager.state_dict()` with the model, and give it to `manager.load_state_dict` before the first step.",
+    dies=False,
+)
+def resume(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+    manager.load_state_dict({"step": 3, "batches_committed": 6})
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("A curriculum: longer or larger batches from a step on", FLOW, "By `manager.current_step()`.")
+def curriculum(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch(rows=2 + manager.current_step())).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Batches of different sizes in different groups",
+    FLOW,
+    "Each group's mean counts the same.",
+)
+def uneven_batches(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch(rows=3 + job.group)).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Weigh each group's loss by its number of tokens",
+    FLOW,
+    "Sum the tokens of those that contribute (`manager.allreduce` with SUM) before the backward pass; who heals adds none.",
+)
+def weigh_by_tokens(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        inputs, targets = job.batch(rows=3 + job.group)
+        optimizer.zero_grad()
+        tokens = torch.tensor(float(len(inputs)))
+        manager.allreduce(tokens, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+        loss = nn.functional.mse_loss(ddp(inputs), targets, reduction="sum")
+        (loss * manager.num_participants() / tokens).backward()
+        optimizer.step()
+
+
+@idiom(
+    "One group's accumulation window is shorter than the others'",
+    FLOW,
+    "The groups' collectives have to be the same in each step.",
+    was="all waited for the whole `timeout`, and discarded every such step",
+    pending="item 14",
+    compare="nothing",
+)
+def unequal_windows(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    windows = 0
+    while job.goes_on():
+        shorter = job.group == 1 and manager.current_step() == 2 and windows < 2
+        windows += shorter
+        optimizer.zero_grad()
+        for _ in range(1 if shorter else 2):
+            error(ddp, job.batch()).backward()
+        optimizer.step()

@@ -1,0 +1,306 @@
+"""Averaged weights, evaluation, copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from idioms.harness import Job, states
+from idioms.models import Box, error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+WEIGHTS = Category.WEIGHTS
+WHERE_IT_COUNTED = "Register it, and update it where the step has counted (`manager.current_step()` has changed)."
+
+
+@idiom("An exponential average of the weights (EMA)", WEIGHTS, WHERE_IT_COUNTED)
+def ema(job: Job) -> None:
+    model = mlp()
+    average = copy.deepcopy(model).requires_grad_(False)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, average=average, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 0.1)
+
+
+@idiom(
+    "EMA in every iteration, counted or not",
+    WEIGHTS,
+    "It averages where a step was discarded too, in all groups alike.",
+)
+def ema_in_every_iteration(job: Job) -> None:
+    model = mlp()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, average=average, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+
+@idiom("AveragedModel with use_buffers and foreach averaging", WEIGHTS, WHERE_IT_COUNTED)
+def averaged_model(job: Job) -> None:
+    model = mlp()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, average=average, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            average.update_parameters(model)
+
+
+@idiom("Stochastic weight averaging: AveragedModel and SWALR from a step on", WEIGHTS, WHERE_IT_COUNTED)
+def swa(job: Job) -> None:
+    model = mlp()
+    average = AveragedModel(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SWALR(sgd, swa_lr=0.02, anneal_epochs=2)
+    manager = job.manager(*states(model=model, average=average, sgd=sgd, scheduler=scheduler))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before and manager.current_step() >= 3:
+            average.update_parameters(model)
+            scheduler.step()
+    update_bn([job.randn(4, 6)], average)
+
+
+@idiom(
+    "Swap averaged weights in to evaluate, and out again",
+    WEIGHTS,
+    "Between `step` and the next `zero_grad`. What is saved or served meanwhile is the state of the call.",
+    was="a save that had been asked for before the swap held the averaged weights, and so might what a group healed from",
+)
+def swap_ema(job: Job) -> None:
+    model = mlp()
+    average = copy.deepcopy(model).requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, average=average, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+
+    def swap() -> None:
+        with torch.no_grad():
+            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                held = kept.clone()
+                kept.copy_(parameter)
+                parameter.copy_(held)
+
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 0.1)
+        swap()
+        with torch.no_grad():
+            error(model, job.batch())
+        swap()
+
+
+@idiom(
+    "Perturb the weights between zero_grad and step, and put them back (SAM)",
+    WEIGHTS,
+    was="a group that healed meanwhile might get perturbed weights",
+    pending="item 2, with a death",
+)
+def sharpness_aware(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    parameters = list(model.parameters())
+    while job.goes_on():
+        batch = job.batch()
+        optimizer.zero_grad()
+        kept = [parameter.detach().clone() for parameter in parameters]
+        slopes = torch.autograd.grad(error(model, batch), parameters)
+        with torch.no_grad():
+            for parameter, slope in zip(parameters, slopes, strict=True):
+                parameter.add_(slope, alpha=0.05)
+        error(ddp, batch).backward()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
+        optimizer.step()
+
+
+@idiom("Lookahead: slow weights, taken over every k steps", WEIGHTS, WHERE_IT_COUNTED)
+def lookahead(job: Job) -> None:
+    model = mlp()
+    slow = copy.deepcopy(model).requires_grad_(False)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, slow=slow, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before and manager.current_step() % 2 == 0:
+            with torch.no_grad():
+                for kept, parameter in zip(slow.parameters(), model.parameters(), strict=True):
+                    kept.lerp_(parameter, 0.5)
+                    parameter.copy_(kept)
+
+
+@idiom("A target network (DQN, BYOL) that follows the online one", WEIGHTS, WHERE_IT_COUNTED)
+def target_network(job: Job) -> None:
+    online = mlp()
+    target = copy.deepcopy(online).requires_grad_(False)
+    adam = torch.optim.Adam(online.parameters(), lr=1e-2)
+    manager = job.manager(*states(online=online, target=target, adam=adam))
+    ddp, optimizer = job.ddp(online), job.optimizer(adam)
+    while job.goes_on():
+        before = manager.current_step()
+        inputs, _ = job.batch()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wanted = 0.9 * target(inputs.flip(0)) + 0.1
+        nn.functional.smooth_l1_loss(ddp(inputs), wanted).backward()
+        optimizer.step()
+        if manager.current_step() > before and manager.current_step() % 3 == 0:
+            target.load_state_dict(online.state_dict())
+
+
+@idiom(
+    "Evaluate between steps (model.eval(), no_grad)",
+    WEIGHTS,
+    "Whenever you like, in any group.",
+)
+def evaluate(job: Job) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        ddp.train()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() % 2 == 0:
+            ddp.eval()
+            with torch.inference_mode():
+                error(ddp.module, job.batch()).item()
+
+
+@idiom("Evaluate through DDP under no_grad", WEIGHTS)
+def evaluate_through_ddp(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        ddp.eval()
+        with torch.no_grad():
+            error(ddp, job.batch()).item()
+        ddp.train()
+
+
+@idiom("Evaluate between zero_grad and the forward pass", WEIGHTS, "It overlaps with finding the quorum.")
+def evaluate_within_step(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        with torch.no_grad():
+            error(model, job.batch()).item()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("Evaluate in one group alone", WEIGHTS, "The others wait for it in their next step, for `timeout` at most.")
+def evaluate_in_one_group(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if job.group == 0 and manager.current_step() % 2 == 0:
+            with torch.no_grad():
+                error(model, job.batch()).item()
+
+
+@idiom("deepcopy of the model, to evaluate it elsewhere", WEIGHTS)
+def deepcopy_model(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        other = copy.deepcopy(model).double()
+        with torch.no_grad():
+            other(job.batch()[0].double())
+
+
+@idiom("Keep the best weights so far", WEIGHTS, "Register them; what decides has to be averaged over the groups.")
+def best_weights(job: Job) -> None:
+    model = mlp()
+    best = Box(loss=1e9, weights={name: value.clone() for name, value in model.state_dict().items()})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3)
+    manager = job.manager(*states(model=model, sgd=sgd, best=best))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        average = loss.detach().clone()
+        manager.allreduce(average).wait()
+        optimizer.step()
+        if manager.current_step() > before and average.item() < best.loss:
+            best.loss = average.item()
+            best.weights = {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@idiom(
+    "Reset the optimizer, or go back to kept weights, at a step",
+    WEIGHTS,
+    "By the step, so that all groups do it at once.",
+)
+def reset_optimizer(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fresh: dict[str, Any] = copy.deepcopy(adamw.state_dict())
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before and manager.current_step() % 4 == 3:
+            adamw.load_state_dict(fresh)
