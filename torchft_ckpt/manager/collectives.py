@@ -292,6 +292,21 @@ class Collectives:
             self._on_stall()
 
 
+def fill_with_nothing(tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:
+    """Overwrite a tensor with what changes nothing in a reduction: zeros, but for MAX, MIN and PRODUCT."""
+    if op == ReduceOp.PRODUCT:
+        tensor.fill_(1)
+    elif op == ReduceOp.MAX or op == ReduceOp.MIN:
+        lowest, highest = (
+            (-torch.inf, torch.inf)
+            if tensor.is_floating_point()
+            else (torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max)
+        )
+        tensor.fill_(lowest if op == ReduceOp.MAX else highest)
+    else:
+        tensor.zero_()
+
+
 def done_work(tensor: torch.Tensor, failed: Callable[[], bool]) -> ManagedWork:
     """Return work that is complete, for a step that has failed already."""
     return ManagedWork(completed_future(tensor), failed)

@@ -45,7 +45,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
 from torchft_ckpt.manager.clearing import Clearing, Issued
-from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, first_of
+from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, fill_with_nothing, first_of
 from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.gathering import Gathering, gather
 from torchft_ckpt.manager.guarding import guard_steps
@@ -697,7 +697,8 @@ class Manager:
         """Reduce a tensor in place over the replica groups; by default average it over those that contribute.
 
         Waits for the quorum, not for the others. Never raises for what goes wrong on the way: the step is discarded then,
-        and the tensor must not be used. A replica that does not contribute (healing, spare) adds zeros.
+        and the tensor must not be used. A replica that does not contribute (healing, spare) changes nothing: it adds zeros to a
+        sum or an average, and the lowest or highest value to a maximum or minimum.
 
         Args:
             tensor: any shape; a floating point dtype for an average.
@@ -724,7 +725,7 @@ class Manager:
         if self._talk.skips_collective():
             return done_work(tensor, self._talk.has_failed)
         if not self.is_participating():
-            tensor.zero_()
+            fill_with_nothing(tensor, reduce_op)
         is_average = reduce_op == ReduceOp.AVG
         return self._collectives.allreduce(
             tensor,

@@ -360,7 +360,9 @@ def _reduction(op: object) -> Reduction:
         return lambda parts: sum_in_order(parts) / len(parts)
     if op == ReduceOp.MAX:
         return lambda parts: torch.stack(parts).amax(0)
-    raise ProcessGroupError(f"FakeProcessGroup reduces by SUM, AVG and MAX, not by {op}")
+    if op == ReduceOp.MIN:
+        return lambda parts: torch.stack(parts).amin(0)
+    raise ProcessGroupError(f"FakeProcessGroup reduces by SUM, AVG, MAX and MIN, not by {op}")
 
 
 def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
