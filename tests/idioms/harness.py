@@ -15,17 +15,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from idioms.plain import Hub, Iteration, PlainDDP, PlainManager, step_as_planned
+from idioms.plain_outer import PlainOuterLoop
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
-from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import (
+    DiLoCo,
+    DistributedDataParallel,
+    LighthouseServer,
+    LocalSGD,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+    set_all_reduce_hook,
+)
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
@@ -86,6 +99,8 @@ class Run:
     returns: bool = False
     """A group dies and has a second life."""
     second: Life | None = None
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    """A life has ended, whichever."""
     is_awaited: threading.Event = field(default_factory=threading.Event)
     """The others have come to the step at which it returns."""
 
@@ -98,7 +113,9 @@ class Run:
     def wait_for_all(self) -> None:
         """Return when the lighthouse knows all groups."""
         _wait_until(
-            lambda: len(self.lighthouse._state.members) == self.num_groups, "not all groups have started", self.limit_s
+            lambda: self.has_ended.is_set() or len(self.lighthouse._state.members) == self.num_groups,
+            "not all groups have started",
+            self.limit_s,
         )
 
     def _has_asked(self) -> bool:
@@ -161,6 +178,28 @@ class Job:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         raise NotImplementedError
+
+    def average_shards(self, model: nn.Module) -> None:
+        """Average the gradients of a model that `fully_shard` was applied to (`set_all_reduce_hook`)."""
+        raise NotImplementedError
+
+    def local_sgd(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> Any:
+        raise NotImplementedError
+
+    def diloco(
+        self,
+        fragments: Sequence[nn.Module],
+        inner: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        **options: Any,
+    ) -> Any:
+        raise NotImplementedError
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """A mesh of one rank: this group's."""
+        return one_rank_mesh()
 
     def goes_on(self) -> bool:
         raise NotImplementedError
@@ -254,6 +293,7 @@ class Life(Job):
             self.error = error
         finally:
             self.built()
+            self.run.has_ended.set()
             if self.group == 0:
                 self.run.is_awaited.set()
             if self.current is not None:
@@ -292,6 +332,22 @@ class Life(Job):
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return Optimizer(self.current, optimizer)
+
+    def average_shards(self, model: nn.Module) -> None:
+        set_all_reduce_hook(self.current, model)
+
+    def local_sgd(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> LocalSGD:
+        return LocalSGD(self.current, model, optimizer, sync_every)
+
+    def diloco(
+        self,
+        fragments: Sequence[nn.Module],
+        inner: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        **options: Any,
+    ) -> DiLoCo:
+        return DiLoCo(self.current, fragments, inner, outer, sync_every, **options)
 
     def goes_on(self) -> bool:
         self.look()
@@ -351,6 +407,28 @@ class PlainLife(Job):
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return step_as_planned(self.current, optimizer)
 
+    def average_shards(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(lambda gradients: self.current.allreduce(gradients) and None)
+
+    def local_sgd(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> PlainOuterLoop:
+        return PlainOuterLoop(self.current, [model], optimizer, [], sync_every, key="local_sgd")
+
+    def diloco(
+        self,
+        fragments: Sequence[nn.Module],
+        inner: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        **options: Any,
+    ) -> PlainOuterLoop:
+        outers = [outer] * len(fragments) if isinstance(outer, torch.optim.Optimizer) else outer
+        delay, alpha = options.get("fragment_sync_delay", 0), options.get("fragment_update_alpha", 0.0)
+        return PlainOuterLoop(
+            self.current, fragments, inner, outers, sync_every, delay=delay, alpha=alpha, key="diloco"
+        )
+
     def goes_on(self) -> bool:
         self.look()
         return not self.current.is_over
@@ -358,6 +436,26 @@ class PlainLife(Job):
     def registered(self) -> dict[str, Any]:
         own = {} if self._state_dict is None else {"default": self._state_dict()}
         return {**own, **{key: get() for key, get in self.current.extras.items()}}
+
+
+def one_rank_mesh() -> DeviceMesh:
+    """Return a mesh of one rank, for groups that are threads; needs a process group of torch (`torch_process_group`)."""
+    return _mesh[0]
+
+
+_mesh: list[DeviceMesh] = []
+
+
+@contextmanager
+def torch_process_group() -> Iterator[None]:
+    """torch.distributed with one rank, which FSDP wants."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _mesh.append(init_device_mesh("cpu", (1,)))
+    try:
+        yield
+    finally:
+        _mesh.clear()
+        dist.destroy_process_group()
 
 
 def states(**parts: Any) -> tuple[Callable[[Any], None], Callable[[], Any]]:

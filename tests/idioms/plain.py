@@ -44,16 +44,22 @@ class Hub:
         self._barrier = threading.Barrier(num_groups, timeout=WAIT_S)
         self._brought: list[torch.Tensor | None] = [None] * num_groups
 
-    def sum_of(self, group: int, tensor: torch.Tensor, iteration: Iteration) -> torch.Tensor:
-        self._brought[group] = tensor if group in iteration.contributors else torch.zeros_like(tensor)
+    def reduce(self, group: int, tensor: torch.Tensor, iteration: Iteration, op: object) -> torch.Tensor:
+        """Return the reduction over those who contribute; whoever is there besides adds zeros to a sum."""
+        self._brought[group] = tensor
         self._barrier.wait()
-        present = sorted(iteration.contributors | iteration.silent)
-        parts = [part for part in (self._brought[group] for group in present) if part is not None]
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
+        parts = [self._brought[group] for group in sorted(iteration.contributors)]
+        if op in (ReduceOp.MAX, ReduceOp.MIN):
+            stacked = torch.stack(parts)  # type: ignore[arg-type]
+            result = stacked.amax(0) if op == ReduceOp.MAX else stacked.amin(0)
+        else:
+            result = sum(parts[1:], start=parts[0].clone())  # type: ignore[arg-type, union-attr]
+            if iteration.silent:
+                result += torch.zeros_like(result)  # a zero that was negative is not any more
+        if op == ReduceOp.AVG:
+            result /= len(parts)
         self._barrier.wait()
-        return total
+        return result
 
     def give_up(self) -> None:
         self._barrier.abort()
@@ -85,6 +91,9 @@ class PlainManager:
     ) -> None:
         self.extras[key] = state_dict
 
+    def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
+        self.extras["set_state_dict_fns"] = state_dict
+
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def start_quorum(self, **_: Any) -> None:
@@ -109,8 +118,7 @@ class PlainManager:
     def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> CompletedWork:
         iteration = self.iteration
         if iteration.committed:  # else nobody looks at it, and who is there in it is not known
-            total = self._hub.sum_of(self._group, tensor, iteration)
-            tensor.copy_(total.div_(len(iteration.contributors)) if reduce_op == ReduceOp.AVG else total)
+            tensor.copy_(self._hub.reduce(self._group, tensor, iteration, reduce_op))
         return CompletedWork(tensor)
 
     def current_step(self) -> int:

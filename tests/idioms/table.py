@@ -46,6 +46,8 @@ class Idiom:
     """How it was when it entered the table: "right", or what was wrong."""
     pending: str = ""
     """What still has to be mended before it holds; "with a death" in it: it holds without one."""
+    skip_while_pending: bool = False
+    """It would end the whole process, or take long."""
     refused: str = ""
     """The name of the error by which it is refused; then no bits are compared."""
     says: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,16 +15,24 @@ TABLE = table()
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    with harness.torch_process_group():
+        yield
+
+
 def runs(*, dies: bool) -> list[object]:
     """Return the idioms as parameters of a test, with what is not mended yet marked so."""
 
     def fails(entry: Idiom) -> bool:
         return bool(entry.pending) and (dies or "with a death" not in entry.pending)
 
+    def marks(entry: Idiom) -> list[pytest.MarkDecorator]:
+        run = not entry.skip_while_pending
+        return [pytest.mark.xfail(reason=entry.pending, strict=False, run=run)] if fails(entry) else []
+
     return [
-        pytest.param(
-            entry, id=entry.key, marks=[pytest.mark.xfail(reason=entry.pending, strict=False)] if fails(entry) else []
-        )
+        pytest.param(entry, id=entry.key, marks=marks(entry))
         for entry in TABLE
         if (entry.dies or not dies) and not (dies and (entry.refused or entry.compare == "nothing"))
     ]

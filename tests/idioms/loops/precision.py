@@ -53,6 +53,8 @@ def grad_scaler(job: Job) -> None:
     "GradScaler that finds an overflow",
     PRECISION,
     "All groups find it in the averaged gradients, and none of them steps; draw another batch then.",
+    was="as with the registered scaler above",
+    pending="item 3, with a death",
 )
 def grad_scaler_overflow(job: Job) -> None:
     model = mlp()

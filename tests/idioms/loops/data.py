@@ -1,0 +1,287 @@
+"""Data, logging, random numbers."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from idioms.harness import Job, states
+from idioms.models import Box, error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+from torch.profiler import record_function
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchft_ckpt import DistributedSampler
+
+DATA = Category.DATA
+logger = logging.getLogger(__name__)
+
+
+def dataset() -> TensorDataset:
+    inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs[:, :3].tanh())
+
+
+@idiom(
+    "Take the batch by the step (an index into the data)",
+    DATA,
+    "Then a step trains on the same samples, whatever was discarded before it. A group that heals reads those of step 0 once,"
+    " which adds nothing.",
+)
+def batch_by_step(job: Job) -> None:
+    model, data = mlp(), dataset()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        first = 8 * manager.current_step() + 4 * job.group
+        error(ddp, data[first : first + 4]).backward()
+        optimizer.step()
+
+
+@idiom(
+    "A DataLoader with DistributedSampler, in epochs",
+    DATA,
+    "`set_epoch` by the step. A batch whose step was discarded is not read again, so the order of batches differs from"
+    " a plain loop's where a group has died; the groups stay equal.",
+    compare="groups",
+)
+def distributed_sampler(job: Job) -> None:
+    model, data = mlp(), dataset()
+    sampler = DistributedSampler(data, job.group, 2, shuffle=True, seed=1)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        sampler.set_epoch(manager.current_step() // 3)
+        for batch in loader:
+            if not job.goes_on():
+                break
+            optimizer.zero_grad()
+            error(ddp, batch).backward()
+            optimizer.step()
+
+
+@idiom(
+    "StatefulDataLoader",
+    DATA,
+    "Its place is each group's own: save it with `Checkpointer.save(own=...)`, do not register it.",
+    compare="groups",
+)
+def stateful_dataloader(job: Job) -> None:
+    model = mlp()
+    loader = StatefulDataLoader(dataset(), batch_size=4, shuffle=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    batches = iter(loader)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, next(batches)).backward()
+        optimizer.step()
+        loader.state_dict()
+
+
+@idiom(
+    "Register the place in the data, the same for all groups",
+    DATA,
+    "Count it where the step has counted; a group that returns goes on where the others are.",
+)
+def registered_place(job: Job) -> None:
+    model, data = mlp(), dataset()
+    place = Box(epoch=0, sample=0, seen=[])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd, place=place))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        first = place.sample + 4 * job.group
+        error(ddp, data[first : first + 4]).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            place.sample += 8
+            place.seen = [*place.seen, place.sample]
+            if place.sample >= 40:
+                place.epoch, place.sample = place.epoch + 1, 0
+
+
+@idiom("Log loss.item() in every iteration", DATA, "It is this group's loss.")
+def log_loss(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    running = 0.0
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        optimizer.step()
+        running = 0.9 * running + 0.1 * loss.item()
+        logger.debug("step %d: %.3f %s", manager.current_step(), running, sgd.param_groups[0]["lr"])
+
+
+@idiom(
+    "Average metrics over the groups (manager.allreduce)",
+    DATA,
+    "In the step: between `zero_grad` and `step`, the same number of values in all groups. A group that heals adds zeros.",
+)
+def averaged_metrics(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    totals = Box(sum=0.0)
+    manager = job.manager(*states(model=model, sgd=sgd, totals=totals))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        inputs, targets = job.batch()
+        outputs = ddp(inputs)
+        loss = nn.functional.mse_loss(outputs, targets)
+        loss.backward()
+        metrics = torch.stack([loss.detach(), (outputs - targets).abs().amax().detach()])
+        manager.allreduce(metrics).wait()
+        optimizer.step()
+        if manager.current_step() > before:
+            totals.sum += metrics.sum().item()
+
+
+@idiom(
+    "The largest or smallest value over the groups (allreduce with MAX or MIN)",
+    DATA,
+    "Of those that contribute; who heals changes nothing in it.",
+    was="a group that healed took part with zeros, so the smallest of positive values was 0",
+)
+def extreme_metrics(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    extremes = Box(largest=0.0, smallest=0.0)
+    manager = job.manager(*states(model=model, sgd=sgd, extremes=extremes))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        largest, smallest = -loss.detach(), loss.detach().clone()
+        manager.allreduce(largest, reduce_op=torch.distributed.ReduceOp.MAX).wait()
+        manager.allreduce(smallest, reduce_op=torch.distributed.ReduceOp.MIN).wait()
+        optimizer.step()
+        if manager.current_step() > before:
+            extremes.largest, extremes.smallest = largest.item(), smallest.item()
+
+
+@idiom(
+    "Metric vectors of different lengths in different groups",
+    DATA,
+    "The step is discarded by name; no process ends.",
+    was="Gloo ended all processes: the healthy ones too",
+    pending="item 11",
+    gloo=True,
+    compare="nothing",
+    skip_while_pending=True,
+)
+def metrics_of_other_length(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    iterations = 0
+    while job.goes_on():
+        iterations += 1
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        odd = job.group == 1 and iterations == 4
+        manager.allreduce(torch.ones(5 if odd else 3)).wait()
+        optimizer.step()
+
+
+@idiom("torch.profiler (record_function) in the loop", DATA)
+def profiler(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        with record_function("forward"):
+            loss = error(ddp, job.batch())
+        loss.backward()
+        optimizer.step()
+
+
+@idiom("Forward hooks, backward hooks, activations kept for logging", DATA)
+def module_hooks(job: Job) -> None:
+    model = mlp()
+    seen: list[float] = []
+    model[0].register_forward_hook(lambda _, inputs, output: seen.append(output.detach().norm().item()))
+    model[2].register_full_backward_hook(lambda _, inputs, outputs: seen.append(outputs[0].norm().item()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("detect_anomaly, grad norms per layer, histograms of weights", DATA)
+def anomaly(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        norms = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
+        optimizer.step()
+        assert all(value == value for value in norms.values())
+        [np.histogram(parameter.detach().numpy(), bins=4) for parameter in model.parameters()]
+
+
+@idiom(
+    "Random numbers that all groups share (a mask, a permutation)",
+    DATA,
+    "Seed a generator of your own by the step, after `zero_grad`.",
+)
+def shared_randomness(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        inputs, targets = job.batch()
+        mask = torch.rand(6, generator=torch.Generator().manual_seed(manager.current_step())) > 0.3
+        error(ddp, (inputs * mask, targets)).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Register the state of a random generator",
+    DATA,
+    "A group that heals goes on with its source's numbers; draw where the step has counted, or after `zero_grad` in all.",
+)
+def registered_generator(job: Job) -> None:
+    model = mlp()
+    generator = torch.Generator().manual_seed(job.group)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    generator.manual_seed(0)
+    manager.register_state_dict_fn("generator", lambda state: generator.set_state(state.clone()), generator.get_state)
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            with torch.no_grad():
+                model[2].bias.add_(torch.randn(3, generator=generator), alpha=0.01)

@@ -1,0 +1,276 @@
+"""DiLoCo and LocalSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from idioms.harness import Job, states
+from idioms.models import error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+OUTER = Category.OUTER
+
+
+def nesterov(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def diloco(
+    job: Job,
+    *,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    num_fragments: int = 1,
+    sync_every: int = 2,
+    **options: Any,
+) -> None:
+    """The loop of the README, for loops that differ in the options alone."""
+    model = mlp()
+    optimizer = inner(model)
+    fragments = [model] if num_fragments == 1 else [model[:2], model[2:]]
+    job.manager(use_async_quorum=False)
+    with job.diloco(fragments, optimizer, [nesterov(f) for f in fragments], sync_every, **options):
+        while job.goes_on():
+            optimizer.zero_grad()
+            error(model, job.batch()).backward()
+            optimizer.step()
+
+
+@idiom(
+    "DiLoCo",
+    OUTER,
+    "The loop of the README; a group that returns contributes to the round after the one in which it enters.",
+)
+def plain_diloco(job: Job) -> None:
+    diloco(job)
+
+
+@idiom(
+    "DiLoCo with AdamW as inner optimizer", OUTER, "Its state is each group's own; a group that returns begins it anew."
+)
+def diloco_adamw(job: Job) -> None:
+    diloco(job, inner=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), sync_every=3)
+
+
+@idiom("Streaming DiLoCo: several fragments", OUTER)
+def streaming_diloco(job: Job) -> None:
+    diloco(job, num_fragments=2, sync_every=4)
+
+
+@idiom("Streaming DiLoCo with a delay, and a part of the local parameters kept", OUTER)
+def delayed_diloco(job: Job) -> None:
+    diloco(job, num_fragments=2, sync_every=6, fragment_sync_delay=1, fragment_update_alpha=0.5)
+
+
+@idiom("Buckets instead of single parameters (use_bucketization)", OUTER)
+def bucketed_diloco(job: Job) -> None:
+    diloco(job, use_bucketization=True, bucket_cap_mb=1e-4)
+
+
+@idiom("DiLoCo that sends bytes (should_quantize)", OUTER, "Rounded, but the same in all groups.", compare="groups")
+def quantised_diloco(job: Job) -> None:
+    diloco(job, should_quantize="int8")
+
+
+@idiom("One outer optimizer for all fragments", OUTER)
+def shared_outer(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.manager(use_async_quorum=False)
+    with job.diloco([model[0], model[2]], sgd, nesterov(model), 4):
+        while job.goes_on():
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+
+
+@idiom("LocalSGD", OUTER)
+def local_sgd(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(use_async_quorum=False)
+    with job.local_sgd(model, sgd, 3):
+        while job.goes_on():
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+
+
+@idiom("LocalSGD with Adam", OUTER, "A group that returns begins with an inner optimizer that remembers nothing.")
+def local_adam(job: Job) -> None:
+    model = mlp()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    job.manager(use_async_quorum=False)
+    with job.local_sgd(model, adam, 2):
+        while job.goes_on():
+            adam.zero_grad()
+            error(model, job.batch()).backward()
+            adam.step()
+
+
+@idiom("Accumulate and clip in the inner steps", OUTER, "As in any plain loop: nothing is exchanged there.")
+def inner_accumulation(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, nesterov(model), 2):
+        while job.goes_on():
+            sgd.zero_grad()
+            for _ in range(2):
+                error(model, job.batch()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            sgd.step()
+
+
+@idiom("Set the inner learning rate by the round", OUTER, "By `manager.current_step()`, which counts rounds.")
+def inner_rate(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, nesterov(model), 2):
+        while job.goes_on():
+            sgd.param_groups[0]["lr"] = 0.05 / (1 + manager.current_step())
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+
+
+@idiom("Frozen parameters in a fragment", OUTER, "They are in the global state, and not exchanged.")
+def frozen_in_fragment(job: Job) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    outer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.7)
+    job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, outer, 2):
+        while job.goes_on():
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+
+
+@idiom(
+    "Evaluate the global parameters (restore_parameters)",
+    OUTER,
+    "What is local, and not exchanged yet, is lost: do it at a round's end.",
+)
+def evaluate_globals(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, nesterov(model), 2) as loop:
+        while job.goes_on():
+            before = manager.current_step()
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+            if manager.current_step() > before:
+                loop.restore_parameters()
+                with torch.no_grad():
+                    model(torch.ones(4, 6)).sum().item()
+
+
+@idiom(
+    "autocast, BatchNorm, dropout and hooks in the inner steps",
+    OUTER,
+    "Buffers are not exchanged: each group's are its own.",
+)
+def inner_batch_norm(job: Job) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, nesterov(model), 2):
+        while job.goes_on():
+            inputs, targets = job.batch()
+            sgd.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(inputs)
+            nn.functional.mse_loss(outputs.float(), targets).backward()
+            sgd.step()
+
+
+@idiom(
+    "Parameters that the inner optimizer trains and no fragment holds",
+    OUTER,
+    "They stay each group's own: put them into a fragment.",
+    was="nothing was said",
+    says="(?i)fragment",
+    compare="nothing",
+    pending="item 8",
+)
+def outside_of_fragments(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.manager(use_async_quorum=False)
+    with job.diloco([model[0]], sgd, nesterov(model[0]), 2):
+        while job.goes_on():
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+
+
+@idiom(
+    "Parameters that are unfrozen after the loop was made",
+    OUTER,
+    "They stay each group's own: let them require a gradient from the start.",
+    was="nothing was said",
+    says="(?i)requires_grad|frozen",
+    compare="nothing",
+    pending="item 8",
+)
+def unfrozen_later(job: Job) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, nesterov(model), 2):
+        while job.goes_on():
+            if manager.current_step() >= 2:
+                model.requires_grad_(True)
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+
+
+@idiom(
+    "Two fragments that share a parameter",
+    OUTER,
+    "It would be exchanged twice.",
+    refused="ConfigError",
+    says="exchanged twice",
+)
+def shared_parameter(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.manager(use_async_quorum=False)
+    job.diloco([model, model[0]], sgd, nesterov(model), 4)
+
+
+@idiom("sync_every that the fragments do not divide", OUTER, refused="ConfigError", says="sync_every")
+def odd_sync_every(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.manager(use_async_quorum=False)
+    job.diloco([model[0], model[2]], sgd, [nesterov(model[0]), nesterov(model[2])], 5)
+
+
+@idiom(
+    "DiLoCo with a state of your own registered besides (a count of tokens)",
+    OUTER,
+    "Compute it from `manager.current_step()`: a group that enters takes a round's outcome before the body of `with` begins.",
+)
+def diloco_with_own_state(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = StepLR(sgd, 2)
+    manager = job.manager(*states(scheduler=scheduler), use_async_quorum=False)
+    with job.diloco([model], sgd, nesterov(model), 2):
+        scheduler.last_epoch = manager.current_step()
+        while job.goes_on():
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            sgd.step()
+            scheduler.last_epoch = manager.current_step()

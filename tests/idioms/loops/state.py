@@ -1,0 +1,260 @@
+"""What is registered."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from idioms.harness import Job, states
+from idioms.models import Box, error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.optim.lr_scheduler import StepLR
+
+STATE = Category.STATE
+
+
+def loop(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    """The loop of the README, for what differs in the state alone."""
+    ddp, optimizer = job.ddp(model), job.optimizer(inner)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Several pairs of functions (register_state_dict_fn)", STATE, "The same keys in all groups, before the first step."
+)
+def several_pairs(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = StepLR(adamw, 2)
+    manager = job.manager()
+    manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+    manager.register_state_dict_fn("adamw", adamw.load_state_dict, adamw.state_dict)
+    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
+    loop(job, model, adamw)
+
+
+@idiom("set_state_dict_fns, as older scripts of torchft have it", STATE)
+def set_state_dict_fns(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager()
+    load, get = states(model=model, adamw=adamw)
+    manager.set_state_dict_fns(load, get)
+    loop(job, model, adamw)
+
+
+@idiom(
+    "State functions that return copies on the host",
+    STATE,
+    "It costs a copy in each step in which somebody may need them.",
+)
+def host_copies(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load, get = states(model=model, adamw=adamw)
+    job.manager(load, lambda: copy.deepcopy(get()))
+    loop(job, model, adamw)
+
+
+@idiom("DDP's own state_dict, with `module.` in its names", STATE, "The same in all groups.")
+def ddp_state_dict(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped: list[nn.Module] = []
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        wrapped[0].load_state_dict(state["model"])
+        adamw.load_state_dict(state["adamw"])
+
+    job.manager(load_state_dict, lambda: {"model": wrapped[0].state_dict(), "adamw": adamw.state_dict()})
+    wrapped.append(job.ddp(model))
+    optimizer = job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(wrapped[0], job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("The wrapper's state_dict instead of the optimizer's", STATE)
+def wrapper_state_dict(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(model.load_state_dict, model.state_dict)
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    manager.register_state_dict_fn("optimizer", optimizer.load_state_dict, optimizer.state_dict)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Numbers, strings, lists, tuples, None, numpy arrays, ordered dicts", STATE, "And nothing that would need pickle."
+)
+def plain_values(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    things = Box(
+        name="run",
+        step=0,
+        rates=[0.1, (0.2, None)],
+        flag=True,
+        table=np.zeros((2, 3)),
+        order=OrderedDict(b=1, a=2),
+        raw=b"\0\1",
+    )
+    manager = job.manager(*states(model=model, sgd=sgd, things=things))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            things.step += 1
+            things.rates = [0.1 * things.step, (0.2, None)]
+            things.table = things.table + 1
+
+
+@idiom(
+    "A history of fixed length (deque) in the state",
+    STATE,
+    "Hand it out as a list: other classes are refused, by their path, when the job starts.",
+)
+def history(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: deque[float] = deque(maxlen=3)
+
+    def load(state: list[float]) -> None:
+        losses.clear()
+        losses.extend(state)
+
+    manager = job.manager(*states(model=model, sgd=sgd))
+    manager.register_state_dict_fn("losses", load, lambda: list(losses))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        average = loss.detach().clone()
+        manager.allreduce(average).wait()
+        optimizer.step()
+        if manager.current_step() > before:
+            losses.append(average.item())
+
+
+@idiom(
+    "An object of a class of your own in the state",
+    STATE,
+    "Hand out what it holds as plain values.",
+    refused="UnsupportedValueError",
+    says="thing",
+)
+def object_in_state(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(model.load_state_dict, lambda: {"model": model.state_dict(), "thing": {1, 2}})
+    loop(job, model, sgd)
+
+
+@idiom(
+    "Other keys registered in one group than in the other",
+    STATE,
+    "Register the same in all groups.",
+    refused="StateMismatchError",
+    says="register the same",
+)
+def other_keys(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    if job.group == 1:
+        manager.register_state_dict_fn("more", lambda state: None, lambda: {"a": 1})
+    loop(job, model, sgd)
+
+
+@idiom(
+    "No state functions at all",
+    STATE,
+    "There would be nothing to heal from.",
+    refused="ConfigError",
+    says="no state dict functions",
+)
+def nothing_registered(job: Job) -> None:
+    model = mlp()
+    job.manager()
+    loop(job, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@idiom(
+    "A state of model and optimizer by get_state_dict (DCP)",
+    STATE,
+    was="an Adam step too many in a job's first life",
+    pending="smaller items",
+)
+def dcp_state_dict(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        dcp_state.set_state_dict(model, adamw, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+    def state_dict() -> dict[str, Any]:
+        model_state, optim_state = dcp_state.get_state_dict(model, adamw)
+        return {"model": model_state, "optim": optim_state}
+
+    job.manager(load_state_dict, state_dict)
+    loop(job, model, adamw)
+
+
+@idiom("get_model_state_dict of DCP, with the optimizer's own state_dict", STATE)
+def dcp_model_state_dict(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        dcp_state.set_model_state_dict(model, state["model"])
+        adamw.load_state_dict(state["adamw"])
+
+    job.manager(load_state_dict, lambda: {"model": dcp_state.get_model_state_dict(model), "adamw": adamw.state_dict()})
+    loop(job, model, adamw)
+
+
+@idiom(
+    "Part of the model left out of the state",
+    STATE,
+    "Then it is each group's own where a group has died: register all that is trained.",
+    compare="nothing",
+)
+def left_out(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(first=model[0], sgd=sgd))
+    loop(job, model, sgd)
+
+
+@idiom(
+    "Groups with models of different sizes",
+    STATE,
+    "The odd one waits, and is told what differs.",
+    was="Gloo ended all processes: the healthy ones too",
+    pending="item 11",
+    gloo=True,
+    compare="nothing",
+    skip_while_pending=True,
+)
+def models_of_other_size(job: Job) -> None:
+    model = nn.Linear(6, 3) if job.group == 0 else nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    loop(job, model, sgd)
