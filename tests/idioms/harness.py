@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from idioms.table import Idiom
 
 NUM_STEPS = 8
+MAX_STEPS = 60
+"""Of a run in which the group that died does not come to contribute."""
 DIES_AT_STEP = 2
 IS_BACK_BEFORE_STEP = 4
 LIMIT_S = 30.0
@@ -103,6 +105,15 @@ class Run:
     """A life has ended, whichever."""
     is_awaited: threading.Event = field(default_factory=threading.Event)
     """The others have come to the step at which it returns."""
+
+    def __post_init__(self) -> None:
+        self.stops_at = MAX_STEPS if self.returns else self.num_steps
+
+    def decide_when_to_stop(self, step: int) -> None:
+        """Stop two steps on, once the group that came back contributes; the others cannot be further than this step."""
+        if self.returns and self.stops_at == MAX_STEPS and step >= self.num_steps - 2:
+            if self.second is not None and (self.second.contributed or self.second.error is not None):
+                self.stops_at = step + 2
 
     def wait_for_return(self) -> None:
         """Return when the second life has asked for a quorum: so it enters at the same step in each run."""
@@ -349,11 +360,18 @@ class Life(Job):
     ) -> DiLoCo:
         return DiLoCo(self.current, fragments, inner, outer, sync_every, **options)
 
+    def randn(self, *shape: int) -> torch.Tensor:
+        if self.group == 0 and self.step >= self.num_steps:
+            time.sleep(0.05)  # who is not waited for can only come in where a step takes some time
+        return super().randn(*shape)
+
     def goes_on(self) -> bool:
         self.look()
-        if self.step >= IS_BACK_BEFORE_STEP and self.group == 0 and not self.run.is_awaited.is_set():
-            self.run.wait_for_return()
-        return self.step < self.num_steps
+        if self.group == 0:
+            if self.step >= IS_BACK_BEFORE_STEP and not self.run.is_awaited.is_set():
+                self.run.wait_for_return()
+            self.run.decide_when_to_stop(self.step)
+        return self.step < self.run.stops_at
 
     def registered(self) -> dict[str, Any]:
         return dict(self.current._registry.capture())
@@ -501,6 +519,7 @@ def run_groups(
     dies: bool,
     num_groups: int = 2,
     gloo: bool = False,
+    waits: bool = False,
     num_steps: int = NUM_STEPS,
     limit_s: float = LIMIT_S,
 ) -> Outcome:
@@ -521,7 +540,11 @@ def run_groups(
             lives.append(run.second)
             run.second.start(loop)
         # Nobody is left to train with where group 0 has come to its end and another one has not.
-        stuck = [life for life in lives if not life.join(limit_s if life.group == 0 else min(limit_s, LEFT_ALONE_S))]
+        left_alone_s = 0.1 if waits else min(limit_s, LEFT_ALONE_S)
+        stuck = [life for life in lives if not life.join(limit_s if life.group == 0 else left_alone_s)]
+        if waits:
+            assert [life.group for life in stuck] == [1], "group 1 should wait, and group 0 should not"
+            return Outcome(run, lives[:1])
     finally:
         for life in lives:
             life.end()
@@ -586,7 +609,7 @@ def check(entry: Idiom, *, dies: bool) -> Outcome:
     """
     loop, num_groups = entry.loop, entry.num_groups
     limit_s = LIMIT_WHILE_PENDING_S if entry.pending else LIMIT_S
-    outcome = run_groups(loop, dies=dies, num_groups=num_groups, gloo=entry.gloo, limit_s=limit_s)
+    outcome = run_groups(loop, dies=dies, num_groups=num_groups, gloo=entry.gloo, waits=entry.waits, limit_s=limit_s)
     for error in outcome.errors:
         raise error
     if dies:

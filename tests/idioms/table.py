@@ -52,6 +52,8 @@ class Idiom:
     """The name of the error by which it is refused; then no bits are compared."""
     says: str = ""
     """A regular expression: what the error says, or a warning in the log."""
+    waits: bool = False
+    """Group 1 waits for ever, and is told why; group 0 trains alone."""
     own: tuple[str, ...] = ()
     """Parts of the paths in the registered state of which each group has its own value."""
     dies: bool = True

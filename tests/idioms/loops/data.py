@@ -182,10 +182,8 @@ def extreme_metrics(job: Job) -> None:
     DATA,
     "The step is discarded by name; no process ends.",
     was="Gloo ended all processes: the healthy ones too",
-    pending="item 11",
     gloo=True,
     compare="nothing",
-    skip_while_pending=True,
 )
 def metrics_of_other_length(job: Job) -> None:
     model = mlp()

@@ -243,7 +243,6 @@ def unfreeze_by_lr(job: Job) -> None:
     MODEL,
     "A group that returns learns the step when it heals, and unfreezes then.",
     was="the group that came back, still frozen, ended with an error at every restart",
-    pending="item 12, with a death",
 )
 def unfreeze_by_flag(job: Job) -> None:
     model = mlp()

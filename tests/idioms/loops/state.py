@@ -248,10 +248,10 @@ def left_out(job: Job) -> None:
     STATE,
     "The odd one waits, and is told what differs.",
     was="Gloo ended all processes: the healthy ones too",
-    pending="item 11",
     gloo=True,
     compare="nothing",
-    skip_while_pending=True,
+    waits=True,
+    says="cannot train with",
 )
 def models_of_other_size(job: Job) -> None:
     model = nn.Linear(6, 3) if job.group == 0 else nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))

@@ -167,7 +167,7 @@ def zero_grad_at_the_end(job: Job) -> None:
     while job.goes_on():
         error(ddp, job.batch()).backward()
         optimizer.step()
-        if job.step < job.num_steps:
+        if job.goes_on():
             optimizer.zero_grad()
 
 
