@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchft_ckpt import (
+    Checkpointer,
     DiLoCo,
     DistributedDataParallel,
     LighthouseServer,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from idioms.table import Idiom
 
 NUM_STEPS = 8
+NUM_STEPS_UNDISTURBED = 5
 MAX_STEPS = 60
 """Of a run in which the group that died does not come to contribute."""
 DIES_AT_STEP = 2
@@ -91,6 +93,7 @@ class Run:
     lighthouse: LighthouseServer
     limit_s: float
     gloo: bool = False
+    directory: str = ""
     fabric: FakeFabric = field(default_factory=FakeFabric)
     lock: threading.Lock = field(default_factory=threading.Lock)
     contributors: dict[Vote, set[int]] = field(default_factory=dict)
@@ -111,9 +114,9 @@ class Run:
 
     def decide_when_to_stop(self, step: int) -> None:
         """Stop two steps on, once the group that came back contributes; the others cannot be further than this step."""
-        if self.returns and self.stops_at == MAX_STEPS and step >= self.num_steps - 2:
-            if self.second is not None and (self.second.contributed or self.second.error is not None):
-                self.stops_at = step + 2
+        is_open = self.returns and self.stops_at == MAX_STEPS and step >= self.num_steps - 2
+        if is_open and self.second is not None and (self.second.contributed or self.second.error is not None):
+            self.stops_at = step + 2
 
     def wait_for_return(self) -> None:
         """Return when the second life has asked for a quorum: so it enters at the same step in each run."""
@@ -207,6 +210,10 @@ class Job:
     ) -> Any:
         raise NotImplementedError
 
+    def checkpointer(self) -> Any:
+        """Return a `Checkpointer` of the job, for loops that are stopped and started again."""
+        raise NotImplementedError
+
     @property
     def mesh(self) -> DeviceMesh:
         """A mesh of one rank: this group's."""
@@ -267,8 +274,11 @@ class Job:
 class Life(Job):
     """One life of a replica group."""
 
-    def __init__(self, run: Run, group: int, dies_at: int | None = None, comes_back: bool = False) -> None:
+    def __init__(
+        self, run: Run, group: int, *, seed: int, dies_at: int | None = None, comes_back: bool = False
+    ) -> None:
         super().__init__()
+        self.seed = seed
         self.run = run
         self.group = group
         self.num_steps = run.num_steps
@@ -295,7 +305,7 @@ class Life(Job):
 
     def _live(self) -> None:
         try:
-            self.begin(seed=100 + self.group + 50 * self.comes_back)
+            self.begin(self.seed)
             self._loop(self)
             self.look()
         except Died:
@@ -360,6 +370,9 @@ class Life(Job):
     ) -> DiLoCo:
         return DiLoCo(self.current, fragments, inner, outer, sync_every, **options)
 
+    def checkpointer(self) -> Checkpointer:
+        return Checkpointer(self.run.directory, manager=self.current, save_random_state=False)
+
     def randn(self, *shape: int) -> torch.Tensor:
         if self.group == 0 and self.step >= self.num_steps:
             time.sleep(0.05)  # who is not waited for can only come in where a step takes some time
@@ -386,6 +399,16 @@ class Life(Job):
                 self.contributed.append(step)
             if self.group == 0:
                 self.run.votes.append((vote, committed))
+
+
+class NoCheckpointer:
+    """The plain loop is never stopped."""
+
+    def restore(self) -> None: ...
+
+    def save(self, **_: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class PlainLife(Job):
@@ -446,6 +469,9 @@ class PlainLife(Job):
         return PlainOuterLoop(
             self.current, fragments, inner, outers, sync_every, delay=delay, alpha=alpha, key="diloco"
         )
+
+    def checkpointer(self) -> NoCheckpointer:
+        return NoCheckpointer()
 
     def goes_on(self) -> bool:
         self.look()
@@ -521,6 +547,8 @@ def run_groups(
     gloo: bool = False,
     waits: bool = False,
     num_steps: int = NUM_STEPS,
+    directory: str = "",
+    seed: int = 100,
     limit_s: float = LIMIT_S,
 ) -> Outcome:
     """Run a loop as replica groups; nothing of it is left running.
@@ -529,14 +557,17 @@ def run_groups(
         AssertionError: a group did not come to its end.
     """
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    run = Run(num_groups, num_steps, lighthouse, limit_s, gloo=gloo, returns=dies)
-    lives = [Life(run, group, dies_at=DIES_AT_STEP if dies and group == 1 else None) for group in range(num_groups)]
+    run = Run(num_groups, num_steps, lighthouse, limit_s, gloo=gloo, directory=directory, returns=dies)
+    lives = [
+        Life(run, group, seed=seed + group, dies_at=DIES_AT_STEP if dies and group == 1 else None)
+        for group in range(num_groups)
+    ]
     stuck: list[Life] = []
     try:
         for life in lives:
             life.start(loop)
         if dies and lives[1].join(limit_s):
-            run.second = Life(run, 1, comes_back=True)
+            run.second = Life(run, 1, seed=seed + num_groups, comes_back=True)
             lives.append(run.second)
             run.second.start(loop)
         # Nobody is left to train with where group 0 has come to its end and another one has not.
@@ -609,21 +640,61 @@ def check(entry: Idiom, *, dies: bool) -> Outcome:
     """
     loop, num_groups = entry.loop, entry.num_groups
     limit_s = LIMIT_WHILE_PENDING_S if entry.pending else LIMIT_S
-    outcome = run_groups(loop, dies=dies, num_groups=num_groups, gloo=entry.gloo, waits=entry.waits, limit_s=limit_s)
-    for error in outcome.errors:
-        raise error
+    outcome = run_groups(
+        loop,
+        dies=dies,
+        num_groups=num_groups,
+        num_steps=NUM_STEPS if dies else NUM_STEPS_UNDISTURBED,
+        gloo=entry.gloo,
+        waits=entry.waits,
+        limit_s=limit_s,
+    )
+    _raise_errors(outcome)
     if dies:
         back = outcome.lives[-1]
         assert back.current is not None and back.current.statistics().num_healed >= 1, "the group did not heal"
         assert back.contributed, "the group that came back contributed to no step"
-    if entry.compare == "nothing":
-        return outcome
-    others: list[Job] = [outcome.lives[0]] * num_groups
-    if entry.compare == "plain":
-        others = list(run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps))
+    if entry.compare != "nothing":
+        others = None
+        if entry.compare == "plain":
+            others = run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps)
+        _compare(entry, outcome, others)
+    return outcome
+
+
+def check_restart(entry: Idiom, directory: str) -> None:
+    """Run an idiom to the middle, start the whole job again in new threads with other weights, and compare its end.
+
+    Args:
+        entry: its loop saves and restores by `Job.checkpointer`.
+        directory: where to.
+
+    Raises: as `check`.
+    """
+    limit_s = LIMIT_WHILE_PENDING_S if entry.pending else LIMIT_S
+    plan: list[Iteration] = []
+    outcomes = []
+    for num_steps, seed in ((NUM_STEPS // 2, 100), (NUM_STEPS, 500)):
+        outcomes.append(
+            run_groups(entry.loop, dies=False, num_steps=num_steps, seed=seed, directory=directory, limit_s=limit_s)
+        )
+        _raise_errors(outcomes[-1])
+        plan += outcomes[-1].run.plan()
+    plains = run_plain(entry.loop, plan, entry.num_groups, NUM_STEPS)
+    for outcome in outcomes:
+        _compare(entry, outcome, plains)
+
+
+def _raise_errors(outcome: Outcome) -> None:
+    for error in outcome.errors:
+        raise error
+
+
+def _compare(entry: Idiom, outcome: Outcome, plains: Sequence[Job] | None) -> None:
+    """Compare the lives of a run with the plain loop's, or with the first of them where there is none."""
+    others: Sequence[Job] = plains if plains is not None else [outcome.lives[0]] * entry.num_groups
     found = [line for life in outcome.lives for line in differences(life, others[life.group], entry.own)]
     about = f"votes {outcome.run.votes}, contributors {outcome.run.contributors}"
     assert not found, "\n".join([f"{len(found)} differences; {about}", *found[:12]])
     num_compared = sum(len(life.history.keys() & others[life.group].history.keys()) for life in outcome.lives)
-    assert num_compared >= num_groups * 2, f"too little was compared; {about}"
-    return outcome
+    assert num_compared >= entry.num_groups * 2, f"too little was compared; {about}"

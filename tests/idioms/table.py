@@ -30,6 +30,7 @@ class Category(Enum):
     STATE = "What is registered"
     SHARDED = "Sharded models"
     OUTER = "DiLoCo and LocalSGD"
+    DURABLE = "Checkpoints: a job that is stopped and started again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,19 @@ class Idiom:
     """Parts of the paths in the registered state of which each group has its own value."""
     dies: bool = True
     """Whether it is also run with a death."""
+    restarts: bool = False
+    """Whether it is run as a job that is stopped and started again, instead of the other runs."""
     compare: str = "plain"
     """"plain": with the plain loop; "groups": the groups with each other, where nothing plain computes the same bits;
     "nothing": where the loop is wrong, and a warning is all that it gets."""
     num_groups: int = 2
     gloo: bool = False
     """Real Gloo instead of the process group in memory."""
+
+    @property
+    def is_forbidden(self) -> bool:
+        """Whether the page lists it under what a loop may not do."""
+        return bool(self.refused) or self.waits or self.compare == "nothing"
 
     @property
     def key(self) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from idioms import harness
+from idioms import harness, page
 from idioms.table import Idiom, table
 
 TABLE = table()
@@ -21,24 +22,24 @@ def process_group() -> Iterator[None]:
         yield
 
 
-def runs(*, dies: bool) -> list[object]:
+def runs(*, dies: bool = False, restarts: bool = False) -> list[object]:
     """Return the idioms as parameters of a test, with what is not mended yet marked so."""
 
     def fails(entry: Idiom) -> bool:
         return bool(entry.pending) and (dies or "with a death" not in entry.pending)
 
+    def is_run(entry: Idiom) -> bool:
+        can_die = entry.dies and not entry.refused and entry.compare != "nothing"
+        return entry.restarts == restarts and (can_die or not dies)
+
     def marks(entry: Idiom) -> list[pytest.MarkDecorator]:
         run = not entry.skip_while_pending
         return [pytest.mark.xfail(reason=entry.pending, strict=False, run=run)] if fails(entry) else []
 
-    return [
-        pytest.param(entry, id=entry.key, marks=marks(entry))
-        for entry in TABLE
-        if (entry.dies or not dies) and not (dies and (entry.refused or entry.compare == "nothing"))
-    ]
+    return [pytest.param(entry, id=entry.key, marks=marks(entry)) for entry in TABLE if is_run(entry)]
 
 
-@pytest.mark.parametrize("entry", runs(dies=False))
+@pytest.mark.parametrize("entry", runs())
 def test_groups_compute_what_the_plain_loop_computes(entry: Idiom, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
         if entry.refused:
@@ -54,6 +55,15 @@ def test_groups_compute_what_the_plain_loop_computes(entry: Idiom, caplog: pytes
 @pytest.mark.parametrize("entry", runs(dies=True))
 def test_a_group_dies_and_returns_and_no_bit_differs(entry: Idiom) -> None:
     harness.check(entry, dies=True)
+
+
+@pytest.mark.parametrize("entry", runs(restarts=True))
+def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp_path: Path) -> None:
+    harness.check_restart(entry, str(tmp_path))
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert page.PAGE.read_text() == page.text(), "run scripts/idioms"
 
 
 def test_each_idiom_has_a_name_of_its_own() -> None:

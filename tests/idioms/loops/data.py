@@ -180,7 +180,7 @@ def extreme_metrics(job: Job) -> None:
 @idiom(
     "Metric vectors of different lengths in different groups",
     DATA,
-    "The step is discarded by name; no process ends.",
+    "The step is discarded by name.",
     was="Gloo ended all processes: the healthy ones too",
     gloo=True,
     compare="nothing",
@@ -229,8 +229,8 @@ def module_hooks(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("detect_anomaly, grad norms per layer, histograms of weights", DATA)
-def anomaly(job: Job) -> None:
+@idiom("Norms of each layer's gradients, histograms of the weights", DATA)
+def gradient_norms(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(model=model, sgd=sgd))

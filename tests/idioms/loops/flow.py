@@ -36,8 +36,7 @@ def skip_in_all(job: Job) -> None:
 @idiom(
     "Skip a batch in one group (a loss of NaN) by `continue`",
     FLOW,
-    "The others' step waits for it.",
-    was="the others' step was discarded, and tried again",
+    "The others' step waits for it, or is discarded and tried again.",
 )
 def skip_in_one(job: Job) -> None:
     model = mlp()
@@ -48,7 +47,7 @@ def skip_in_one(job: Job) -> None:
     while job.goes_on():
         optimizer.zero_grad()
         loss = error(ddp, job.batch())
-        if job.group == 1 and manager.current_step() == 6 and not skipped:
+        if job.group == 1 and manager.current_step() == job.num_steps - 2 and not skipped:
             loss = loss * math.nan
         if not loss.isfinite():
             skipped.add(manager.current_step())
@@ -71,7 +70,7 @@ def zero_grad_at_both_ends(job: Job) -> None:
     skipped: set[int] = set()
     while job.goes_on():
         optimizer.zero_grad()
-        if job.group == 1 and manager.current_step() == 6 and not skipped:
+        if job.group == 1 and manager.current_step() == job.num_steps - 2 and not skipped:
             skipped.add(manager.current_step())
             continue
         error(ddp, job.batch()).backward()
@@ -94,7 +93,7 @@ def report_error(job: Job) -> None:
     while job.goes_on():
         optimizer.zero_grad()
         loss = error(ddp, job.batch())
-        if job.group == 1 and manager.current_step() == 6 and not reported:
+        if job.group == 1 and manager.current_step() == job.num_steps - 2 and not reported:
             reported = True
             manager.report_error(ValueError("a bad batch"))
         loss.backward()
@@ -127,7 +126,7 @@ def skip_by_norm(job: Job) -> None:
     while job.goes_on():
         optimizer.zero_grad()
         inputs, targets = job.batch()
-        spike = 100 if job.step == 6 and job.num_drawn() == 1 else 1
+        spike = 100 if job.step == job.num_steps - 2 and job.num_drawn() == 1 else 1
         (nn.functional.mse_loss(ddp(inputs), targets) * spike).backward()
         if nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]) > 10.0:
             continue
@@ -149,7 +148,7 @@ def catch_and_go_on(job: Job) -> None:
         optimizer.zero_grad()
         try:
             loss = error(ddp, job.batch())
-            if job.group == 1 and manager.current_step() == 6 and not raised:
+            if job.group == 1 and manager.current_step() == job.num_steps - 2 and not raised:
                 raised = True
                 raise MemoryError("no room for this batch")
         except MemoryError:
@@ -270,7 +269,7 @@ def weigh_by_tokens(job: Job) -> None:
 @idiom(
     "One group's accumulation window is shorter than the others'",
     FLOW,
-    "The groups' collectives have to be the same in each step.",
+    "The step is discarded by name: the groups' collectives have to be the same in each step.",
     was="all waited for the whole `timeout`, and discarded every such step",
     compare="nothing",
 )

@@ -164,7 +164,7 @@ def hook_on_parameters(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Centralise, normalise or sign the gradients", GRADIENT)
+@idiom("Centralise and normalise the gradients", GRADIENT)
 def centralise(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -174,7 +174,7 @@ def evaluate_globals(job: Job) -> None:
 
 
 @idiom(
-    "autocast, BatchNorm, dropout and hooks in the inner steps",
+    "autocast and BatchNorm in the inner steps",
     OUTER,
     "Buffers are not exchanged: each group's are its own.",
 )

@@ -12,7 +12,6 @@ from idioms.table import Category, idiom
 from torch.optim import lr_scheduler as schedules
 
 RATE = Category.RATE
-COUNTED = "Register it, and step it where the step has counted (`manager.current_step()` has changed)."
 
 
 def train(job: Job, make_scheduler: Callable[[torch.optim.Optimizer], Any]) -> None:
@@ -31,22 +30,22 @@ def train(job: Job, make_scheduler: Callable[[torch.optim.Optimizer], Any]) -> N
             scheduler.step()
 
 
-@idiom("StepLR, registered, stepped after each step", RATE, COUNTED)
+@idiom("StepLR, registered, stepped after each step", RATE)
 def step_lr(job: Job) -> None:
     train(job, lambda sgd: schedules.StepLR(sgd, step_size=2, gamma=0.5))
 
 
-@idiom("Warm-up by LambdaLR", RATE, COUNTED)
+@idiom("Warm-up by LambdaLR", RATE)
 def lambda_lr(job: Job) -> None:
     train(job, lambda sgd: schedules.LambdaLR(sgd, lambda step: min(1.0, (step + 1) / 5)))
 
 
-@idiom("CosineAnnealingLR, CosineAnnealingWarmRestarts", RATE, COUNTED)
+@idiom("CosineAnnealingWarmRestarts", RATE)
 def cosine(job: Job) -> None:
     train(job, lambda sgd: schedules.CosineAnnealingWarmRestarts(sgd, T_0=3))
 
 
-@idiom("Warm-up, then cosine (SequentialLR)", RATE, COUNTED)
+@idiom("Warm-up, then cosine (SequentialLR)", RATE)
 def sequential_lr(job: Job) -> None:
     train(
         job,
@@ -56,7 +55,7 @@ def sequential_lr(job: Job) -> None:
     )
 
 
-@idiom("ChainedScheduler, ExponentialLR", RATE, COUNTED)
+@idiom("ChainedScheduler, ExponentialLR", RATE)
 def chained(job: Job) -> None:
     train(
         job,
@@ -66,7 +65,7 @@ def chained(job: Job) -> None:
     )
 
 
-@idiom("OneCycleLR, with momentum", RATE, COUNTED + " `total_steps` is the number of committed steps.")
+@idiom("OneCycleLR, with momentum", RATE, "`total_steps` is the number of committed steps.")
 def one_cycle(job: Job) -> None:
     train(job, lambda sgd: schedules.OneCycleLR(sgd, max_lr=0.2, total_steps=job.num_steps + 1))
 

@@ -114,7 +114,6 @@ def fsdp_dcp_state(job: Job) -> None:
     "Progressive unfreezing of a sharded model",
     SHARDED,
     was="the group that came back, still frozen, ended with StateMismatchError at every restart",
-    pending="item 12, with a death",
 )
 def fsdp_unfreeze(job: Job) -> None:
     model = mlp()

@@ -233,7 +233,7 @@ def dcp_model_state_dict(job: Job) -> None:
 @idiom(
     "Part of the model left out of the state",
     STATE,
-    "Then it is each group's own where a group has died: register all that is trained.",
+    "Nobody says so: it is each group's own where a group has died. Register all that is trained.",
     compare="nothing",
 )
 def left_out(job: Job) -> None:

@@ -13,10 +13,9 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 WEIGHTS = Category.WEIGHTS
-WHERE_IT_COUNTED = "Register it, and update it where the step has counted (`manager.current_step()` has changed)."
 
 
-@idiom("An exponential average of the weights (EMA)", WEIGHTS, WHERE_IT_COUNTED)
+@idiom("An exponential average of the weights (EMA)", WEIGHTS)
 def ema(job: Job) -> None:
     model = mlp()
     average = copy.deepcopy(model).requires_grad_(False)
@@ -51,7 +50,7 @@ def ema_in_every_iteration(job: Job) -> None:
         average.update_parameters(model)
 
 
-@idiom("AveragedModel with use_buffers and foreach averaging", WEIGHTS, WHERE_IT_COUNTED)
+@idiom("AveragedModel with use_buffers and foreach averaging", WEIGHTS)
 def averaged_model(job: Job) -> None:
     model = mlp()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
@@ -67,7 +66,7 @@ def averaged_model(job: Job) -> None:
             average.update_parameters(model)
 
 
-@idiom("Stochastic weight averaging: AveragedModel and SWALR from a step on", WEIGHTS, WHERE_IT_COUNTED)
+@idiom("Stochastic weight averaging: AveragedModel and SWALR from a step on", WEIGHTS)
 def swa(job: Job) -> None:
     model = mlp()
     average = AveragedModel(model)
@@ -89,8 +88,7 @@ def swa(job: Job) -> None:
 @idiom(
     "Swap averaged weights in to evaluate, and out again",
     WEIGHTS,
-    "Between `step` and the next `zero_grad`. What is saved or served meanwhile is the state of the call.",
-    was="a save that had been asked for before the swap held the averaged weights, and so might what a group healed from",
+    "Between `step` and the next `zero_grad`.",
 )
 def swap_ema(job: Job) -> None:
     model = mlp()
@@ -147,7 +145,7 @@ def sharpness_aware(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Lookahead: slow weights, taken over every k steps", WEIGHTS, WHERE_IT_COUNTED)
+@idiom("Lookahead: slow weights, taken over every k steps", WEIGHTS)
 def lookahead(job: Job) -> None:
     model = mlp()
     slow = copy.deepcopy(model).requires_grad_(False)
@@ -166,7 +164,7 @@ def lookahead(job: Job) -> None:
                     parameter.copy_(kept)
 
 
-@idiom("A target network (DQN, BYOL) that follows the online one", WEIGHTS, WHERE_IT_COUNTED)
+@idiom("A target network (DQN, BYOL) that follows the online one", WEIGHTS)
 def target_network(job: Job) -> None:
     online = mlp()
     target = copy.deepcopy(online).requires_grad_(False)

@@ -1,0 +1,111 @@
+"""Makes docs/what-your-loop-may-do.md from the table: `scripts/idioms`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from idioms.table import Category, Idiom, table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "what-your-loop-may-do.md"
+
+INTRODUCTION = """\
+# What your training loop may do
+
+<!-- Made by scripts/idioms from the table in tests/idioms. Change it there. -->
+
+Each line below is a training loop in `tests/idioms`, written as its user writes it. It is run by replica groups, without a
+death and with one: a group dies in the middle of a step and comes back with other random weights. After each step everything
+that the loop has registered is compared, bit by bit, with a plain loop: torch's own DDP and optimizers, and nobody who dies.
+
+Five rules are behind nearly all of them:
+
+1. **`zero_grad` begins a step, `step` ends it.** Collectives of the groups belong in between, the same ones in all groups.
+2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay. What belongs to a step (a
+   schedule, an average of the weights, a count) you do where `manager.current_step()` has changed.
+3. **What your loop remembers and computes with, you register**, with the model and the optimizer. A group that returns gets it.
+4. **What all groups have to decide alike, decide by what they have alike**: the step, averaged gradients, an averaged loss.
+5. **A group that returns does not know the step before its first `step()`.** What it computes in that step adds nothing.
+"""
+
+COUNTED = """\
+```python
+before = manager.current_step()
+optimizer.step()
+if manager.current_step() > before:
+    {call}
+```"""
+
+NOTES = {
+    Category.RATE: "Register a scheduler with model and optimizer, and step it where a step has counted:\n\n"
+    + COUNTED.format(call="scheduler.step()"),
+    Category.WEIGHTS: "Register averaged weights, and update them where a step has counted:\n\n"
+    + COUNTED.format(call="average.update_parameters(model)"),
+}
+
+NOT_ALLOWED = """\
+## What your loop may not do
+
+What is refused names its error. Where nothing is raised, the log says so, or the line says that nobody does.
+
+| what | what becomes of it |
+|---|---|
+"""
+
+WAS_WRONG = """\
+## What was wrong when it was first tried
+
+"""
+
+
+def text() -> str:
+    """Return the page."""
+    entries = table()
+    right = [entry for entry in entries if entry.was == "right"]
+    parts = [INTRODUCTION]
+    for category in Category:
+        parts.append(_chapter(category, [e for e in entries if e.category is category and not e.is_forbidden]))
+    rows = [f"| {_cell(entry.name)} | {_outcome(entry)} |" for entry in entries if entry.is_forbidden]
+    parts.append(NOT_ALLOWED + "\n".join(rows) + "\n")
+    found = [f"- {entry.name}: {entry.was}{_still(entry)}" for entry in entries if entry.was != "right"]
+    parts.append(
+        WAS_WRONG
+        + f"{len(entries)} loops are in the table. {len(right)} of them did what they should when they entered it; these did not:"
+        + "\n\n"
+        + "\n".join(found)
+        + "\n"
+    )
+    return "\n".join(parts)
+
+
+def _chapter(category: Category, entries: list[Idiom]) -> str:
+    lines = [f"## {category.value}", ""]
+    if category in NOTES:
+        lines += [NOTES[category], ""]
+    lines += [_line(entry) for entry in entries if entry.know or entry.pending]
+    if plain := [entry.name for entry in entries if not entry.know and not entry.pending]:
+        lines.append(f"- As you would write it anywhere: {'; '.join(plain)}.")
+    return "\n".join([*lines, ""])
+
+
+def _line(entry: Idiom) -> str:
+    know = f" {entry.know}" if entry.know else ""
+    pending = f" *Not yet: {entry.was if entry.was != 'right' else entry.pending}.*" if entry.pending else ""
+    return f"- **{entry.name}.**{know}{pending}"
+
+
+def _outcome(entry: Idiom) -> str:
+    raised = f"`{entry.refused}`. " if entry.refused else ""
+    return _cell(f"{raised}{entry.know}".strip())
+
+
+def _still(entry: Idiom) -> str:
+    return " (not mended yet)" if entry.pending else ""
+
+
+def _cell(words: str) -> str:
+    return words.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text())
