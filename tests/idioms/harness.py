@@ -55,6 +55,8 @@ IS_BACK_BEFORE_STEP = 4
 LIMIT_S = 30.0
 LIMIT_WHILE_PENDING_S = 4.0
 LEFT_ALONE_S = 5.0
+REFUSED_TOO_S = 0.2
+"""How long the others have, once one is refused, to be refused too."""
 _building = threading.Lock()
 """torch has one random generator for all threads: whoever draws from it holds this lock."""
 
@@ -533,10 +535,8 @@ class Outcome:
 
     run: Run
     lives: list[Life]
-
-    @property
-    def errors(self) -> list[BaseException]:
-        return [life.error for life in self.lives if life.error is not None]
+    errors: list[BaseException]
+    """What the loops raised, before anything was ended from outside."""
 
 
 def run_groups(
@@ -546,6 +546,7 @@ def run_groups(
     num_groups: int = 2,
     gloo: bool = False,
     waits: bool = False,
+    refused: bool = False,
     num_steps: int = NUM_STEPS,
     directory: str = "",
     seed: int = 100,
@@ -570,18 +571,23 @@ def run_groups(
             run.second = Life(run, 1, seed=seed + num_groups, comes_back=True)
             lives.append(run.second)
             run.second.start(loop)
+        if refused:
+            _wait_until(lambda: run.has_ended.is_set(), "nobody refused it", limit_s)
+            for life in lives:
+                life.join(REFUSED_TOO_S)
+            return Outcome(run, lives, [life.error for life in lives if life.error is not None])
         # Nobody is left to train with where group 0 has come to its end and another one has not.
         left_alone_s = 0.1 if waits else min(limit_s, LEFT_ALONE_S)
         stuck = [life for life in lives if not life.join(limit_s if life.group == 0 else left_alone_s)]
         if waits:
             assert [life.group for life in stuck] == [1], "group 1 should wait, and group 0 should not"
-            return Outcome(run, lives[:1])
+            return Outcome(run, lives[:1], [])
     finally:
         for life in lives:
             life.end()
         lighthouse.shutdown()
     assert not stuck, f"after {limit_s} s these have not come to their end: {[life.group for life in stuck]}"
-    return Outcome(run, lives)
+    return Outcome(run, lives, [life.error for life in lives if life.error is not None])
 
 
 def run_plain(loop: Callable[[Job], None], plan: list[Iteration], num_groups: int, num_steps: int) -> list[PlainLife]:

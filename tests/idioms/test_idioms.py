@@ -43,7 +43,9 @@ def runs(*, dies: bool = False, restarts: bool = False) -> list[object]:
 def test_groups_compute_what_the_plain_loop_computes(entry: Idiom, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
         if entry.refused:
-            errors = harness.run_groups(entry.loop, dies=False, num_groups=entry.num_groups, gloo=entry.gloo).errors
+            errors = harness.run_groups(
+                entry.loop, dies=False, num_groups=entry.num_groups, gloo=entry.gloo, refused=True
+            ).errors
             assert errors, "nobody refused it"
             assert {type(error).__name__ for error in errors} == {entry.refused}, errors
             assert any(re.search(entry.says, str(error)) for error in errors), errors

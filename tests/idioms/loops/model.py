@@ -99,6 +99,7 @@ def static_graph(job: Job) -> None:
     MODEL,
     was="the delayed parameters were not averaged: each group kept its own",
     pending="item 5",
+    compare="groups",
 )
 def delayed_parameters(job: Job) -> None:
     model = mlp()
@@ -516,6 +517,27 @@ def distillation(job: Job) -> None:
             wanted = teacher(inputs)
         outputs = ddp(inputs)
         (F.mse_loss(outputs, targets) + F.mse_loss(outputs, wanted)).backward()
+        optimizer.step()
+
+
+@idiom(
+    "A registered teacher that is asked before the first zero_grad",
+    MODEL,
+    "Ask it after `zero_grad`: a group's first state arrives there.",
+    was="in the first step of a job a group contributed gradients by the random teacher that it had before",
+    pending="item 3 (the first step of a job)",
+)
+def teacher_before_zero_grad(job: Job) -> None:
+    model, teacher = mlp(), mlp().requires_grad_(False).eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, teacher=teacher, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        inputs, _ = job.batch()
+        with torch.no_grad():
+            wanted = teacher(inputs)
+        optimizer.zero_grad()
+        F.mse_loss(ddp(inputs), wanted).backward()
         optimizer.step()
 
 

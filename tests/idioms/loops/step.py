@@ -194,7 +194,7 @@ def zero_grad_twice(job: Job) -> None:
     "Forward pass, then zero_grad, then backward (the order of torch's tutorials)",
     STEP,
     "A group's first state arrives in its first `zero_grad`; what it has computed before is not of that state.",
-    was="in its first step a group contributed gradients of the random weights that it had before",
+    was="in the first step of a job all groups but one ended with torch's RuntimeError, 'modified by an inplace operation'",
     pending="item 3 (the first step of a job)",
 )
 def forward_before_zero_grad(job: Job) -> None:
