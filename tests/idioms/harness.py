@@ -72,6 +72,8 @@ class MortalManager(Manager):
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
         super().start_quorum(*args, **options)
+        if not options:  # an outer loop's rounds begin in the middle of inner steps
+            self.life.begin_step()
         if self.life.dies_at == self.current_step():
             self.wait_quorum()  # the others count on it
             raise Died
@@ -230,7 +232,7 @@ class Job:
         return int(self.current.current_step())
 
     def batch(self, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next batch: the first, second, ... of this step for this group."""
+        """Return the next batch: the first, second, ... of this step for this group. One that is tried again has the same."""
         x = self.randn(rows, 6)
         return x, torch.tanh(x[:, :3] - 0.5 * x[:, 3:])
 
@@ -242,10 +244,6 @@ class Job:
         seed = (self.step * 16 + self.group) * 64 + self._num_batches
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
-    def num_drawn(self) -> int:
-        """Return how many batches were drawn in this step."""
-        return self._num_batches
-
     @contextmanager
     def random(self) -> Iterator[None]:
         """Seed torch's generator by step and group, and keep other threads from it."""
@@ -254,6 +252,9 @@ class Job:
             yield
 
     # --------------------------------------------------------------------------------------------------------- inside
+
+    def begin_step(self) -> None:
+        self._num_batches = 0
 
     def begin(self, seed: int) -> None:
         _building.acquire()
@@ -420,7 +421,7 @@ class PlainLife(Job):
         super().__init__()
         self.group = group
         self.num_steps = num_steps
-        self.current = PlainManager(hub, group, plan)
+        self.current = PlainManager(hub, group, plan, on_begin=self.begin_step)
         self._state_dict: Callable[[], Any] | None = None
 
     def live(self, loop: Callable[[Job], None]) -> None:

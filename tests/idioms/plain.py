@@ -68,7 +68,8 @@ class Hub:
 class PlainManager:
     """What a loop asks of its manager, answered from the plan."""
 
-    def __init__(self, hub: Hub, group: int, plan: Sequence[Iteration]) -> None:
+    def __init__(self, hub: Hub, group: int, plan: Sequence[Iteration], *, on_begin: Callable[[], None]) -> None:
+        self._on_begin = on_begin
         self._hub = hub
         self._group = group
         self._plan = plan
@@ -100,6 +101,7 @@ class PlainManager:
         if self._is_open and not self.iteration.committed:
             self._place += 1  # nobody voted here on what the others discarded
         self._is_open = True
+        self._on_begin()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._step, self._batches_committed = state["step"], state["batches_committed"]

@@ -123,12 +123,14 @@ def skip_by_norm(job: Job) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(model=model, sgd=sgd))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    spikes: list[int] = []
     while job.goes_on():
         optimizer.zero_grad()
         inputs, targets = job.batch()
-        spike = 100 if job.step == job.num_steps - 2 and job.num_drawn() == 1 else 1
+        spike = 100 if job.step == job.num_steps - 2 and not spikes else 1
         (nn.functional.mse_loss(ddp(inputs), targets) * spike).backward()
         if nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]) > 10.0:
+            spikes.append(job.step)
             continue
         optimizer.step()
 

@@ -65,7 +65,7 @@ def grad_scaler_overflow(job: Job) -> None:
     while job.goes_on():
         optimizer.zero_grad()
         loss = error(ddp, job.batch())
-        overflows = job.step == 1 and job.num_drawn() == 1
+        overflows = job.step == 1 and scaler.get_scale() == 4.0
         scaler.scale(loss * (torch.inf if overflows else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
