@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.layouts import combine_layouts, of_another_layout, trains_in, what_differs
+from torchft_ckpt.core.layouts import combine_layouts, is_part_of, of_another_layout, trains_in, what_differs
 from torchft_ckpt.core.messages import Outcome
 
 
@@ -121,6 +121,13 @@ def test_what_differs_is_the_first_item_that_does() -> None:
     assert (
         what_differs("1 ranks; p 0: 4x4", "1 ranks; p 0: 4x4; p 1: 4") == "it has no more parameters, they have p 1: 4"
     )
+
+
+def test_a_group_that_has_yet_to_add_parameters_to_its_optimizer_trains_part_of_them() -> None:
+    assert is_part_of("1 ranks; p 0: 4x4", "1 ranks; p 0: 8; p 1: 4x4")
+    assert not is_part_of("1 ranks; p 0: 4x4; p 1: 4x4", "1 ranks; p 0: 8; p 1: 4x4")
+    assert not is_part_of("1 ranks; p 0: 4x4", "1 ranks; p 0: 4x5; p 1: 4")
+    assert not is_part_of("2 ranks; p 0: 4x4", "1 ranks; p 0: 4x4")
 
 
 # --------------------------------------------------------------------------------- the same parameters, others of them frozen

@@ -6,9 +6,10 @@ groups that train together have the same number of ranks, and each rank the same
 
 A group of another layout can have the state of those that train, and can take over when they are gone. Until then it waits.
 
-Groups whose parameters are alike may still differ in which of them are frozen. A group that does, and is behind, may not know yet
-at which step it is: a loop that unfreezes layers at a step has to be told the step first. So it gets the state alone, outside of
-the quorum (`Role.LEARNER`), and asks again. One that holds the newest state and still differs waits.
+A group may train fewer of the same parameters than the others, or have others of them frozen. One that does, and is behind, may
+not know yet at which step it is: a loop that unfreezes layers at a step, or adds them to its optimizer, has to be told the step
+first. So it gets the state alone, outside of the quorum (`Role.LEARNER`), and asks again. One that holds the newest state and
+still differs waits.
 """
 
 from __future__ import annotations
@@ -73,6 +74,14 @@ def what_differs(own: str, theirs: str) -> str:
         if mine != other:
             return f"it has {mine or 'no more parameters'}, they have {other or 'no more parameters'}"
     return "their ranks hold other parameters, or other parts of them"
+
+
+def is_part_of(own: str, theirs: str) -> bool:
+    """Return whether all parameters of one layout in words are among those of another, in ranks of the same number."""
+    ranks, *mine = own.split(SEPARATOR)
+    their_ranks, *others = theirs.split(SEPARATOR)
+    count = Counter(item.rpartition(": ")[2] for item in mine)
+    return bool(mine) and ranks == their_ranks and count <= Counter(item.rpartition(": ")[2] for item in others)
 
 
 def pause_before_learning_again_s(num_learned: int) -> float:

@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.layouts import (
+    is_part_of,
     of_another_layout,
     pause_before_learning_again_s,
     trains_in,
@@ -630,12 +631,12 @@ class LighthouseState:
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
-        """Groups that may train with the others once they know the step: they are behind, and only other parameters train."""
-        layouts = {self.members[m].layout for m in self._waiting if m not in others}
+        """Groups that may train with the others once they know the step: they are behind, and train part of the parameters."""
+        layouts = {self.members[m].layout: self.members[m].layout_text for m in self._waiting if m not in others}
         return [
             member
             for member in (self.members[m] for m in self._waiting if m in others)
-            if member.layout in layouts
+            if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
             and member.asked.allow_heal
             and member.asked.waits_for_quorum
             and now >= member.learns_from
@@ -795,7 +796,7 @@ class LighthouseState:
                 unverified=assignment.unverified,
                 newest_step=self.newest_step,
                 rolled_back_to=self._ledger.rolled_back_to,
-                reason="it learns at which step the others are: other parameters are frozen here",
+                reason="it learns at which step the others are: it does not train the same parameters yet",
             )
             member.request, member.is_looking, member.has_left_step = None, True, True
             member.told_reason = ""
