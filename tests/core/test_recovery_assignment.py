@@ -55,6 +55,16 @@ def test_1_a_proven_state_wins_over_a_restored_one_of_a_higher_step() -> None:
     assert (result.version, roles(result)["b"]) == (at(7, 3), JOINER)
 
 
+def test_1_fresh_weights_that_a_quorum_has_named_lose_against_a_restored_state() -> None:
+    result = formed(holder("a", 0, 3), holder("b", 5, restored=True), holder("c", 0, 3))
+    assert (result.version, roles(result)) == (at(5, 9), {"a": INLINE, "b": HEALTHY, "c": INLINE})
+
+
+def test_1_and_not_against_a_restored_state_of_step_0() -> None:
+    result = formed(holder("a", 0, 3), holder("b", 0, restored=True))
+    assert (result.version, roles(result)) == (at(0, 3), {"a": HEALTHY, "b": JOINER})
+
+
 def test_2_below_the_newest_committed_step_there_is_no_quorum() -> None:
     assert assign(holder("a", 6, 3), newest=7) == StepLost(newest_step=7, best_step=6)
 
@@ -274,9 +284,10 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
     # Contributors are numbered without gaps, in the order of ranks.
     assert [p.contributor_rank for p in parts if p.contributor_rank is not None] == list(range(result.num_contributors))
     assert {p.role for p in parts if p.contributor_rank is not None} <= {HEALTHY, INLINE}
-    # Never below the newest committed step but on purpose; never past a proven state without need.
+    # Never below the newest committed step but on purpose; never past a proven state without need, if anybody trained it.
     if result.version.step < newest:
         assert allow or (result.is_first and restored)
-    proven = [member.version for member in whole if member.version.proven]
+    counts_from = int(any(member.version.step for member in restored))
+    proven = [member.version for member in whole if member.version.proven and member.version.step >= counts_from]
     if proven and max(proven).step >= newest:
         assert result.version == max(proven)

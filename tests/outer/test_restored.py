@@ -285,13 +285,20 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
 ) -> None:
     """Both have begun a job of fresh weights by then, which are not to win over the checkpoint."""
     storage, saved = saved_by("diloco")
+    first_has_restored = threading.Event()
+
+    def gather_late(_: object) -> Gathering:
+        assert first_has_restored.wait(LONG_S)
+        return told_that_others_hold(saved.step)
 
     def run(group: Group) -> Rung:
-        is_late = group.manager.replica_id().startswith("group_1")
-        if is_late:
-            group.manager.gather = lambda _: told_that_others_hold(saved.step)  # type: ignore[method-assign]
+        manager: Any = group.manager
+        if manager.replica_id().startswith("group_1"):
+            manager.gather = gather_late
         else:
-            group.manager.gather = lambda _: told_that_others_hold(0)  # type: ignore[method-assign]
+            manager.gather = lambda _: told_that_others_hold(0)
+            load = manager.load_state_dict
+            manager.load_state_dict = lambda state: (load(state), first_has_restored.set())
         with group.loop:
             restored: Restored = group.checkpointer.restore()
             group.assert_begins_from(saved)

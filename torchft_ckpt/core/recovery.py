@@ -3,7 +3,8 @@
 The rules, in this order:
 1. Proven states (committed or healed in a quorum) win over restored ones, restored ones over fresh ones, unless the newest
    committed step that anybody knows of is beyond every proven state here. Among proven states the highest version wins;
-   all who hold another version heal, also from the same step: equal versions are equal bits, nothing else is.
+   all who hold another version heal, also from the same step: equal versions are equal bits, nothing else is. A state of step 0
+   is fresh, whoever named it: where one was restored it counts for nothing.
 2. If the newest committed step is beyond every proven state, its holders are gone. Then only a state that was restored on
    purpose may be trained from, or any if the operator allowed the loss of steps (then the highest step). Else there is no
    quorum.
@@ -118,9 +119,10 @@ def assign_recovery(
     whole = [member for member in members if not member.torn]
     if not whole:
         return StepLost(newest_step=newest_step, best_step=0, is_torn=True)
-    best_proven = max((member.version for member in whole if member.version.proven), default=None)
     restored = [member for member in whole if member.restored and not member.version.proven]
     best_restored = max((member.version.step for member in restored), default=None)
+    proven = [member.version for member in whole if member.version.proven]
+    best_proven = max((version for version in proven if version.step or not best_restored), default=None)
     if best_proven is not None:
         is_newest = best_proven.step >= newest_step
         is_best_left = allow_step_loss and (best_restored is None or best_proven.step >= best_restored)
