@@ -7,8 +7,8 @@ A loop is a function of a `Job`. It is run
   weights;
 - as the plain loop (`plain.py`): torch's own DDP and optimizer, which replays who contributed to which step.
 
-After each committed step everything that the loop has registered must be bit-equal to the plain loop's, in all groups that
-hold the step. A batch is a function of step and group, so it is the same in all runs.
+After each committed step everything that the loop has registered must be bit-equal to the plain loop's, in all groups, from
+the step on to which they first contribute. A batch is a function of step and group, so it is the same in all runs.
 """
 
 from __future__ import annotations
@@ -617,7 +617,11 @@ def run_plain(loop: Callable[[Job], None], plan: list[Iteration], num_groups: in
 def differences(life: Life, plain: Job, own: tuple[str, ...]) -> list[str]:
     """Say where a life's registered state differs from another run's; `own`: see `Idiom.own`."""
     found = []
+    # Who contributes holds the state; what one that came back holds before is nobody's business.
+    begins = min(life.contributed, default=MAX_STEPS)
     for step, mine in life.history.items():
+        if step < begins:
+            continue
         theirs = plain.history.get(step)
         if theirs is None:
             continue

@@ -171,6 +171,15 @@ def _average(manager, bucket):  # type: ignore[no-untyped-def]  # torch reads an
     return CompletedWork(bucket.buffer()).get_future()
 
 
+def drop_unused(manager: PlainManager, parameters: Sequence[nn.Parameter]) -> None:
+    """Take the gradients of zeros from who used a parameter that no contributor used; to an optimizer they are not none."""
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    manager.allreduce(used, ReduceOp.SUM)
+    for parameter, num_groups in zip(parameters, used.tolist(), strict=True):
+        if not num_groups:
+            parameter.grad = None
+
+
 def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Have torch's own optimizer step only in iterations that are committed."""
     zero_grad, step = optimizer.zero_grad, optimizer.step
@@ -182,6 +191,8 @@ def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> 
 
     @functools.wraps(step)
     def end(_: torch.optim.Optimizer, closure: None = None) -> None:
+        if manager.iteration.committed:
+            drop_unused(manager, [p for group in optimizer.param_groups for p in group["params"]])
         if manager.should_commit():
             step()
 

@@ -35,12 +35,12 @@ def save_and_restore(job: Job) -> None:
         optimizer.step()
         if manager.current_step() > before:
             scheduler.step()
-            if manager.current_step() % 2 == 0:
+            if manager.current_step() % 4 == 0:
                 checkpointer.save()
     checkpointer.shutdown()
 
 
-@idiom("Save, then go on at once", DURABLE, "What is saved is the state of the call.", restarts=True)
+@idiom("Save after each step, and wait for it (future.result())", DURABLE, restarts=True)
 def save_between(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -56,7 +56,9 @@ def save_between(job: Job) -> None:
         optimizer.step()
         if manager.current_step() > before:
             seen.samples += 8
-            checkpointer.save(own={"place": job.step})
+            saved = checkpointer.save(own={"place": job.step})
+            if saved is not None:
+                saved.result(20)
     checkpointer.shutdown()
 
 

@@ -59,8 +59,7 @@ def skip_in_one(job: Job) -> None:
 @idiom(
     "zero_grad at both ends of the iteration, and one skipped batch in one group",
     FLOW,
-    was="livelock: nearly all iterations were discarded, as each `zero_grad` left the step that was open",
-    pending="item 13",
+    was="livelock: nearly all iterations were discarded, as each `zero_grad` abandoned the step that was open",
 )
 def zero_grad_at_both_ends(job: Job) -> None:
     model = mlp()

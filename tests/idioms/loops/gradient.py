@@ -92,29 +92,29 @@ def clip_by_value(job: Job) -> None:
 @idiom(
     "Clip to a running mean of the norms, which is registered",
     GRADIENT,
-    "What the loop remembers and computes with belongs into the registered state.",
+    "Remember the norm where the step has counted: those of a discarded step are each group's own.",
     was="a group that came back clipped its first step by its old history, and differed from then on",
-    pending="item 3, with a death",
 )
 def adaptive_clipping(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     history = Box(mean=1.0)
-    job.manager(*states(model=model, sgd=sgd, history=history))
+    manager = job.manager(*states(model=model, sgd=sgd, history=history))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
     while job.goes_on():
+        before = manager.current_step()
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
         norm = clip_grad_norm_(model.parameters(), 0.5 * history.mean)
-        history.mean = 0.9 * history.mean + 0.1 * norm.item()
         optimizer.step()
+        if manager.current_step() > before:
+            history.mean = 0.9 * history.mean + 0.1 * norm.item()
 
 
 @idiom(
     "Add weight decay to the gradients by hand",
     GRADIENT,
     was="a group that came back added the decay of its old weights to its first step, and differed from then on",
-    pending="item 3, with a death",
 )
 def decay_by_hand(job: Job) -> None:
     model = mlp()
@@ -134,7 +134,6 @@ def decay_by_hand(job: Job) -> None:
     GRADIENT,
     "Seed the noise by `manager.current_step()`: it has to be the same in all groups.",
     was="a group that came back seeded the noise of its first step by step 0, and differed from then on",
-    pending="item 3, with a death",
 )
 def gradient_noise(job: Job) -> None:
     model = mlp()

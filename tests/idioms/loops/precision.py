@@ -32,7 +32,6 @@ def autocast(job: Job) -> None:
     "Register the scaler with model and optimizer. Where the scaler skips a step, `step` is not called, and the next"
     " `zero_grad` leaves the step that was open.",
     was="a group that came back unscaled its first step by a new scaler's scale, and differed from then on",
-    pending="item 3, with a death",
 )
 def grad_scaler(job: Job) -> None:
     model = mlp()
@@ -54,7 +53,6 @@ def grad_scaler(job: Job) -> None:
     PRECISION,
     "All groups find it in the averaged gradients, and none of them steps; draw another batch then.",
     was="as with the registered scaler above",
-    pending="item 3, with a death",
 )
 def grad_scaler_overflow(job: Job) -> None:
     model = mlp()

@@ -171,7 +171,6 @@ def plain_beside_sharded(job: Job) -> None:
     was="nothing was said, and they drifted apart",
     says="are not averaged",
     compare="nothing",
-    pending="item 6",
 )
 def tensor_parallel_outside(job: Job) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
