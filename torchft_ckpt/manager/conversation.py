@@ -383,7 +383,8 @@ class Conversation:
         with self._lock:
             answer = self._answer
             if isinstance(answer, CommitDecided):
-                return self.replica.decided(answer) or Outcome.DISCARD, answer.reason
+                # What this rank saw, a collective that failed, may follow from what the others decided for.
+                return self.replica.decided(answer) or Outcome.DISCARD, answer.reason or vote.reason
             if answer is None:
                 self._fatal = self._fatal or GroupBrokenError(
                     f"group rank 0 of {self.replica_id} does not answer; restart all ranks of the group",
@@ -397,7 +398,7 @@ class Conversation:
             party=self.replica_id,
         )
         logger.warning("%s: %s", self.replica_id, unknown)
-        return Outcome.DISCARD, "the decision is not known"
+        return Outcome.DISCARD, vote.reason or "the decision is not known"
 
     def _wait_for_answer(self, until: float) -> bool:
         with self._changed:

@@ -1066,7 +1066,7 @@ class Manager:
             self._commit_failures += 1
         self._counts[outcome] += 1
         if formed is not None:
-            why = "" if outcome is Outcome.COMMIT else f" reason={(vote.reason or reason)!r}"
+            why = "" if outcome is Outcome.COMMIT else f" reason={reason!r}"
             logger.info(
                 "step=%d quorum=%d participants=%d/%d verdict=%s heal=%s took=%.3fs%s",
                 vote.step,
@@ -1082,7 +1082,7 @@ class Manager:
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise MaxRetriesExceededError(
                 f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
-                f" the last, step {vote.step}, because of: {vote.reason or reason}"
+                f" the last, step {vote.step}, because of: {reason}"
             )
 
     def _warn_if_nothing_was_averaged(self, vote: CommitVote) -> None:
