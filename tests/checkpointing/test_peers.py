@@ -99,7 +99,7 @@ def get(url: str, headers: dict[str, str]) -> bytes:
 
 
 def served(transport: HTTPTransport[Any]) -> list[str]:
-    return [entry.phase for entry in transport._shelf.index().snapshots]
+    return [entry.phase for entry in transport._shelf.index(0.0).snapshots]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -239,7 +239,7 @@ def test_a_relay_ends_when_its_owner_says_that_the_state_may_change(relaying):
 
 
 def test_a_relay_ends_before_a_writer_has_the_lock(scene, relaying):
-    snapshot = relaying._shelf.index().snapshots[0].snapshot
+    snapshot = relaying._shelf.index(0.0).snapshots[0].snapshot
     with relaying.lock.write():
         assert served(relaying) == []
     request = f"{relaying.metadata()}/v1/checkpoint/{STEP}/blocks/0-0"

@@ -24,7 +24,7 @@ from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Wri
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateChangedError, StorageError
 
 logger = logging.getLogger(__name__)
 _HEAD_START_S = 0.03
@@ -146,6 +146,10 @@ class SaveWorker:
                 if ahead.ident is not None:  # it began: no thread can be had where there are too many
                     ahead.join()
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
+            if self._cancelled.is_set() and isinstance(
+                error, StateChangedError
+            ):  # nobody is to be told of changes any more
+                error = self._given_up()
             logger.warning("checkpoint %s was not saved by this rank: %s", task.name, error)
             self.future.set_exception(error)
             return
@@ -213,10 +217,13 @@ class SaveWorker:
             task.storage, task.name, part, task.writers, self._state, share, self._note_written
         )
 
+    def _given_up(self) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self._task.name}: the save was given up", party="save")
+
     def _note_written(self, num_bytes: int) -> None:
         self._progress_bytes += num_bytes
         if self._cancelled.is_set():
-            raise CheckpointError(f"checkpoint {self._task.name}: the save was given up", party="save")
+            raise self._given_up()
         progress = TransferProgress(
             step=self._task.name.step,
             total_bytes=self._share_bytes,
@@ -250,7 +257,7 @@ class SaveWorker:
                 return num_written, not watch.missing and self._close_if_whole()
             if decision.act is Act.WAIT:
                 if self._cancelled.wait(decision.look_in_s):
-                    raise CheckpointError(f"checkpoint {task.name}: the save was given up", party="save")
+                    raise self._given_up()
             elif decision.act is Act.CLOSE:
                 if self._close_if_whole():
                     return num_written, True
