@@ -161,10 +161,18 @@ class OuterLoop(Generic[F]):
     def _before_inner_step(self, *_: object) -> None:
         """A checkpoint that the script loaded within the loop, by hand, is what it begins from."""
         if self._manager.is_restored:
-            self._manager.allow_state_dict_read()  # its guard has taken it; other threads may have to read meanwhile
-            self._begin()
-            if self._manager.has_live_state:
-                self._manager.disallow_state_dict_read()
+            with self._guard_let_go():
+                self._begin()
+
+    @contextmanager
+    def _guard_let_go(self) -> Iterator[None]:
+        """Let others read the state while this waits for them: the inner optimizer's guard holds the lock over all of its hooks."""
+        if not self._manager.has_live_state or not self._manager.state_dict_lock.held_for_write():
+            yield
+            return
+        self._manager.allow_state_dict_read()
+        yield
+        self._manager.disallow_state_dict_read()  # other hooks of the step may change what is registered
 
     def _after_restore(self) -> None:
         """Within the loop the state takes its place in the job at once; before it, `__enter__` sees to that."""
@@ -193,14 +201,18 @@ class OuterLoop(Generic[F]):
 
     def _after_inner_step(self, *_: object) -> None:
         self._inner_step += 1
+        actions = self._schedule.actions(self._inner_step)
+        if not actions:
+            return
         try:
-            for action in self._schedule.actions(self._inner_step):
-                if action is Action.PREPARE:
-                    self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
-                    self._prepare()
-                else:
-                    self._sync()
-                    self._begin_round()
+            with self._guard_let_go():
+                for action in actions:
+                    if action is Action.PREPARE:
+                        self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
+                        self._prepare()
+                    else:
+                        self._sync()
+                        self._begin_round()
         except BaseException:
             self._begin_round()  # a script that goes on takes part in a later round
             raise
