@@ -76,6 +76,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(module, **kwargs)
         self.broadcast_buffers = False  # likewise, before each forward pass
         self._reduction = reduction
+        self._manager = manager
         self._is_known_to_work = False
         self._connect()
 
@@ -96,11 +97,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @torch.compiler.disable(recursive=False)  # as PyTorch's is: the module is compiled, what surrounds it is not
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module.
+        """Call the module; in training, begin a step where none is open.
 
         Raises:
             ConfigError: it checkpoints activations in the way that DDP cannot follow.
+            Also as `Manager.start_quorum`.
         """
+        if torch.is_grad_enabled() and self.training:
+            self._manager.ensure_step()
         if any(parameter.requires_grad for parameter in self._frozen):
             self._rebuild()
         output = super().forward(*inputs, **kwargs)
@@ -261,9 +265,11 @@ class PureDistributedDataParallel(nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module; in training, begin a step where none is open. Raises as `Manager.start_quorum`."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if self.training:
+            self._manager.ensure_step()
         self._averages, self._graph_task = self._averages_next, None
         self._watch()
         output = self.module(*args, **kwargs)

@@ -31,6 +31,8 @@ class Averaging:
         self.errors: list[Exception] = []
         self._group = group
 
+    def ensure_step(self) -> None: ...
+
     def is_participating(self) -> bool:
         return self.contributes
 

@@ -165,6 +165,11 @@ class ReplicaState:
         return self.version.proven
 
     @property
+    def is_in_step(self) -> bool:
+        """A step was begun, and not voted on yet."""
+        return self.phase in (Phase.ASKING, Phase.TRAINING)
+
+    @property
     def waits_for_quorum(self) -> bool:
         """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
         is_behind = not self.version.proven or self.version.step < self.newest_step

@@ -205,6 +205,7 @@ class Manager:
             self._replica, self._launch.replica_id, abort=pg.abort, cancel=lambda: self._healing.cancel()
         )
         self._quorum_future: Future[None] | None = None
+        self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
         self._step_started_at = 0.0
@@ -472,15 +473,15 @@ class Manager:
             CheckpointError: see `should_commit`.
         """
         patience_s = patience.total_seconds() if patience is not None else 0.0
-        if self._may_keep_step(
-            StepWishes(
-                allow_heal=allow_heal,
-                shrink_only=shrink_only,
-                contributes=contributes,
-                patience_s=patience_s,
-                waits=wait,
-            )
-        ):
+        wishes = StepWishes(
+            allow_heal=allow_heal,
+            shrink_only=shrink_only,
+            contributes=contributes,
+            patience_s=patience_s,
+            waits=wait,
+        )
+        self._last_wishes = wishes
+        if self._may_keep_step(wishes):
             self._settle(has_to_wait=self._talk.wants()[0])
             return
         self._leave_step()
@@ -532,6 +533,19 @@ class Manager:
             lambda: self._run_quorum(captured, receiving, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
         )
         self._settle(has_to_wait)
+
+    def ensure_step(self) -> None:
+        """Begin a step as the last one was begun, unless one is open; on the training thread.
+
+        `DistributedDataParallel` calls it before a forward pass of training. A loop may so call `zero_grad` after its forward
+        pass: what a group loads before it computes anything is there by then, and `zero_grad` finds the step open.
+
+        Raises: as `start_quorum`.
+        """
+        last = self._last_wishes
+        if self._replica.is_in_step or last.patience_s or last.waits is not None:
+            return  # an outer loop begins its rounds itself
+        self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
 
     def _settle(self, has_to_wait: bool) -> None:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""

@@ -166,7 +166,7 @@ class OuterLoop(Generic[F]):
 
     @contextmanager
     def _guard_let_go(self) -> Iterator[None]:
-        """Let others read the state while this waits for them: the inner optimizer's guard holds the lock over all of its hooks."""
+        """Let others read the state while this waits for them: the inner optimizer's guard holds the lock over its hooks."""
         if not self._manager.has_live_state or not self._manager.state_dict_lock.held_for_write():
             yield
             return
