@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ def bits_of(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(saver, "_HEAD_START_S", 0.0)
-    return Scene(tmp_path)
+    made = Scene(tmp_path)
+    yield made
+    made.checkpointer.shutdown()
 
 
 @pytest.fixture

@@ -129,6 +129,10 @@ def num_kept(job: RunningJob) -> int:
 
 
 def nothing_is_kept(job: RunningJob) -> bool:
+    """Whether that comes to be so, once the job has trained on."""
+    present = min(job.steps)
+    while min(job.steps) < present + 2:
+        time.sleep(0.005)
     until = time.monotonic() + 5
     while num_kept(job) and time.monotonic() < until:
         time.sleep(0.005)
