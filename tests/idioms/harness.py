@@ -384,7 +384,8 @@ class Life(Job):
     def goes_on(self) -> bool:
         self.look()
         if self.group == 0:
-            if self.step >= IS_BACK_BEFORE_STEP and not self.run.is_awaited.is_set():
+            is_alone = self.run.has_ended.is_set() or not self.run.returns  # the other may not have come in yet
+            if self.step >= IS_BACK_BEFORE_STEP and is_alone and not self.run.is_awaited.is_set():
                 self.run.wait_for_return()
             self.run.decide_when_to_stop(self.step)
         return self.step < self.run.stops_at

@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.nn import parallel
 
+from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.process_group.base import Tensors
 from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 
@@ -78,6 +79,7 @@ class PlainManager:
         self._is_open = False
         self._batches_committed = 0
         self.extras: dict[str, Callable[[], Any]] = {}
+        self.state_dict_lock = StateDictLock()
 
     @property
     def is_over(self) -> bool:

@@ -65,9 +65,8 @@ def save_between(job: Job) -> None:
 @idiom(
     "Save, then swap averaged weights in to evaluate",
     DURABLE,
-    "What is saved is the state of the call.",
+    "Hold `manager.state_dict_lock.write()` while you change weights. Without it the save fails and names the tensor.",
     was="the checkpoint held the averaged weights, and `verify` called it right",
-    pending="item 2",
     restarts=True,
 )
 def save_then_swap(job: Job) -> None:
@@ -80,7 +79,7 @@ def save_then_swap(job: Job) -> None:
     checkpointer.restore()
 
     def swap() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), manager.state_dict_lock.write():
             for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
                 held = kept.clone()
                 kept.copy_(parameter)
@@ -134,7 +133,6 @@ def save_sharded(job: Job) -> None:
     DURABLE,
     "Inner optimizers begin anew.",
     was="the restored weights were thrown away: the job went on from random ones, and saved those",
-    pending="item 1",
     restarts=True,
 )
 def restore_diloco_before(job: Job) -> None:
@@ -160,7 +158,6 @@ def restore_diloco_before(job: Job) -> None:
     "Checkpointer with LocalSGD, restored within the `with`",
     DURABLE,
     was="nothing put what was restored into the model",
-    pending="item 1",
     restarts=True,
 )
 def restore_local_sgd_within(job: Job) -> None:

@@ -466,9 +466,8 @@ def activation_checkpointing(job: Job) -> None:
     MODEL,
     "Use `use_reentrant=False`, or `PureDistributedDataParallel`.",
     was="torch's error did not say what to do",
-    refused="RuntimeError",
+    refused="ConfigError",
     says="use_reentrant=False",
-    pending="smaller items",
 )
 def reentrant_checkpointing(job: Job) -> None:
     train(
@@ -518,7 +517,7 @@ def distillation(job: Job) -> None:
     MODEL,
     "Ask it after `zero_grad`: a group's first state arrives there.",
     was="in the first step of a job a group contributed gradients by the random teacher that it had before",
-    pending="item 3 (the first step of a job)",
+    compare="groups",
 )
 def teacher_before_zero_grad(job: Job) -> None:
     model, teacher = mlp(), mlp().requires_grad_(False).eval()

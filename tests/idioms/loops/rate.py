@@ -75,7 +75,6 @@ def one_cycle(job: Job) -> None:
     RATE,
     "It may be made of the optimizer or of its wrapper.",
     was="AttributeError: the wrapper had no `defaults`",
-    pending="smaller items",
 )
 def one_cycle_of_wrapper(job: Job) -> None:
     model = mlp()

@@ -199,8 +199,9 @@ def nothing_registered(job: Job) -> None:
 @idiom(
     "A state of model and optimizer by get_state_dict (DCP)",
     STATE,
-    was="an Adam step too many in a job's first life",
-    pending="smaller items",
+    "It steps an optimizer that has no state yet, and Adam counts that: register `optimizer.state_dict` instead.",
+    was="an Adam step too many in a job's first life, in all groups alike",
+    compare="groups",
 )
 def dcp_state_dict(job: Job) -> None:
     model = mlp()

@@ -192,9 +192,8 @@ def zero_grad_twice(job: Job) -> None:
 @idiom(
     "Forward pass, then zero_grad, then backward (the order of torch's tutorials)",
     STEP,
-    "A group's first state arrives in its first `zero_grad`; what it has computed before is not of that state.",
+    "`DistributedDataParallel` begins the step in its forward pass. Without it, call `zero_grad` before.",
     was="in the first step of a job all groups but one ended with torch's RuntimeError, 'modified by an inplace operation'",
-    pending="item 3 (the first step of a job)",
 )
 def forward_before_zero_grad(job: Job) -> None:
     model = mlp()
@@ -356,7 +355,6 @@ def project_weights(job: Job) -> None:
     "Add a parameter group while training",
     STEP,
     "Your `load_state_dict` has to add the group as well where the state that it gets has it.",
-    pending="items 11 and 12: since parameters are compared, the group that comes back waits for ever, with a death",
 )
 def add_param_group(job: Job) -> None:
     model = mlp()
@@ -397,11 +395,10 @@ def lbfgs(job: Job) -> None:
 
 
 @idiom(
-    "The first backward pass before any zero_grad",
+    "zero_grad at the end of the iteration (the order of torch's quickstart)",
     STEP,
-    "No step has begun: call `zero_grad` (or `start_quorum`) before.",
-    refused="ConfigError",
-    says="start_quorum has to be called before",
+    "`DistributedDataParallel` begins the first step in its forward pass. Without it, call `zero_grad` before.",
+    was="ConfigError: the first backward pass was in no step",
 )
 def backward_before_zero_grad(job: Job) -> None:
     model = mlp()
@@ -419,7 +416,6 @@ def backward_before_zero_grad(job: Job) -> None:
     STEP,
     "Each wrapper's step is a step of the manager: take one vote for both networks instead, as in the next line.",
     was="a group that came back averaged one network's gradients with the other's",
-    pending="issue 17, with a death",
 )
 def gan(job: Job) -> None:
     generator, critic = mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -122,7 +122,6 @@ def swap_ema(job: Job) -> None:
     "Perturb the weights between zero_grad and step, and put them back (SAM)",
     WEIGHTS,
     was="a group that healed meanwhile might get perturbed weights",
-    pending="item 2",
 )
 def sharpness_aware(job: Job) -> None:
     model = mlp()

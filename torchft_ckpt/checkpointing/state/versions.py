@@ -45,9 +45,11 @@ class StateVersions:
         return count_writes(tensor) if known is None else known
 
     def note_changed(self, tensor: torch.Tensor) -> None:
-        """Say that this tensor was found to be changed."""
-        if self._on_changed is not None:
-            for part in memory_of(tensor):
+        """Say that this tensor was found to be changed, and with it all others that are by now: they change together."""
+        if self._on_changed is None:
+            return
+        for changed in (tensor, *(one for one in self._kept if is_changed(self._counted[id(one)]))):
+            for part in memory_of(changed):
                 self._on_changed(part.data_ptr())
 
 
