@@ -156,7 +156,7 @@ def zero_in_place(job: Job) -> None:
 @idiom(
     "zero_grad at the end of the iteration",
     STEP,
-    "Call it once before the loop as well: it begins the step, so the first backward pass needs one before it.",
+    "Called once before the loop as well, or not: `DistributedDataParallel` begins the first step in its forward pass.",
 )
 def zero_grad_at_the_end(job: Job) -> None:
     model = mlp()
