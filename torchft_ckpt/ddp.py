@@ -42,7 +42,6 @@ _REFUSED = {
     "mixed_precision": "it brings a communication hook of its own; use torch.autocast",
     "process_group": _ONLY_REPLICAS,
     "device_mesh": _ONLY_REPLICAS,
-    "broadcast_buffers": _OWN_BUFFERS,
     "forward_sync_buffers": _OWN_BUFFERS,
 }
 """Arguments of PyTorch's DDP that would leave groups apart, and why; None and False are what they are without."""

@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.serving.sending import digest_blocks
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.errors import SourceRefusedError, StateChangedError
-from torchft_ckpt.manager.still import hold_still, tensors_in
+from torchft_ckpt.manager.still import Unsteady, hold_still, tensors_in
 
 LONG = timedelta(seconds=20)
 BLOCK = 4096
@@ -121,7 +121,7 @@ def test_a_write_between_capture_and_snapshot_is_found() -> None:
 def test_what_changed_is_copied_when_it_is_captured_the_next_time() -> None:
     model = nn.Linear(32, 32)
     sgd = torch.optim.SGD(model.parameters())
-    unsteady: set[int] = set()
+    unsteady = Unsteady()
     held = hold_still(model.state_dict(), [sgd], unsteady)
     assert all(
         held.state[name] is not None and held.state[name].data_ptr() == p.data_ptr()
@@ -138,6 +138,27 @@ def test_what_changed_is_copied_when_it_is_captured_the_next_time() -> None:
     assert again["bias"].data_ptr() == model.bias.data_ptr()
 
 
+def test_what_lies_elsewhere_in_each_step_is_copied_when_it_changed_twice() -> None:
+    """Weights that are put back by `p.data = kept` are never at the address at which they were found to change."""
+    unsteady = Unsteady()
+    model = nn.Linear(32, 32)
+    sgd = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        held = hold_still(model.state_dict(), [sgd], unsteady)
+        snapshot = Snapshot(
+            held.state, step=STEP, lock=StateDictLock(), pool=BufferPool(BLOCK), num_expected=1, versions=held.versions
+        )
+        kept = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        snapshot.detach()
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.data = value
+    again = hold_still(model.state_dict(), [sgd], unsteady).state
+    assert all(again[name].data_ptr() != p.data_ptr() for name, p in model.named_parameters())
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -152,7 +173,7 @@ def test_writes_to_a_sharded_parameter_or_to_its_local_tensor_are_found(write: C
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(distribute_tensor(torch.ones(2048, 4), mesh, [Shard(0)]))
         sgd = torch.optim.SGD([weight])
-        unsteady: set[int] = set()
+        unsteady = Unsteady()
         held = hold_still({"weight": weight.detach()}, [sgd], unsteady)
         snapshot = Snapshot(
             held.state, step=STEP, lock=StateDictLock(), pool=BufferPool(BLOCK), num_expected=0, versions=held.versions

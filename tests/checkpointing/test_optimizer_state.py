@@ -104,7 +104,7 @@ def after_a_step(make: Make, parameters: list[nn.Parameter]) -> dict[str, Any]:
 
 
 def captured(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with with_optimizer_state([optimizer]):
+    with with_optimizer_state([optimizer], also_frozen=True):
         return optimizer.state_dict()
 
 
@@ -197,6 +197,13 @@ def test_a_state_that_is_loaded_meanwhile_stays() -> None:
     with with_optimizer_state([optimizer]):
         optimizer.load_state_dict(loaded)
     assert set(optimizer.state) == set(parameters)
+
+
+def test_what_is_frozen_takes_no_memory_unless_it_is_asked_for() -> None:
+    parameters = plain_parameters()
+    optimizer = torch.optim.Adam(parameters)
+    with with_optimizer_state([optimizer]):
+        assert set(optimizer.state) == set(parameters[:2])
 
 
 def test_it_may_be_nested_and_an_optimizer_may_be_there_twice() -> None:

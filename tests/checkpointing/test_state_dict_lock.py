@@ -233,7 +233,7 @@ def test_a_read_within_a_write_of_the_same_thread_is_let_through_and_takes_nothi
 
 def test_a_write_within_a_read_of_the_same_thread_raises_at_once_and_leaves_the_lock_usable():
     lock = StateDictLock()
-    with lock.read(), pytest.raises(CheckpointError, match="this thread is reading and asks to write"):
+    with lock.read(), pytest.raises(CheckpointError, match="is reading and asks to write"):
         lock.acquire_write()
     assert is_free(lock)
 

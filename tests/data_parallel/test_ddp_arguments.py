@@ -29,7 +29,6 @@ REFUSED = {
     "mixed_precision": object(),
     "process_group": object(),
     "device_mesh": object(),
-    "broadcast_buffers": True,
     "forward_sync_buffers": True,
 }
 

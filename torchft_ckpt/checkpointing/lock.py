@@ -175,7 +175,8 @@ class StateDictLock:
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         if self._here.num_reads:
             raise CheckpointError(
-                "state dict lock: this thread is reading and asks to write, which would wait for itself; end the read first",
+                "state dict lock: this thread, or another task of it, is reading and asks to write, which would wait for itself;"
+                " end the read first",
                 party="writer",
             )
         self._check_owner("writer")
@@ -187,7 +188,7 @@ class StateDictLock:
             )
         self._owner = threading.current_thread()
         self._here.token = token = object()
-        self._here.is_tasks = _runs_in_task()
+        self._here.task = _running_task()
         _held_in_context.set((*_held_in_context.get(), token))
         try:
             self.announce_write()
@@ -197,8 +198,13 @@ class StateDictLock:
         return True
 
     def _check_same_task(self) -> None:
-        """Where a task took the write side of this thread, see that it, or one that it has started since, is running."""
-        if self._here.is_tasks and _runs_in_task() and self._here.token not in _held_in_context.get():
+        """Where a task took the write side of this thread, see that it, or one that it has started since, is running.
+
+        One that has ended with it holds it no more than any other: each may give it back.
+        """
+        task = self._here.task
+        is_anothers = task is not None and not task.done() and self._here.token not in _held_in_context.get()
+        if is_anothers and _running_task() is not None:
             raise CheckpointError(
                 "state dict lock: another asyncio task of this thread holds the write side, and has awaited something in the "
                 "middle of its change; do not await while you hold it",
@@ -226,8 +232,8 @@ class _OfThread(threading.local):
     handle: rwlock.Lockable | None = None
     token: object = None
     """Of the write side that it holds."""
-    is_tasks = False
-    """A task took it."""
+    task: asyncio.Task[object] | None = None
+    """That took it, where one did."""
     num_reads = 0
 
 
@@ -235,8 +241,8 @@ _held_in_context: ContextVar[tuple[object, ...]] = ContextVar("torchft_ckpt_writ
 """Tokens of the write sides that this context holds. Tasks have a context of their own, a copy of that which started them."""
 
 
-def _runs_in_task() -> bool:
-    return asyncio._get_running_loop() is not None and asyncio.current_task() is not None
+def _running_task() -> asyncio.Task[object] | None:
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
 
 
 def _seconds(timeout: timedelta) -> float:

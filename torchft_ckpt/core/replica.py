@@ -172,8 +172,13 @@ class ReplicaState:
     @property
     def waits_for_quorum(self) -> bool:
         """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
+        return self.settings.heal_inline or self.begins_with_load
+
+    @property
+    def begins_with_load(self) -> bool:
+        """A state may be loaded before the forward pass of the next step, though its quorum is found beside it as a rule."""
         is_behind = not self.version.proven or self.version.step < self.newest_step
-        return self.settings.heal_inline or is_behind or self.is_learner or self._on_probation
+        return is_behind or self.is_learner or self._on_probation
 
     @property
     def wants_capture(self) -> bool:

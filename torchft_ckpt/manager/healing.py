@@ -39,7 +39,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
-from torchft_ckpt.manager.still import StateHeld, StateToServe, hold_still, hold_to_save, tensors_in
+from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.manager.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class StateRegistry:
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
         self._in_function = threading.local()
-        self._unsteady: set[int] = set()
+        self._unsteady = Unsteady()
         """Addresses of what was found to have changed without the lock while it was served."""
         self._agreed_on: set[str] = set()
         self._frozen_for_rounds: str | None = None
@@ -168,7 +168,7 @@ class StateRegistry:
         optimizers = [*self._optimizers, *self._unguarded]
         return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
-    def capture_to_receive(self, *, beside_steps: bool = False) -> dict[str, Any]:
+    def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> dict[str, Any]:
         """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
 
         Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread, or while
@@ -178,7 +178,8 @@ class StateRegistry:
             self.layout()
         if not self.is_sharded:
             return self.capture()
-        with with_optimizer_state(self._unguarded if beside_steps else [*self._optimizers, *self._unguarded]):
+        optimizers = self._unguarded if beside_steps else [*self._optimizers, *self._unguarded]
+        with with_optimizer_state(optimizers, also_frozen=also_frozen):
             return self.capture()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:

@@ -535,14 +535,17 @@ class Manager:
         self._settle(has_to_wait)
 
     def ensure_step(self) -> None:
-        """Begin a step as the last one was begun, unless one is open; on the training thread.
+        """Begin a step as the last one was begun where a state may have to be loaded first; on the training thread.
 
         `DistributedDataParallel` calls it before a forward pass of training. A loop may so call `zero_grad` after its forward
-        pass: what a group loads before it computes anything is there by then, and `zero_grad` finds the step open.
+        pass: what a group loads before it computes anything is there by then, and `zero_grad` finds the step open. It does
+        nothing where a step is open, before there are an optimizer and a registered state, and where nothing is to be loaded.
 
         Raises: as `start_quorum`.
         """
         last = self._last_wishes
+        if not self._registry.knows_optimizers or self._registry.is_empty or not self._replica.begins_with_load:
+            return
         if self._replica.is_in_step or last.patience_s or last.waits is not None:
             return  # an outer loop begins its rounds itself
         self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
@@ -623,7 +626,7 @@ class Manager:
             self._serve(formed, captured)  # to whoever looks at this job from outside
         if plan.load:
             if trainer_waits:
-                receiving = self._registry.capture_to_receive()
+                receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
             elif self._registry.is_kept_still:
                 receiving = self._registry.capture_to_receive(beside_steps=True)
             if receiving is None and self._registry.is_sharded:

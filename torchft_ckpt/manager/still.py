@@ -9,7 +9,7 @@ copied at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,36 @@ class StateToServe(NamedTuple):
     """Of its tensors, when it was captured."""
 
 
-def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer], unsteady: set[int]) -> StateToServe:
+class Unsteady:
+    """What was found to have changed without the lock while it was served; asked by address on the host.
+
+    When that is found a second time everything is taken for it: a loop that puts its weights back by `p.data = kept` has them
+    elsewhere in each step.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+        self._times = 0
+        self._is_found = False
+
+    def begin(self) -> None:
+        """A state is captured: what is found in it from now on is found anew."""
+        self._is_found = False
+
+    def note(self, addresses: set[int]) -> None:
+        """Memory was found to be changed. Any thread."""
+        self._addresses = self._addresses | addresses
+        self._times += not self._is_found
+        self._is_found = True
+
+    def __contains__(self, address: object) -> bool:
+        return self._times > 1 or address in self._addresses
+
+    def __bool__(self) -> bool:
+        return self._times > 0
+
+
+def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer], unsteady: Unsteady) -> StateToServe:
     """Return the state with copies of its small tensors that none of the optimizers owns, and of its small arrays.
 
     Containers are dicts, lists and tuples; tensors that are one here are one in the result. Without optimizers nothing is
@@ -52,12 +81,12 @@ def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer], unsteady
     Args:
         state: as the registered functions returned it.
         optimizers: that are guarded.
-        unsteady: addresses on the host of what changed without the lock before, which is copied whoever owns it. More are added
-            when they are found.
+        unsteady: what changed without the lock before, which is copied whoever owns it. More is noted when it is found.
     """
     owned = owned_by(optimizers)
+    unsteady.begin()
     held = _copy(state, owned, {}, unsteady) if owned or unsteady else state
-    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.add))
+    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.note))
 
 
 def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateHeld:
@@ -127,7 +156,7 @@ def _copy(
     value: Any,
     owned: Mapping[int, torch.Tensor],
     copies: dict[tuple[object, ...], torch.Tensor],
-    unsteady: Collection[int] = (),
+    unsteady: Unsteady | None = None,
 ) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor) and (kind in _COPIED_WHEN_SMALL or unsteady):
@@ -148,7 +177,7 @@ def _copied(
     tensor: torch.Tensor,
     owned: Mapping[int, torch.Tensor],
     copies: dict[tuple[object, ...], torch.Tensor],
-    unsteady: Collection[int],
+    unsteady: Unsteady | None,
 ) -> torch.Tensor:
     """Return a copy of a tensor that is small and nobody's, or unsteady; else the tensor."""
     kind = type(tensor)
@@ -162,7 +191,7 @@ def _copied(
     else:
         return tensor  # what a copy of such a class shares with it is not known
     is_small = is_plain and tensor.nbytes <= MAX_COPIED_BYTES and address not in owned
-    if not tensor.nbytes or not (is_small or address in unsteady):
+    if not tensor.nbytes or not (is_small or (unsteady and address in unsteady)):
         return tensor
     key = (address, tensor.dtype, tensor.shape, tensor.stride())
     if key not in copies:

@@ -36,10 +36,8 @@ _SCAN_DEPTH = 3
 
 
 @contextmanager
-def with_optimizer_state(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """While open, parameters that have no state in their optimizer have one of the right structure.
-
-    Also those that are frozen now: the state that arrives may be of a step at which they were trained.
+def with_optimizer_state(optimizers: Iterable[Optimizer], *, also_frozen: bool = False) -> Iterator[None]:
+    """While open, parameters that require grad and have no state in their optimizer have one of the right structure.
 
     A `state_dict()` captured meanwhile has the keys, types, shapes, strides, dtypes, devices and placements that it has after
     a step; the values of what was created mean nothing, memory may be as it was found. State that is there already stays.
@@ -54,6 +52,8 @@ def with_optimizer_state(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
     Args:
         optimizers: of any class; one that is there twice is taken once.
+        also_frozen: also parameters that are frozen now: the state that arrives is of a step at which others train them. It takes
+            memory for each of them.
     """
     opened: list[tuple[Optimizer, Any, _Filled]] = []
     try:
@@ -61,7 +61,7 @@ def with_optimizer_state(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             state = optimizer.state
             if isinstance(state, _Filled):
                 continue
-            filled = _Filled(state, _state_to_come(optimizer))
+            filled = _Filled(state, _state_to_come(optimizer, also_frozen))
             try:
                 optimizer.state = filled
             except AttributeError as error:  # a property
@@ -90,14 +90,15 @@ class _Filled(defaultdict[Any, Any]):
         return True
 
 
-def _state_to_come(optimizer: Optimizer) -> dict[torch.Tensor, State]:
+def _state_to_come(optimizer: Optimizer, also_frozen: bool) -> dict[torch.Tensor, State]:
     """Return state for each parameter that has none; nothing at all where that cannot be made."""
     name = type(optimizer).__name__
     wanting = [
         (group, parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if (parameter.is_floating_point() or parameter.is_complex()) and parameter not in optimizer.state
+        if (parameter.requires_grad or (also_frozen and (parameter.is_floating_point() or parameter.is_complex())))
+        and parameter not in optimizer.state
     ]
     if not wanting:
         return {}

@@ -2,8 +2,8 @@
 
 Each operation of torch that writes to a tensor counts it up when it has written, also under `no_grad`; views and `detach` share
 the counter. Not seen are writes that torch does not count: through `x.data`, which has a counter of its own, through numpy and
-other views of the bytes, to inference tensors, and to DTensors by `torch._foreach_*`. Nor is one that still runs when it is
-looked for.
+other views of the bytes, to inference tensors, to DTensors by `torch._foreach_*`, and by optimizers with `fused=True` (a guarded
+one takes the lock). Nor is one that still runs when it is looked for.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class StateVersions:
         tensors: of the state, as they are given to who serves or saves it.
         owners: tensors on the same memory that are changed in their place, by the address of their bytes: of a sharded parameter
             this is its local tensor, whose counter a state dict does not share.
-        on_changed: told of the address of memory that was found to be changed.
+        on_changed: told of the addresses of memory that was found to be changed.
     """
 
     def __init__(
         self,
         tensors: Iterable[torch.Tensor],
         owners: Mapping[int, torch.Tensor] = MappingProxyType({}),
-        on_changed: Callable[[int], None] | None = None,
+        on_changed: Callable[[set[int]], None] | None = None,
     ) -> None:
         self._kept = list(tensors)  # so that no other tensor gets the id of one of them
         self._counted = {id(tensor): count_writes(tensor, owners) for tensor in self._kept}
@@ -48,9 +48,8 @@ class StateVersions:
         """Say that this tensor was found to be changed, and with it all others that are by now: they change together."""
         if self._on_changed is None:
             return
-        for changed in (tensor, *(one for one in self._kept if is_changed(self._counted[id(one)]))):
-            for part in memory_of(changed):
-                self._on_changed(part.data_ptr())
+        changed = (tensor, *(one for one in self._kept if is_changed(self._counted[id(one)])))
+        self._on_changed({part.data_ptr() for one in changed for part in memory_of(one)})
 
 
 def count_writes(
