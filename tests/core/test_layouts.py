@@ -72,6 +72,11 @@ def test_at_the_start_most_decide_and_the_first_of_equals() -> None:
     assert of_another_layout(layouts, "") == set()
 
 
+def test_the_odd_one_of_the_last_quorum_does_not_shut_the_others_out() -> None:
+    layouts = {"a": "odd", "b": "x", "c": "x"}
+    assert trains_in(layouts, last_quorum=["a", "b", "c"], holders=["a", "b", "c"], candidates=["a", "b", "c"]) == "x"
+
+
 def test_layouts_of_groups_are_equal_exactly_where_those_of_their_ranks_are() -> None:
     of_ranks = [
         ranks for number in (1, 2, 3) for ranks in itertools.product(("", "0", "1", "01", "0;1:1"), repeat=number)
@@ -192,3 +197,21 @@ def test_a_member_that_freezes_something_by_itself_waits_and_the_others_go_on() 
     job.passes(2.0)
     assert a.hears()[-1] == "quorum 2 step 1 healthy"
     assert b.hears()[-1].startswith("pending: b:1 cannot train with a:1: it has layer 1, they have none")
+
+
+def test_a_group_that_does_not_know_that_it_is_behind_learns_as_well() -> None:
+    """It was stopped while the others went on and unfroze layers, and asks with the state that it holds."""
+    job, a, b = job_that_has_unfrozen()
+    c = job.join("c")
+    c.replica.caught_up(a.replica.version)
+    for _ in range(2):
+        for member in (a, b):
+            asks_as(member, "p", frozen="none")
+        for member in (a, b):
+            member.votes()
+            member.hears()
+    assert not c.replica.waits_for_quorum
+    asks_as(c, "p", frozen="layer 1")
+    for member in (a, b):
+        asks_as(member, "p", frozen="none")
+    assert c.hears()[-1].endswith("step 3 learner")

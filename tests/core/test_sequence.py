@@ -56,6 +56,17 @@ def test_what_comes_between_two_steps_is_compared_and_not_learned() -> None:
     assert step(known, "a", "b") == [KNOWN, KNOWN]
 
 
+def test_what_is_issued_after_an_early_vote_is_compared_and_not_learned() -> None:
+    known = KnownSequences()
+    step(known, "a")
+    known.begin_step()
+    known.issue("a")
+    known.voted()
+    assert known.issue("metric") is COMPARE
+    known.decided(committed=True)
+    assert step(known, "a", "other") == [KNOWN, COMPARE]
+
+
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), max_size=4), st.booleans()), max_size=8), st.data())
 def test_what_starts_without_a_word_is_what_every_member_expects(
     steps: list[tuple[list[str], bool]], data: st.DataObject

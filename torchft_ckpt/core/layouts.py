@@ -29,8 +29,8 @@ def trains_in(
 ) -> str:
     """Return the layout of the next quorum.
 
-    It is that of the members of the last quorum who live, as those who ask for the next one say; else of who holds the newest
-    state; else the one that most have.
+    It is the one that most have of the members of the last quorum who ask for the next one; else of all of them who live; else of
+    those who hold the newest state; else of those who ask. Of equally many, the one of the first by name.
 
     Args:
         layouts: of living groups, by replica id, as of their last request; empty: not known yet.
@@ -39,12 +39,11 @@ def trains_in(
         candidates: who asks for a quorum.
     """
     back = [replica_id for replica_id in last_quorum if replica_id in set(candidates)]
-    for those in (back, last_quorum, holders):
-        known = sorted(replica_id for replica_id in those if layouts.get(replica_id))
-        if known:
-            return layouts[known[0]]
-    counts = Counter(layouts[replica_id] for replica_id in sorted(candidates) if layouts.get(replica_id))
-    return counts.most_common(1)[0][0] if counts else ""
+    for those in (back, last_quorum, holders, candidates):
+        counts = Counter(layouts[replica_id] for replica_id in sorted(those) if layouts.get(replica_id))
+        if counts:
+            return counts.most_common(1)[0][0]
+    return ""
 
 
 def of_another_layout(layouts: Mapping[str, str], layout: str, *, at_work: Collection[str] = ()) -> set[str]:

@@ -494,7 +494,9 @@ class LighthouseState:
         yield from self._tell_others(others, now)
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
-            yield from self._pending(reason, now, verdict.deadline, but=others.keys() | gathering)
+            yield from self._pending(
+                reason, now, verdict.deadline, is_warning=bool(others), but=others.keys() | gathering
+            )
             return
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
@@ -638,7 +640,6 @@ class LighthouseState:
             for member in (self.members[m] for m in self._waiting if m in others)
             if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
             and member.asked.allow_heal
-            and member.asked.waits_for_quorum
             and now >= member.learns_from
             and (not self._ledger.is_valid(member.version) or member.version.step < self.newest_step)
         ]
@@ -955,6 +956,7 @@ class LighthouseState:
             or current.tally.decided
             or (current.quorum_id, current.step) != (wait.quorum_id, wait.step)
             or member.replica_id not in current.tally.roles
+            or wait.group_rank >= member.hello.group_world_size
         ):
             return
         current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait

@@ -43,7 +43,7 @@ class KnownSequences:
         self._next: dict[str, str | None] = {}
         """By digest of a sequence: the digest with what always came next; None where that was not always the same."""
         self._digests: list[str] = []
-        self._is_decided = False
+        self._num_voted: int | None = None
 
     def forget(self) -> None:
         """Another quorum: nobody knows what its members have in common."""
@@ -52,7 +52,7 @@ class KnownSequences:
     def begin_step(self) -> None:
         """No collective of the step has been issued."""
         self._digests = []
-        self._is_decided = False
+        self._num_voted = None
 
     def issue(self, signature: str) -> Clearance:
         """Note a collective, and return what has to happen before it starts.
@@ -64,7 +64,7 @@ class KnownSequences:
         after = hashlib.blake2b(f"{before};{signature}".encode(), digest_size=8).hexdigest()
         self._digests.append(after)
         known = self._next.get(before)
-        if known is None or self._is_decided:
+        if known is None or self._num_voted is not None:
             return Clearance.COMPARE
         return Clearance.KNOWN if known == after else Clearance.ASK
 
@@ -82,18 +82,21 @@ class KnownSequences:
         """Return the word for those up to one of them, which is counted from 0."""
         return self._digests[index]
 
-    def decided(self, *, committed: bool) -> None:
-        """The step was decided, alike for all members that are in the next step of this quorum.
+    def voted(self) -> None:
+        """The step was voted on. What is issued before the next one begins is compared, and not learned."""
+        if self._num_voted is None:
+            self._num_voted = len(self._digests)
 
-        What is issued after that, before the next step begins, is compared: what comes there is not learned.
-        """
-        self._is_decided = True
+    def decided(self, *, committed: bool) -> None:
+        """The step was decided, alike for all members that are in the next step of this quorum."""
+        self.voted()
         if not committed:
             return
-        if len(self._next) + len(self._digests) > MAX_KNOWN:
+        voted_on = self._digests[: self._num_voted]
+        if len(self._next) + len(voted_on) > MAX_KNOWN:
             self._next.clear()
         before = ""
-        for digest in self._digests:
+        for digest in voted_on:
             if self._next.setdefault(before, digest) != digest:
                 self._next[before] = None
             before = digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torchft_ckpt.core.sequence import Clearance, KnownSequences
-from torchft_ckpt.errors import CollectivesDifferError
+from torchft_ckpt.errors import CollectiveFailedError, CollectivesDifferError
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
     from torchft_ckpt.process_group.quantization import Codec
 
 _DIGEST_CHARS = 16
+_HEX = re.compile(rb"[0-9a-f]*")
 _HEADER_BYTES = 192
 """What members compare: the digest, then the name of the group and the collective in words, as UTF-8, filled up with zeros."""
 
@@ -61,15 +63,16 @@ class Clearing:
             if is_new_quorum:
                 self._sequences.forget()
 
+    def vote(self) -> tuple[str, int]:
+        """The step is voted on: return a word for its collectives in their order, and how many they are."""
+        with self._lock:
+            self._sequences.voted()
+            return self._sequences.digest, self._sequences.count
+
     def decided(self, *, committed: bool) -> None:
         """The step is over; if it counts, what was issued in it is known to all members from now on."""
         with self._lock:
             self._sequences.decided(committed=committed)
-
-    @property
-    def digest(self) -> str:
-        """A word for all collectives of the step in their order; empty where there was none."""
-        return self._sequences.digest
 
     @property
     def count(self) -> int:
@@ -99,6 +102,7 @@ class Clearing:
 
         Raises:
             CollectivesDifferError: another group issues another one.
+            CollectiveFailedError: what came of the comparison is none: the process group was aborted.
             ProcessGroupError: the others could not be asked.
         """
         if issued.clearance is Clearance.ASK:
@@ -116,6 +120,10 @@ class Clearing:
         headers = [bytes(header.cpu().numpy()) for header in theirs]
         other = next((header for header in headers if header[:_DIGEST_CHARS] != text[:_DIGEST_CHARS]), None)
         if other is not None:
+            if not _HEX.fullmatch(other[:_DIGEST_CHARS]):
+                raise CollectiveFailedError(
+                    f"collective {issued.index + 1} of the step could not be compared: the group was aborted"
+                )
             name, what = _words(other)
             raise CollectivesDifferError(
                 f"collective {issued.index + 1} of the step is an {issued.what} in {self._name()}, and an {what} in {name}:"

@@ -107,7 +107,7 @@ class Collectives:
         on_error: Callable[[Exception], None],
         schedule: Callable[[float, Callable[[], object]], None],
         on_stall: Callable[[], None],
-        on_wait: Callable[[Issued], None],
+        on_wait: Callable[[Issued], object],
     ) -> None:
         self._process_group = process_group
         self._clearing = clearing

@@ -206,6 +206,8 @@ class Manager:
         )
         self._quorum_future: Future[None] | None = None
         self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
+        self._has_computed = False
+        """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
         self._step_started_at = 0.0
@@ -267,7 +269,7 @@ class Manager:
             on_error=self._talk.note_collective_error,
             schedule=self._link.schedule,
             on_stall=self._report_stall,
-            on_wait=lambda issued: self._report_wait(issued, deviates=False),
+            on_wait=self._report_wait,
         )
 
     def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
@@ -530,7 +532,14 @@ class Manager:
         self._link.send(request)
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience or timedelta(0))
         self._quorum_future = self._worker.submit(
-            lambda: self._run_quorum(captured, receiving, limit, trainer_waits=has_to_wait, is_wished_for=is_wished_for)
+            lambda: self._run_quorum(
+                captured,
+                receiving,
+                limit,
+                trainer_waits=has_to_wait,
+                may_receive_in_place=not self._has_computed,
+                is_wished_for=is_wished_for,
+            )
         )
         self._settle(has_to_wait)
 
@@ -544,16 +553,18 @@ class Manager:
         Raises: as `start_quorum`.
         """
         last = self._last_wishes
-        if not self._registry.knows_optimizers or self._registry.is_empty or not self._replica.begins_with_load:
-            return
-        if self._replica.is_in_step or last.patience_s or last.waits is not None:
-            return  # an outer loop begins its rounds itself
-        self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
+        is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
+        is_ready = self._registry.knows_optimizers and not self._registry.is_empty
+        if is_ready and not is_outer and self._replica.begins_with_load and not self._replica.is_in_step:
+            self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
+        self._has_computed = self._has_computed or self._replica.is_in_step
 
     def _settle(self, has_to_wait: bool) -> None:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
         if has_to_wait:
             self.wait_quorum()
+            if self._has_computed:
+                return  # what it computed is not of the state that arrives, which is loaded at the vote
             plan = self._talk.plan()
             if self._is_load_pending and plan is not None:
                 is_there = plan.compare and self._healing.is_over(plan.comparison_wait_s)
@@ -611,6 +622,7 @@ class Manager:
         limit: timedelta,
         *,
         trainer_waits: bool,
+        may_receive_in_place: bool,
         is_wished_for: bool,
     ) -> None:
         """On the quorum thread."""
@@ -636,7 +648,7 @@ class Manager:
                 )
             else:
                 self._is_load_pending = True
-                in_place = self._heal_in_place and trainer_waits and plan.load_before_forward
+                in_place = self._heal_in_place and trainer_waits and may_receive_in_place and plan.load_before_forward
                 compare = None
                 if plan.compare:
                     compare = self._registry.comparison_with((captured or self._registry.capture_to_serve()).state)
@@ -778,14 +790,16 @@ class Manager:
         if report is not None:
             self._link.send(report)
 
-    def _report_wait(self, issued: Issued, *, deviates: bool) -> None:
+    def _report_wait(self, issued: Issued, *, deviates: bool = False) -> bool:
+        """Tell the lighthouse; returns whether a step is open, in which it answers."""
         report = self._talk.note_wait(issued, deviates=deviates)
         if report is not None:
             self._link.send(report)
+        return report is not None
 
     def _ask_to_start(self, issued: Issued, timeout: timedelta) -> None:
-        self._report_wait(issued, deviates=True)
-        self._talk.await_clearance(issued, timeout)
+        is_open = self._report_wait(issued, deviates=True)
+        self._talk.await_clearance(issued, timeout if is_open else timedelta(0))
 
     # --------------------------------------------------------------------------------------------------------- commit
 
@@ -838,7 +852,7 @@ class Manager:
             self._talk.note_collective_error(error)
         if self._is_load_pending:
             self._load(before_forward=False)
-        vote = self._vote = self._talk.vote(self._clearing.digest, self._clearing.count)
+        vote = self._vote = self._talk.vote(*self._clearing.vote())
         if not self._replica.is_learner:
             self._link.send(vote)
         return vote
@@ -1074,6 +1088,7 @@ class Manager:
     def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         formed = self._replica.quorum
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
+        self._has_computed = False
         if outcome is Outcome.COMMIT:
             self._batches_committed += self.num_participants()
             self._commit_failures = 0
