@@ -5,9 +5,10 @@ As a data loader's worker may that runs the handlers of its parent's end.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import TCPStore
 
 from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.process_group import session
@@ -141,19 +141,31 @@ def test_a_forked_child_waits_for_no_save_of_its_parent(groups: list[Group]) -> 
     assert save.result(LIMIT_S).is_closed
 
 
-def test_what_a_forked_child_configures_itself_it_shuts_down() -> None:
-    """A process group object may be made before the ranks are forked."""
-    group = ProcessGroupGloo(SHORT)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group.configure(f"127.0.0.1:{store.port}/parent", "a", 0, 1, 1)
+CONFIGURES_ITSELF = """
+import gc, os, torch
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torchft_ckpt import ProcessGroupGloo
 
-    def use_and_end() -> None:
-        group.configure(f"127.0.0.1:{store.port}/child", "a", 0, 1, 2)
-        assert group.allreduce([torch.ones(2)]).wait()
-        group.shutdown()
-        assert group.errored() is not None
-        gc.collect()
-
-    assert run_in_forked_child(use_and_end) == 0
+group = ProcessGroupGloo(timedelta(seconds=20))
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+group.configure(f"127.0.0.1:{store.port}/parent", "a", 0, 1, 1)
+child = os.fork()
+if child == 0:
+    group.configure(f"127.0.0.1:{store.port}/child", "a", 0, 1, 2)
     assert group.allreduce([torch.ones(2)]).wait()
     group.shutdown()
+    assert group.errored() is not None
+    gc.collect()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert group.allreduce([torch.ones(2)]).wait()
+group.shutdown()
+"""
+
+
+def test_what_a_forked_child_configures_itself_it_shuts_down() -> None:
+    """A process group object may be made before the ranks are forked. In a process of its own: a child that collects garbage ends
+    what other tests have left."""
+    ended = subprocess.run([sys.executable, "-c", CONFIGURES_ITSELF], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
