@@ -13,8 +13,8 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/idioms from the table in tests/idioms. Change it there. -->
 
-Each line below is a training loop in `tests/idioms`, written as its user writes it. It is run by replica groups, without a
-death and with one: a group dies in the middle of a step and comes back with other random weights. After each step everything
+Each line below is a training loop in `tests/idioms`, written as its user writes it. It is run by replica groups, some steps
+without a death, then a group dies in the middle of one and comes back with other random weights. After each step everything
 that the loop has registered is compared, bit by bit, with a plain loop: torch's own DDP and optimizers, and nobody who dies.
 
 Five rules are behind nearly all of them:

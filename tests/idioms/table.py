@@ -46,9 +46,7 @@ class Idiom:
     was: str = "right"
     """How it was when it entered the table: "right", or what was wrong."""
     pending: str = ""
-    """What still has to be mended before it holds; "with a death" in it: it holds without one."""
-    skip_while_pending: bool = False
-    """It would end the whole process, or take long."""
+    """What still has to be mended before it holds."""
     refused: str = ""
     """The name of the error by which it is refused; then no bits are compared."""
     says: str = ""
@@ -58,7 +56,7 @@ class Idiom:
     own: tuple[str, ...] = ()
     """Parts of the paths in the registered state of which each group has its own value."""
     dies: bool = True
-    """Whether it is also run with a death."""
+    """Whether a group dies and returns; never where it is refused, or nothing is compared."""
     restarts: bool = False
     """Whether it is run as a job that is stopped and started again, instead of the other runs."""
     compare: str = "plain"

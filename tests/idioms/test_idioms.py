@@ -1,4 +1,4 @@
-"""Each idiom of the table: without a death, with a death and return, and against the plain loop, bit by bit."""
+"""Each idiom of the table: some steps without a death, then one with a return, against the plain loop, bit by bit."""
 
 from __future__ import annotations
 
@@ -22,44 +22,34 @@ def process_group() -> Iterator[None]:
         yield
 
 
-def runs(*, dies: bool = False, restarts: bool = False) -> list[object]:
+def entries(*, restarts: bool = False) -> list[object]:
     """Return the idioms as parameters of a test, with what is not mended yet marked so."""
-
-    def fails(entry: Idiom) -> bool:
-        return bool(entry.pending) and (dies or "with a death" not in entry.pending)
-
-    def is_run(entry: Idiom) -> bool:
-        can_die = entry.dies and not entry.refused and entry.compare != "nothing"
-        return entry.restarts == restarts and (can_die or not dies)
-
-    def marks(entry: Idiom) -> list[pytest.MarkDecorator]:
-        run = not entry.skip_while_pending
-        return [pytest.mark.xfail(reason=entry.pending, strict=False, run=run)] if fails(entry) else []
-
-    return [pytest.param(entry, id=entry.key, marks=marks(entry)) for entry in TABLE if is_run(entry)]
+    return [
+        pytest.param(
+            entry, id=entry.key, marks=[pytest.mark.xfail(reason=entry.pending, strict=False)] if entry.pending else []
+        )
+        for entry in TABLE
+        if entry.restarts == restarts
+    ]
 
 
-@pytest.mark.parametrize("entry", runs())
-def test_groups_compute_what_the_plain_loop_computes(entry: Idiom, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("entry", entries())
+def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
+    entry: Idiom, caplog: pytest.LogCaptureFixture
+) -> None:
+    if entry.refused:
+        errors = harness.run_groups(
+            entry.loop, dies=False, num_groups=entry.num_groups, gloo=entry.gloo, refused=True
+        ).errors
+        assert {type(error).__name__ for error in errors} == {entry.refused}, errors
+        assert any(re.search(entry.says, str(error)) for error in errors), errors
+        return
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
-        if entry.refused:
-            errors = harness.run_groups(
-                entry.loop, dies=False, num_groups=entry.num_groups, gloo=entry.gloo, refused=True
-            ).errors
-            assert errors, "nobody refused it"
-            assert {type(error).__name__ for error in errors} == {entry.refused}, errors
-            assert any(re.search(entry.says, str(error)) for error in errors), errors
-            return
-        harness.check(entry, dies=False)
+        harness.check(entry, dies=entry.dies and entry.compare != "nothing")
     assert not entry.says or re.search(entry.says, caplog.text), caplog.text
 
 
-@pytest.mark.parametrize("entry", runs(dies=True))
-def test_a_group_dies_and_returns_and_no_bit_differs(entry: Idiom) -> None:
-    harness.check(entry, dies=True)
-
-
-@pytest.mark.parametrize("entry", runs(restarts=True))
+@pytest.mark.parametrize("entry", entries(restarts=True))
 def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp_path: Path) -> None:
     harness.check_restart(entry, str(tmp_path))
 

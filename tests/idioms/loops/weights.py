@@ -88,7 +88,7 @@ def swa(job: Job) -> None:
 @idiom(
     "Swap averaged weights in to evaluate, and out again",
     WEIGHTS,
-    "Between `step` and the next `zero_grad`.",
+    "Hold `manager.state_dict_lock.write()` around each change: the state may be being saved or served.",
 )
 def swap_ema(job: Job) -> None:
     model = mlp()
@@ -98,7 +98,7 @@ def swap_ema(job: Job) -> None:
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
 
     def swap() -> None:
-        with torch.no_grad():
+        with manager.state_dict_lock.write(), torch.no_grad():
             for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
                 held = kept.clone()
                 kept.copy_(parameter)
@@ -121,12 +121,13 @@ def swap_ema(job: Job) -> None:
 @idiom(
     "Perturb the weights between zero_grad and step, and put them back (SAM)",
     WEIGHTS,
+    "Hold `manager.state_dict_lock.write()` around each change.",
     was="a group that healed meanwhile might get perturbed weights",
 )
 def sharpness_aware(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
+    manager = job.manager(*states(model=model, sgd=sgd))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
     parameters = list(model.parameters())
     while job.goes_on():
@@ -134,11 +135,11 @@ def sharpness_aware(job: Job) -> None:
         optimizer.zero_grad()
         kept = [parameter.detach().clone() for parameter in parameters]
         slopes = torch.autograd.grad(error(model, batch), parameters)
-        with torch.no_grad():
+        with manager.state_dict_lock.write(), torch.no_grad():
             for parameter, slope in zip(parameters, slopes, strict=True):
                 parameter.add_(slope, alpha=0.05)
         error(ddp, batch).backward()
-        with torch.no_grad():
+        with manager.state_dict_lock.write(), torch.no_grad():
             for parameter, value in zip(parameters, kept, strict=True):
                 parameter.copy_(value)
         optimizer.step()
