@@ -211,3 +211,20 @@ def test_groups_that_average_nothing_say_so_once(caplog: pytest.LogCaptureFixtur
     assert [group.committed for group in groups] == [[True] * 3] * 2
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "averaged" in r.getMessage()]
     assert sorted(warning.partition(":")[0] for warning in warnings) == ["a", "b"]
+
+
+def test_what_is_issued_after_a_collective_that_was_not_cleared_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' collective is still there until the abort: it would have met the next one of the odd group."""
+    abort = FakeProcessGroup.abort
+
+    def abort_late(group: FakeProcessGroup, errored: bool = True) -> None:
+        time.sleep(0.05)
+        abort(group, errored)
+
+    monkeypatch.setattr(FakeProcessGroup, "abort", abort_late)
+    started: list[int] = []
+    allgather = FakeProcessGroup.allgather
+    monkeypatch.setattr(FakeProcessGroup, "allgather", lambda *args: (started.append(1), allgather(*args))[1])
+    groups = train_in_memory([ALIKE] * 3, [ALIKE, ALIKE, Step(other_way_round)])
+    assert [group.committed for group in groups] == [[True, True, False]] * 2
+    assert len(started) == 4, "each group has compared its two collectives of the first step"

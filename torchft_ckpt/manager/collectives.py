@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from torchft_ckpt.core.patience import StallWatch
 from torchft_ckpt.core.sequence import Clearance
+from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.lane import Lane
 from torchft_ckpt.process_group.quantized import allreduce_quantized
@@ -164,7 +165,7 @@ class Collectives:
             self._watch.entered(now)
             self._arm()
             self._look_later()
-        future = self._start(issued, tensor, op, divisor, timeout, codec)
+        future = self._start(issued, tensor, op, divisor, timeout, failed, codec)
         if future is None:
             return done_work(tensor, failed)
         with self._lock:
@@ -178,6 +179,7 @@ class Collectives:
         op: ReduceOp | ReduceOp.RedOpType,
         divisor: int | None,
         timeout: timedelta,
+        failed: Callable[[], bool],
         codec: Codec | None,
     ) -> Future[torch.Tensor] | None:
         """Start, or queue; None if that failed, which has been noted."""
@@ -192,10 +194,17 @@ class Collectives:
             work = self._process_group.allreduce([tensor], options)
             return work.get_future().then(lambda done: self._finish(done.value, tensor, divisor))
 
+        def clear() -> None:
+            if is_clear:
+                return
+            if failed():
+                # One before it did not start: the others are still in theirs, and would take this comparison for it.
+                raise CollectiveFailedError(f"collective {issued.index + 1} was not started: the step had failed")
+            self._clearing.clear(issued, tensor.device, timeout)
+
         def start_later() -> None:
             try:
-                if not is_clear:
-                    self._clearing.clear(issued, tensor.device, timeout)
+                clear()
                 start().then(lambda done: later.set_result(tensor))
             except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
                 self._failed(error)
@@ -205,8 +214,7 @@ class Collectives:
             if codec is not None and has_peers:
 
                 def reduce() -> None:
-                    if not is_clear:
-                        self._clearing.clear(issued, tensor.device, timeout)
+                    clear()
                     allreduce_quantized(self._process_group, tensor, codec, divisor=divisor, timeout=timeout)
 
                 self._lane.run(lambda: later.set_result(self._finish(reduce, tensor, None)), tensor)
