@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+
 import pytest
 
-from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, route_source
+from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, leave_to_parent, route_source
 
 
 def test_the_advertised_address_follows_argument_environment_bind_and_route(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +32,20 @@ def test_ipv6_addresses_get_brackets() -> None:
 
 def test_a_header_of_any_bytes_is_compared_and_refused() -> None:
     assert not bearer_matches(b"Bearer \xff\xfe".decode(errors="surrogateescape"), "secret")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_destroys_nothing_that_is_left_to_its_parent() -> None:
+    class Resource:
+        pass
+
+    held = [Resource()]
+    leave_to_parent(held[0])
+    lives = weakref.ref(held[0])
+    pid = os.fork()
+    if pid == 0:
+        held.clear()
+        os._exit(lives() is None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    held.clear()
+    assert lives() is None, "it is not kept where it is used"

@@ -7,10 +7,12 @@ say). Never the bare host name, which may resolve to the slowest network card, o
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import ipaddress
 import os
 import socket
+import weakref
 
 from torchft_ckpt import config
 
@@ -99,7 +101,20 @@ def keep_from_forked_children(sock: socket.socket) -> None:
     _not_for_children[sock.fileno()] = os.fstat(sock.fileno()).st_ino
 
 
+_for_the_parent: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def leave_to_parent(resource: object) -> None:
+    """See to it that a forked child does not destroy an object of torch's that has threads: they are not there.
+
+    Its destructor would wait for them: it hangs, or crashes the child, when its garbage is collected or its interpreter ends.
+    """
+    _for_the_parent.add(resource)
+
+
 def _let_go_in_child() -> None:
+    for resource in list(_for_the_parent):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(resource))
     null = os.open(os.devnull, os.O_RDWR)
     for fd, inode in _not_for_children.items():
         try:

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from torchft_ckpt import config
 from torchft_ckpt.errors import ConfigError, GroupBrokenError
-from torchft_ckpt.network import advertised_host, join_host_port
+from torchft_ckpt.network import advertised_host, join_host_port, leave_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -119,15 +119,21 @@ def _open_store(addr: str, port: int, rank: int, world_size: int, timeout: timed
                 " MASTER_PORT (rank 0 will host it there)",
                 party="store_addr",
             )
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        return _host_store("127.0.0.1", 0, timeout)
     try:
         if rank == 0 and not _answers(addr, port):
-            return TCPStore(addr, port, is_master=True, wait_for_workers=False, timeout=timeout)
+            return _host_store(addr, port, timeout)
         return TCPStore(addr, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (DistNetworkError, DistStoreError, RuntimeError) as error:
         address = join_host_port(addr, port)
         message = f"group rank {rank} cannot reach its store at {address} within {timeout.total_seconds():g} s: {error}"
         raise GroupBrokenError(message, address) from error
+
+
+def _host_store(addr: str, port: int, timeout: timedelta) -> TCPStore:
+    store = TCPStore(addr, port, is_master=True, wait_for_workers=False, timeout=timeout)
+    leave_to_parent(store)
+    return store
 
 
 def _answers(addr: str, port: int) -> bool:

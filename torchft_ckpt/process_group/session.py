@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import ctypes
 import enum
 import logging
 import os
@@ -42,6 +41,7 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     TorchftCkptError,
 )
+from torchft_ckpt.network import leave_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +253,7 @@ class Session:
         assert connect is not None  # runs once
         try:
             self._slot.append(connect(self))
+            leave_to_parent(self._slot[0])
         except (RuntimeError, OSError, ValueError, TorchftCkptError) as error:
             failure = error.with_traceback(None)
         finally:
@@ -396,14 +397,3 @@ def _end_all() -> None:
     deadline = time.monotonic() + 2.0
     for session in sessions:
         session.join(max(0.0, deadline - time.monotonic()))
-
-
-def _keep_inherited() -> None:
-    """A forked child has none of the inner groups' threads: destroyed there, at its exit, they would hang or crash it."""
-    for session in _live.copy():
-        for group in session._slot:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_inherited)
