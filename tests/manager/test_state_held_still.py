@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.manager.still import hold_still, hold_to_save, tensors_in
+from torchft_ckpt.manager.still import Unsteady, hold_still, hold_to_save, tensors_in
 
 LONG = timedelta(seconds=20)
 
@@ -32,7 +32,7 @@ def trained_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_parameters_and_optimizer_state_stay_the_live_tensors():
     model, optimizer = trained_model()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    held = hold_still(state, [optimizer], set()).state
+    held = hold_still(state, [optimizer], Unsteady()).state
     assert held["model"]["0.weight"] is state["model"]["0.weight"]
     assert held["optimizer"]["state"][0]["exp_avg"] is state["optimizer"]["state"][0]["exp_avg"]
 
@@ -40,7 +40,7 @@ def test_parameters_and_optimizer_state_stay_the_live_tensors():
 def test_running_statistics_keep_their_values_while_the_model_runs_on():
     model, optimizer = trained_model()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    held = hold_still(model.state_dict(), [optimizer], set()).state
+    held = hold_still(model.state_dict(), [optimizer], Unsteady()).state
     model(torch.randn(4, 8))
     assert all(torch.equal(held[name], value) for name, value in before.items())
     assert not torch.equal(model[1].running_mean, before["1.running_mean"])
@@ -49,20 +49,20 @@ def test_running_statistics_keep_their_values_while_the_model_runs_on():
 def test_a_buffer_that_is_there_twice_is_one_tensor_afterwards():
     model, optimizer = trained_model()
     buffer = model[1].running_mean
-    held = hold_still({"a": buffer, "b": [buffer], "c": (buffer.view(2, 4),)}, [optimizer], set()).state
+    held = hold_still({"a": buffer, "b": [buffer], "c": (buffer.view(2, 4),)}, [optimizer], Unsteady()).state
     assert held["a"] is held["b"][0]
     assert held["a"] is not buffer
 
 
 def test_without_a_guarded_optimizer_nothing_is_copied():
     state = {"buffer": torch.ones(3)}
-    assert hold_still(state, [], set()).state is state
+    assert hold_still(state, [], Unsteady()).state is state
 
 
 def test_large_tensors_that_no_optimizer_owns_are_not_copied():
     _, optimizer = trained_model()
     state = {"backup": torch.zeros(1024 * 1024)}
-    assert hold_still(state, [optimizer], set()).state["backup"] is state["backup"]
+    assert hold_still(state, [optimizer], Unsteady()).state["backup"] is state["backup"]
 
 
 def test_of_what_optimizers_own_and_of_small_buffers_nothing_is_loose():
@@ -148,7 +148,7 @@ def test_a_source_whose_model_runs_on_serves_the_state_of_its_step():
     trainer.start()
     try:
         for step in range(10):
-            state = hold_still(model.state_dict(), [optimizer], set()).state
+            state = hold_still(model.state_dict(), [optimizer], Unsteady()).state
             source.send_checkpoint([1], step, state, LONG)
             received = destination.recv_checkpoint(0, source.metadata(), step, LONG)
             assert all(torch.equal(received[name], value) for name, value in state.items())
