@@ -238,7 +238,7 @@ class ReplicaState:
             has_reduced: a collective was issued in the open step.
             is_loading: what it has to load is on the way, or not known yet.
         """
-        if self.phase not in (Phase.ASKING, Phase.TRAINING) or wishes != self._wishes:
+        if not self.is_in_step or wishes != self._wishes:
             return False
         if not wishes.contributes or wishes.waits is not None:
             return False

@@ -78,10 +78,6 @@ class KnownSequences:
         """A word for all of them in their order; empty where there was none."""
         return self._digests[-1] if self._digests else ""
 
-    def digest_through(self, index: int) -> str:
-        """Return the word for those up to one of them, which is counted from 0."""
-        return self._digests[index]
-
     def voted(self) -> None:
         """The step was voted on. What is issued before the next one begins is compared, and not learned."""
         if self._num_voted is None:

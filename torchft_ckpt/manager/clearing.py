@@ -88,7 +88,7 @@ class Clearing:
         self, tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType, divisor: int | None, codec: Codec | None
     ) -> Issued:
         """Note a collective."""
-        kind = "average" if divisor is not None else getattr(op, "name", None) or op.op.name.lower()  # type: ignore[union-attr]
+        kind = "average" if divisor is not None else getattr(op, "name", None) or op.op.name  # type: ignore[union-attr]
         how = f" in {codec.name}" if codec is not None else ""
         what = f"{str(kind).lower()} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{how}"
         with self._lock:

@@ -63,7 +63,6 @@ class StateRegistry:
         self._layout: tuple[int, ParameterLayout] | None = None
         self._in_function = threading.local()
         self._unsteady = Unsteady()
-        """Addresses of what was found to have changed without the lock while it was served."""
         self._agreed_on: set[str] = set()
         self._frozen_for_rounds: str | None = None
         self._after_restore: list[Callable[[], None]] = []
@@ -165,8 +164,7 @@ class StateRegistry:
         return frozen_in_words([parameter.requires_grad for parameter in self._parameters()])
 
     def _parameters(self) -> list[torch.Tensor]:
-        optimizers = [*self._optimizers, *self._unguarded]
-        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        return _parameters_of([*self._optimizers, *self._unguarded])
 
     def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> dict[str, Any]:
         """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
@@ -197,13 +195,7 @@ class StateRegistry:
 
     def count_writes(self) -> list[Counted]:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
-        return [
-            counted
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for counted in count_writes(parameter)
-        ]
+        return [counted for parameter in _parameters_of(self._optimizers) for counted in count_writes(parameter)]
 
     @property
     def is_used_by_loops(self) -> bool:
@@ -271,6 +263,10 @@ class StateRegistry:
                 except Exception as error:
                     message = f"load_state_dict of {key!r} raised {type(error).__name__}: {error}"
                     raise StateDictLoadError(message, party=key) from error
+
+
+def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 class Healing:
