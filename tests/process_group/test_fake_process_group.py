@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import Ring
+from support.rings import Ring
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupConfigureError

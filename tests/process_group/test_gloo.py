@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import Ring, is_connecting, wait_until
+from support.rings import Ring, is_connecting, wait_until
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.errors import (

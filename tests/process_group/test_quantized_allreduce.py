@@ -12,9 +12,9 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import Ring, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import Ring, wait_until
 from torch.distributed import Work
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupError
