@@ -7,13 +7,11 @@ a state from in `core/ladder.py`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import operator
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
@@ -77,6 +75,7 @@ from torchft_ckpt.manager.saving import (
     template_to_load,
 )
 from torchft_ckpt.manager.still import StateHeld, hold_to_save
+from torchft_ckpt.threads import Thread, end_at_exit
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -193,7 +192,7 @@ class Checkpointer:
         self._in_flight: CapturedState | None = None
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
         self._owner = os.getpid()
@@ -202,7 +201,7 @@ class Checkpointer:
         self._copies_at_once = False
         """The state changes without the lock, as was found: each save copies it when it is called."""
         self._lock.add_before_write(self._detach)
-        atexit.register(self.shutdown)  # the thread of a save ends with the interpreter: the last save would be lost
+        end_at_exit(self.shutdown)  # or the last save would be lost
 
     def __repr__(self) -> str:
         what = "saving" if self._is_busy() else "idle"
@@ -317,7 +316,7 @@ class Checkpointer:
             timeout_s=self._timeout.total_seconds(),
         )
         worker = SaveWorker(task, captured, on_progress=self._on_progress)
-        thread = threading.Thread(target=self._run, args=(worker, task), name="torchft_ckpt-save", daemon=True)
+        thread = Thread(self._run, "torchft_ckpt-save", (worker, task))
         self._in_flight = captured
         try:
             thread.start()
@@ -393,7 +392,6 @@ class Checkpointer:
             logger.error(
                 "a save that was given up does not end, because its storage does not answer: its thread is left"
             )
-        atexit.unregister(self.shutdown)
         self._lock.remove_before_write(self._detach)
         self._pool.close("checkpointer")
 

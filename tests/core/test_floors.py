@@ -18,6 +18,7 @@ FLOORS = {
     "errors": 0,
     "config": 0,
     "network": 0,
+    "threads": 0,
     "core": 1,
     "coordination": 2,
     "checkpointing": 2,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
+from torchft_ckpt.threads import in_threads
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 50])

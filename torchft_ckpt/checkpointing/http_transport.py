@@ -46,6 +46,7 @@ from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
 from torchft_ckpt.network import advertised_host, wildcard_for
+from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -146,6 +147,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ssl_context=ssl_context,
             limits=_limits(max_connections, max_connections_per_client, max_requests_per_s),
         )
+        end_at_exit(self.shutdown)
         self._metadata = str(SourceAddress(host, self._server.port, "http" if ssl_context is None else "https"))
         self._options = FetchOptions(
             connect_timeout_s=connect.total_seconds(),

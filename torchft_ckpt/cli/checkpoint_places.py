@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.cli.summary import format_bytes
 from torchft_ckpt.cli.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
+from torchft_ckpt.threads import in_threads
 
 _NUM_THREADS = 8
 _STEP = re.compile(r"(?:\A|(?:step|iter)[-_=.]?)0*([0-9]{1,18})\Z", re.IGNORECASE)
@@ -115,10 +115,10 @@ def _places_of(location: str) -> list[Place]:
         return [Place(storage, "", name, _step_of(name), None)]
     places = [Place(storage, str(own), str(own), own.step, own) for own in list_checkpoints(storage)]
     others = [entry for entry in names if parse_checkpoint(entry) is None and TEMPORARY not in entry]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for entry, is_dcps in zip(others, pool.map(lambda entry: _holds_dcps(storage, entry), others), strict=True):
-            if is_dcps:
-                places.append(Place(storage, entry, entry, _step_of(entry), None))
+    are_dcps = in_threads(lambda entry: _holds_dcps(storage, entry), others, _NUM_THREADS)
+    for entry, is_dcps in zip(others, are_dcps, strict=True):
+        if is_dcps:
+            places.append(Place(storage, entry, entry, _step_of(entry), None))
     return places
 
 
@@ -188,8 +188,7 @@ def describe(opened: Opened) -> Described:
     place, checkpoint, reader = opened.place, opened.checkpoint, opened.reader
     names = place.storage.names(place.directory)
     paths = [f"{place.directory}/{name}" if place.directory else name for name in names]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        on_disk = sum(size or 0 for size in pool.map(place.storage.size, paths))
+    on_disk = sum(size or 0 for size in in_threads(place.storage.size, paths, _NUM_THREADS))
     manifests = [] if checkpoint is None else [part.manifest for part in checkpoint.parts]
     is_known = bool(manifests) if checkpoint is not None else reader is not None
     described = Described(

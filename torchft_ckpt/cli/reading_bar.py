@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torchft_ckpt.checkpointing.progress import make_bar
 from torchft_ckpt.cli.text import one_line
+from torchft_ckpt.threads import Thread
 
 _INTERVAL_S = 0.1
 
@@ -38,7 +39,7 @@ def reading_bar(title: str, total_bytes: int, reader: Counts) -> Iterator[None]:
         while not is_over.wait(_INTERVAL_S):
             bar.update(min(reader.bytes_read - first, total_bytes) - bar.n)
 
-    thread = threading.Thread(target=draw, name="torchft_ckpt-bar", daemon=True)
+    thread = Thread(draw, "torchft_ckpt-bar")
     thread.start()
     try:
         yield

@@ -34,6 +34,7 @@ from torchft_ckpt.core.lighthouse import (
 from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Refused, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
 from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, keep_from_forked_children
+from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class LighthouseServer:
                 f"the lighthouse cannot listen on {address}: {in_use_hint(error)}", address
             ) from error
         self._address = "http://" + join_host_port(advertised_host(hostname, bound=host), bound_port)
+        end_at_exit(self.shutdown)
         logger.info("lighthouse listens on %s, min_replicas=%d", self._address, min_replicas)
 
     def address(self) -> str:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from torchft_ckpt.threads import Thread
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -24,7 +26,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._owner = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(self._run, name)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -40,7 +40,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
 from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, tensors_in
-from torchft_ckpt.manager.worker import Worker
+from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
@@ -284,7 +284,7 @@ class Healing:
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._worker = Worker("torchft_ckpt-heal")
+        self._worker = Threads("torchft_ckpt-heal")
         self._fetch: Future[Any] | None = None
         self._wanted: QuorumFormed | StateLocated | None = None
         self._is_cancelled = False

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from torchft_ckpt.threads import Thread
+
 Job = Callable[[], None]
 
 
@@ -57,7 +59,7 @@ class Lane:
             if self._is_running:
                 return
             try:
-                threading.Thread(target=self._run, name="torchft_ckpt-collectives", daemon=True).start()
+                Thread(self._run, "torchft_ckpt-collectives").start()
             except RuntimeError:
                 self._jobs.pop()
                 raise

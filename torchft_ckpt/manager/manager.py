@@ -52,8 +52,8 @@ from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.still import StateToServe
-from torchft_ckpt.manager.worker import Worker
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
+from torchft_ckpt.threads import Threads, end_at_exit
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -242,7 +242,7 @@ class Manager:
             lock=self._state_dict_lock,
         )
         logger.info("%s serves its state at %s", self._launch.replica_id, self._transport.metadata())
-        self._worker = Worker("torchft_ckpt-quorum")
+        self._worker = Threads("torchft_ckpt-quorum")
         self._heal_in_place = heal_in_place
         self._healing = Healing(
             self._transport,
@@ -271,6 +271,7 @@ class Manager:
             on_stall=self._report_stall,
             on_wait=self._report_wait,
         )
+        end_at_exit(self.shutdown)
 
     def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
         launch = self._launch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchft_ckpt.manager.worker import Worker
+from torchft_ckpt.threads import in_background
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -31,7 +31,6 @@ class Exchange:
     def __init__(self, manager: Manager, should_quantize: bool | str) -> None:
         self._manager = manager
         self._should_quantize = should_quantize
-        self._worker = Worker("torchft_ckpt-outer")
         self._round: Future[None] | None = None
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self._done: torch.Event | None = None
@@ -48,7 +47,7 @@ class Exchange:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
-        self._round = self._worker.submit(lambda: self._run(choose))
+        self._round = in_background(lambda: self._run(choose), "torchft_ckpt-outer")
 
     def wait(self) -> None:
         """Wait for the averages. Where something went wrong the vote will say so.
@@ -69,10 +68,6 @@ class Exchange:
         """Wait until the round that is in flight is over, however it ends: nobody wants it any more."""
         with contextlib.suppress(Exception):
             self.wait()
-
-    def shutdown(self) -> None:
-        """End the thread once what it waits for is over; it is not waited for."""
-        self._worker.shutdown(timeout_s=0.0)
 
     def _run(self, choose: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._manager.wait_quorum()

@@ -32,6 +32,7 @@ from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Phase, Session
 from torchft_ckpt.process_group.store import StoreAddress
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
+from torchft_ckpt.threads import Thread
 
 
 class Event(Protocol):
@@ -58,7 +59,7 @@ class OperationWatch:
         self._changed = threading.Condition()
         self._pending: list[tuple[float, float, Event]] = []  # deadline, timeout_s, event; soonest deadline first
         self._is_open = True
-        self._thread = threading.Thread(target=self._run, name="nccl-operation-watch", daemon=True)
+        self._thread = Thread(self._run, "nccl-operation-watch")
         self._thread.start()
 
     def add(self, event: Event, timeout_s: float) -> None:
@@ -185,7 +186,7 @@ class ProcessGroupNCCL(ProcessGroupWrapper):
         if global_ranks:
             options.global_ranks_in_group = global_ranks
         backend = TorchProcessGroupNCCL(store, rank, world_size, options)
-        aborter = threading.Thread(target=backend.abort, name="nccl-abort", daemon=True)
+        aborter = Thread(backend.abort, "nccl-abort")
         watch = OperationWatch(
             lambda timeout_s: session.end(
                 CollectiveFailedError(

@@ -19,7 +19,6 @@ It does not know stores, sockets or which backend there is: those come as `conne
 
 from __future__ import annotations
 
-import atexit
 import copy
 import enum
 import logging
@@ -42,6 +41,7 @@ from torchft_ckpt.errors import (
     TorchftCkptError,
 )
 from torchft_ckpt.network import leave_to_parent
+from torchft_ckpt.threads import Thread, end_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 # when a backend thread that is not asleep has long left the tensors alone.
 _GRACE_S = 0.05
 _REAP_INTERVALS_S = (0.01, 0.05, 0.25)
-_live: set[Session] = set()
-_live_lock = threading.Lock()
 
 
 class Phase(enum.Enum):
@@ -93,8 +91,8 @@ class Session:
         self._connections_die = False
         self._released = threading.Event()
         self._owner = os.getpid()
-        self._thread = threading.Thread(target=self._run_connect, name=f"pg-connect {label}", daemon=True)
-        self._reaper = threading.Thread(target=self._reap, name=f"pg-reap {label}", daemon=True)
+        self._thread = Thread(self._run_connect, f"pg-connect {label}")
+        self._reaper = Thread(self._reap, f"pg-reap {label}")
 
     def __repr__(self) -> str:
         return f"Session({self.label}, {self._phase.value})"
@@ -121,8 +119,7 @@ class Session:
             ProcessGroupConfigureError: connecting failed or took longer than the timeout.
             ProcessGroupAbortedError: the session was ended by another thread.
         """
-        with _live_lock:
-            _live.add(self)
+        end_at_exit(self._end_at_exit)
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._phase is not Phase.CONNECTING, timeout_s)
@@ -281,10 +278,12 @@ class Session:
         self._finish_works()
         for close in self._closers:
             close()
-        with _live_lock:
-            _live.discard(self)
         self._released.set()
         logger.debug("%s: inner group dropped in %.3f s", self.label, time.monotonic() - started)
+
+    def _end_at_exit(self) -> None:
+        """An operation in flight must not hold the process until its timeout; the reaper is waited for."""
+        self.end(ProcessGroupAbortedError(f"{self.label}: the process exits"))
 
     def _finish_works(self) -> None:
         with self._changed:
@@ -385,15 +384,3 @@ def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupEr
     error = ProcessGroupConfigureError(f"{label}: {reason}", party=getattr(failure, "party", None))
     error.__cause__ = failure
     return error
-
-
-@atexit.register
-def _end_all() -> None:
-    """At exit, an operation in flight must not hold the process until its timeout."""
-    # Without the lock: where this is a forked child, another thread of the parent may have held it.
-    sessions = [session for session in _live.copy() if not session.is_inherited]
-    for session in sessions:
-        session.end(ProcessGroupAbortedError(f"{session.label}: the process exits"))
-    deadline = time.monotonic() + 2.0
-    for session in sessions:
-        session.join(max(0.0, deadline - time.monotonic()))

@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.errors import ProcessGroupConfigureError
+from torchft_ckpt.threads import Thread
 
 _NUM_IDLE_MAX = 8
 _PROBE_AFTER_S = 0.2
@@ -81,7 +82,7 @@ class _Pending:
         self.done = threading.Event()
         self.connection: StoreConnection | None = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"store-connect {host}:{port}", daemon=True)
+        self._thread = Thread(self._run, f"store-connect {host}:{port}")
         self._thread.start()
 
     def _run(self) -> None:

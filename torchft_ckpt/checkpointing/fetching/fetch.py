@@ -43,6 +43,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
+from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.1
@@ -423,7 +424,7 @@ class Fetch:
                 self._finishing.discard(client)
 
     def _spawn(self, work: Callable[[], None], name: str | None, *, is_peer: bool = False) -> None:
-        thread = threading.Thread(target=self._work, args=(work, name, is_peer), name="torchft_ckpt-fetch", daemon=True)
+        thread = Thread(self._work, "torchft_ckpt-fetch", (work, name, is_peer))
         with self._lock:
             if self._state.over:
                 return

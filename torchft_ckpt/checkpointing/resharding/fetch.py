@@ -50,6 +50,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
+from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.1
@@ -481,7 +482,7 @@ class ShardedFetch:
             return self._over is None
 
     def _spawn(self, work: Callable[[], None], name: str | None) -> threading.Thread:
-        thread = threading.Thread(target=self._guarded, args=(work, name), name="torchft_ckpt-fetch-parts", daemon=True)
+        thread = Thread(self._guarded, "torchft_ckpt-fetch-parts", (work, name))
         with self._changed:
             self._threads.append(thread)
         thread.start()

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
+from torchft_ckpt.threads import Threads, in_threads
 
 logger = logging.getLogger(__name__)
 _MAX_THREADS = 32
@@ -158,7 +159,8 @@ class JobPeers:
         limit_s = min(DONE_TIMEOUT_S, self.options.connect_timeout_s)
         options = replace(self.options, connect_timeout_s=limit_s, stall_timeout_s=limit_s)
 
-        def tell(address: SourceAddress, manifest: Manifest) -> None:
+        def tell(one: tuple[SourceAddress, Manifest]) -> None:
+            address, manifest = one
             source = SourceClient(address, manifest.step, options)
             try:
                 source.tell_done(manifest)
@@ -167,12 +169,7 @@ class JobPeers:
             finally:
                 source.release()
 
-        with ThreadPoolExecutor(min(len(kept), _MAX_THREADS), thread_name_prefix="torchft_ckpt-peers") as threads:
-            for address, manifest in kept:
-                try:
-                    threads.submit(tell, address, manifest)
-                except RuntimeError:  # the interpreter ends
-                    tell(address, manifest)
+        in_threads(tell, kept, _MAX_THREADS, "torchft_ckpt-peers")
 
     def hold(self, step: int | None, deadline: float) -> HeldStep:
         """Have all ranks of one group, and of others as far as they can, keep the state of one step for us.
@@ -265,7 +262,7 @@ class JobPeers:
                 source.release()
 
         num_ranks = sum(map(len, self._clients))
-        with ThreadPoolExecutor(min(num_ranks, _MAX_THREADS), thread_name_prefix="torchft_ckpt-peers") as threads:
+        with Threads("torchft_ckpt-peers", min(num_ranks, _MAX_THREADS)) as threads:
             asked = [[threads.submit(ask, client) for client in group] for group in self._clients]
             try:
                 first = _first_whole(asked)

@@ -14,7 +14,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
@@ -26,6 +25,7 @@ from torchft_ckpt.checkpointing.serving.limits import ClientLimits, ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
+from torchft_ckpt.threads import Thread, Threads
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,12 +75,12 @@ class CheckpointServer:
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
-        self._executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="torchft_ckpt-serve")
+        self._executor = Threads("torchft_ckpt-serve", _NUM_THREADS)
         self._handlers = CheckpointHandlers(shelf, self._executor, token=token, on_registered=self._touch_buffers)
         self._runner: web.AppRunner | None = None
         self._stop_lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchft_ckpt-serve", daemon=True)
+        self._thread = Thread(self._run, "torchft_ckpt-serve")
         self._thread.start()
         self._call(self._start, _START_TIMEOUT_S)
 

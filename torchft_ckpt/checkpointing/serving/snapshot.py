@@ -23,7 +23,6 @@ import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -44,6 +43,7 @@ from torchft_ckpt.checkpointing.state.space import Memory, Space, pieces_of, pla
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.errors import CheckpointError, StateChangedError
+from torchft_ckpt.threads import in_threads
 
 logger = logging.getLogger(__name__)
 _STAGING_TIMEOUT = timedelta(seconds=120)
@@ -626,9 +626,7 @@ class Snapshot:
             for block in blocks:
                 self._copy_block(block, phase)
             return
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="torchft_ckpt-detach") as threads:
-            for _ in threads.map(lambda block: self._copy_block(block, phase), blocks):
-                pass
+        in_threads(lambda block: self._copy_block(block, phase), blocks, num_threads, "torchft_ckpt-detach")
 
     def _copy_block(self, block: int, phase: Phase) -> None:
         """Copy a block in this phase, without holding `_changed`: nobody mutates the live memory before the caller returns."""

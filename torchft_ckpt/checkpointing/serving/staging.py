@@ -13,6 +13,7 @@ import torch
 
 from torchft_ckpt.checkpointing.state.space import Memory
 from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.threads import Thread
 
 
 class Staging:
@@ -47,7 +48,7 @@ class Staging:
             if self._is_started or self._is_too_late:
                 return
             self._is_started = True
-        threading.Thread(target=self._run, name="torchft_ckpt-staging", daemon=True).start()
+        Thread(self._run, "torchft_ckpt-staging").start()
 
     def _run(self) -> None:
         try:

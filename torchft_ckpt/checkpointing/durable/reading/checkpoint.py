@@ -26,7 +26,6 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
     decode_part,
 )
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
-from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -34,6 +33,7 @@ from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.boxes import Box, intersect, whole
 from torchft_ckpt.core.coverage import missing_boxes, subtract
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
+from torchft_ckpt.threads import in_threads
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing.durable.storage.contract import Storage

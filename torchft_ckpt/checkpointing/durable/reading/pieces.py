@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, PieceIndex, SavedTensor
-from torchft_ckpt.checkpointing.durable.reading.in_threads import in_threads
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
@@ -26,6 +25,7 @@ from torchft_ckpt.checkpointing.state.regions import Region, c_strides
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
 from torchft_ckpt.core.boxes import Box, fits, intersect
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError
+from torchft_ckpt.threads import in_threads
 
 logger = logging.getLogger(__name__)
 

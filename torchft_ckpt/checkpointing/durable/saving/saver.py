@@ -25,6 +25,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateChangedError, StorageError
+from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 _HEAD_START_S = 0.03
@@ -135,7 +136,7 @@ class SaveWorker:
     def run(self) -> None:
         """Do it; the outcome is in `future`."""
         task = self._task
-        ahead = threading.Thread(target=self._copy_ahead, name="torchft_ckpt-stage", daemon=True)
+        ahead = Thread(self._copy_ahead, "torchft_ckpt-stage")
         try:
             try:
                 ahead.start()

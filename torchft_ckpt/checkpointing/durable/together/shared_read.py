@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
@@ -50,6 +50,7 @@ from torchft_ckpt.config import TOKEN, resolve
 from torchft_ckpt.core.boxes import Box, contains, fits, relative_to
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError
+from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 _MAX_SOURCES_AT_ONCE = 16
@@ -319,7 +320,7 @@ class SharedRead:
         if left:
             logger.warning("nobody else can read %d boxes that member %d wants", len(left), me)
         fetched: dict[int, Future[bool]] = {}
-        with ThreadPoolExecutor(_MAX_SOURCES_AT_ONCE, thread_name_prefix="torchft_ckpt-together") as threads:
+        with Threads("torchft_ckpt-together", _MAX_SOURCES_AT_ONCE) as threads:
 
             def begin(member: int, ready: _Ready) -> None:
                 if ready.is_served:
