@@ -382,7 +382,7 @@ def test_who_loaded_beside_its_forward_pass_says_so_until_its_state_was_found_eq
     state = healed()
     assert asks(state) == (True, True, True)
     plan = compares(state, join_budget_s=5.0)
-    assert (plan.load, plan.compare, plan.load_before_forward, plan.comparison_wait_s) == (True, True, False, 0.25)
+    assert (plan.load, plan.compare, plan.load_before_forward, plan.transfer_wait_s) == (True, True, False, 0.25)
     assert state.comparison_finished(Comparison.EQUAL, before_forward=False)
     commit(state, 8)
     assert asks(state) == (False, True, True)  # another rank of its group may have found a difference
@@ -405,12 +405,12 @@ def test_what_differed_beside_the_forward_pass_is_compared_again_and_waited_for_
     assert not state.comparison_finished(Comparison.DIFFERENT, before_forward=False)
     commit(state, 8)
     plan = compares(state, StateVersion(step=9, quorum_id=5, epoch="e"), join_budget_s=5.0)
-    assert (plan.compare, plan.comparison_wait_s) == (True, 2.5)
+    assert (plan.compare, plan.transfer_wait_s) == (True, 2.5)
 
 
 def test_it_never_waits_for_longer_than_half_of_what_the_others_grant() -> None:
-    assert compares(healed(), join_budget_s=0.1).comparison_wait_s == 0.05
-    assert compares(healed(join_budget_s=0.2)).comparison_wait_s == 0.1
+    assert compares(healed(), join_budget_s=0.1).transfer_wait_s == 0.05
+    assert compares(healed(join_budget_s=0.2)).transfer_wait_s == 0.1
 
 
 def test_buffers_that_differ_are_harmless_where_all_else_came_out_equal_of_a_step_with_them() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ from test_manager_in_process import SHORT, Replica, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.errors import SourceLostError
+from torchft_ckpt.manager.healing import Healing
 
 SETTLED = 5
 """Steps that a group that came back has to contribute to before a test ends."""
@@ -162,13 +163,57 @@ def come_back(
     return stayed, back
 
 
-@pytest.fixture
-def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, the first comparison is over before the forward pass."""
-    monkeypatch.setattr("torchft_ckpt.core.replica.FIRST_COMPARISON_S", 60.0)
+@pytest.fixture(autouse=True)
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a replica's first transfer ends beside its forward pass, and the next ones before it.
+
+    A transport's `late_at` has the numbers of the transfers that end beside it.
+    """
+    has_arrived = Healing.has_arrived
+    num_waits: collections.Counter[Healing] = collections.Counter()
+
+    def in_time(self: Healing, within_s: float) -> bool:
+        num_waits[self] += 1
+        is_late = num_waits[self] in getattr(self._transport, "late_at", [1])
+        return not is_late and has_arrived(self, 60.0)
+
+    monkeypatch.setattr(Healing, "has_arrived", in_time)
 
 
-@pytest.mark.usefixtures("in_time")
+class Timed(HTTPTransport[Any]):
+    """Its receives end beside a forward pass, or fail: the first is the one that heals, the second compares."""
+
+    def __init__(self, *, late_at: Sequence[int] = (1,), fail_at: Sequence[int] = ()) -> None:
+        super().__init__(timeout=SHORT, hostname="127.0.0.1")
+        self.late_at = late_at
+        self.fail_at = fail_at
+        self.num_receives = 0
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        self.num_receives += 1
+        if self.num_receives in self.fail_at:
+            raise SourceLostError("the source is gone", "source")
+        return super().fetch_checkpoint(sources, step, timeout, **how)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_group_that_has_its_state_before_its_forward_pass_contributes_to_the_next_step(
+    lighthouse: LighthouseServer, kind: type[Loop]
+) -> None:
+    stayed, back = come_back(lighthouse, kind, checkpoint_transport=Timed(late_at=[]))
+    assert back.contributed == back.committed[1:]
+    assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
+    assert back.manager.statistics().num_healed == 1
+    assert back.manager.statistics().num_corrected == 0
+    assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
+
+
+def test_a_transfer_that_fails_before_the_forward_pass_costs_nobody_a_step(lighthouse: LighthouseServer) -> None:
+    stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(late_at=[], fail_at=[1]))
+    assert back.contributed == back.committed[1:]
+    assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
+
+
 @pytest.mark.parametrize("kind", LOOPS)
 def test_it_is_bit_equal_to_the_survivors_from_its_first_contribution_on(
     lighthouse: LighthouseServer, kind: type[Loop]
@@ -184,49 +229,11 @@ def test_it_is_bit_equal_to_the_survivors_from_its_first_contribution_on(
     assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
 
 
-class Gated(HTTPTransport[Any]):
-    """Lets some receives wait for a gate, or fail. The first receive is the one that heals, the second compares."""
-
-    def __init__(self, **at_receives: Any) -> None:
-        super().__init__(timeout=SHORT, hostname="127.0.0.1")
-        self.gate = threading.Event()
-        self.wait_at: Sequence[int] = at_receives.get("wait_at", ())
-        self.fail_at: Sequence[int] = at_receives.get("fail_at", ())
-        self.num_receives = 0
-
-    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
-        self.num_receives += 1
-        if self.num_receives in self.fail_at:
-            raise SourceLostError("the source is gone", "source")
-        if self.num_receives in self.wait_at:
-            assert self.gate.wait(20)
-            self.gate.clear()
-        return super().fetch_checkpoint(sources, step, timeout, **how)
-
-
-class PassesGate(Loop):
-    """Opens the gate when it is beside its forward pass."""
-
-    def between_backward_and_step(self) -> None:
-        super().between_backward_and_step()
-        transport = self.manager.transport
-        if isinstance(transport, Gated) and transport.num_receives in transport.wait_at:
-            transport.gate.set()
-
-
-class PlainLate(PassesGate, Plain):
-    """A plain loop whose state is compared beside its forward pass."""
-
-
-class L2ByHandLate(PassesGate, L2ByHand):
-    """Likewise, with weight decay by hand."""
-
-
 def test_a_comparison_that_takes_long_goes_on_beside_the_forward_pass(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "torchft_ckpt.manager"):
-        stayed, back = come_back(lighthouse, PlainLate, checkpoint_transport=Gated(wait_at=[2]))
+        stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(late_at=[1, 2]))
     assert back.contributed == back.committed[2:]
     assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
     assert back.manager.statistics().num_corrected == 0
@@ -241,7 +248,7 @@ def test_what_differs_beside_the_forward_pass_is_loaded_there_named_and_compared
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "torchft_ckpt.manager"):
-        stayed, back = come_back(lighthouse, L2ByHandLate, checkpoint_transport=Gated(wait_at=[2]))
+        stayed, back = come_back(lighthouse, L2ByHand, checkpoint_transport=Timed(late_at=[1, 2]))
     assert back.contributed == back.committed[3:], "its third step is the first that began with the right state"
     assert all(back.after[step] == stayed[0].after[step] for step in [back.committed[2], *back.contributed])
     assert back.manager.statistics().num_corrected == 2
@@ -254,7 +261,7 @@ def test_what_differs_beside_the_forward_pass_is_loaded_there_named_and_compared
 def test_a_comparison_that_fails_costs_no_step_and_is_made_again(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Gated(fail_at=[2, 3]))
+    stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(fail_at=[2, 3]))
     assert back.contributed == back.committed[4:]
     assert back.committed == sorted(set(range(back.committed[0], back.committed[-1] + 1)))
     assert len([line for line in caplog.messages if "could not compare its state" in line]) == 2
@@ -272,7 +279,6 @@ class Foreign:
 
 
 @pytest.mark.parametrize("kind", [Plain, AdaptiveClipping])
-@pytest.mark.usefixtures("in_time")
 def test_with_a_transport_of_torchft_the_whole_state_is_received_and_compared(
     lighthouse: LighthouseServer, kind: type[Loop]
 ) -> None:

@@ -49,9 +49,10 @@ from torchft_ckpt.core.messages import (
     StateVersion,
 )
 
-FIRST_COMPARISON_S = 0.25
-"""So long a training thread waits for the first comparison before its forward pass. Those that contribute wait for it then, and
-most states are compared in milliseconds. One that takes longer is compared beside the forward pass."""
+FIRST_WAIT_S = 0.25
+"""So long a training thread waits before its forward pass for a transfer that may also end beside it, as a state that is there by
+then needs no comparison in the next step. Those that contribute wait for this replica then. A larger state is fetched, or
+compared, beside the forward pass."""
 
 
 class Comparison(Enum):
@@ -107,8 +108,8 @@ class StepPlan:
     load_before_forward: bool
     compare: bool = False
     """It has the name of the state that is here, and is to be loaded where it differs."""
-    comparison_wait_s: float = 0.0
-    """How long the training thread waits for the comparison before its forward pass."""
+    transfer_wait_s: float = 0.0
+    """How long the training thread waits before its forward pass for a transfer that may also end beside it."""
     serve: bool
     """`formed.destinations` want this replica's state."""
 
@@ -370,7 +371,7 @@ class ReplicaState:
             load=load or compare,
             load_before_forward=(load or compare) and formed.role in (Role.INLINE, Role.LEARNER),
             compare=compare and formed.role is Role.JOINER,
-            comparison_wait_s=self._comparison_wait_s(formed),
+            transfer_wait_s=self._transfer_wait_s(formed) if self._compares else 0.0,
             serve=bool(formed.destinations),
         )
 
@@ -388,10 +389,10 @@ class ReplicaState:
             self.unverified = self._on_probation = True
         return was_on_probation
 
-    def _comparison_wait_s(self, formed: QuorumFormed) -> float:
+    def _transfer_wait_s(self, formed: QuorumFormed) -> float:
         """Those that contribute wait for this replica's collectives; half of what they grant is left for those themselves."""
         most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
-        return min(FIRST_COMPARISON_S, most_s) if self._last_comparison is None else most_s
+        return min(FIRST_WAIT_S, most_s) if self._last_comparison is None else most_s
 
     def configure_finished(self) -> None:
         """The process group of the open quorum is ready."""

@@ -324,9 +324,10 @@ class Healing:
 
         self._fetch = self._worker.submit(fetch)
 
-    def is_over(self, within_s: float) -> bool:
-        """Wait at most so long for the fetch; return whether it has ended, well or not."""
-        return self._fetch is not None and not wait([self._fetch], within_s).not_done
+    def has_arrived(self, within_s: float) -> bool:
+        """Wait at most so long for the fetch; return whether it is over and did not fail."""
+        fetch = self._fetch
+        return fetch is not None and not wait([fetch], within_s).not_done and fetch.exception() is None
 
     def differences(self) -> Differences:
         """Return what was found to differ, where it was to be compared; call it after `wait`."""

@@ -568,8 +568,9 @@ class Manager:
                 return  # what it computed is not of the state that arrives, which is loaded at the vote
             plan = self._talk.plan()
             if self._is_load_pending and plan is not None:
-                is_there = plan.compare and self._healing.is_over(plan.comparison_wait_s)
-                if plan.load_before_forward or is_there:
+                # One that failed is for the vote: an error before the collectives would break them for all.
+                is_there = plan.load_before_forward or self._healing.has_arrived(plan.transfer_wait_s)
+                if is_there:
                     self._load(before_forward=True)
 
     def _may_keep_step(self, wishes: StepWishes) -> bool:

@@ -175,15 +175,22 @@ class Trainer:
         if self._plan.load_before_forward and self._is_loading:
             self._after_load = lambda: self._load(before_forward=True, then=lambda: self._forward(turn))
             self._check_load()
-        elif self._plan.compare and self._is_loading:
-            self._after_load = lambda: self._load(before_forward=True, then=lambda: self._forward(turn))
-            self._later(self._plan.comparison_wait_s, lambda: self._stop_waiting(turn))
+        elif self._is_loading and self._plan.transfer_wait_s:
+            self._after_load = lambda: self._load_in_time(turn)
+            self._later(self._plan.transfer_wait_s, lambda: self._stop_waiting(turn))
             self._check_load()
         else:
             self._forward(turn)
 
+    def _load_in_time(self, turn: int) -> None:
+        """A transfer that failed is for the vote: an error before the collectives would break them for all."""
+        if self._is_cancelled or self._arrival is None or self._arrival[0] is Arrival.FAILED:
+            self._forward(turn)
+        else:
+            self._load(before_forward=True, then=lambda: self._forward(turn))
+
     def _stop_waiting(self, turn: int) -> None:
-        """The comparison is not there yet: go on with it beside the forward pass."""
+        """The state is not there yet: go on with the transfer beside the forward pass."""
         if turn == self._turn and self._after_load is not None:
             self._after_load = None
             self._forward(turn)
