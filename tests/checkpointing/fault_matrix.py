@@ -8,6 +8,7 @@ the judgement holds whatever requests a receive makes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import inspect
@@ -42,6 +43,7 @@ STEP = 7
 LEASE = timedelta(minutes=30)
 STALL_S = 0.3
 PATIENT_STALL_S = 1.2
+GIVE_WAY_S = 0.2
 TIMEOUT_S = 20.0
 SLACK_S = 4.0
 """How much later than its deadline a receive may end: scheduling on a busy machine, nothing that the library waits for."""
@@ -69,13 +71,26 @@ def make_state(seed: int) -> State:
     }
 
 
-KINDS = ("manifest", "digests", "peers", "blocks", "done")
+KINDS = ("manifest", "digests", "peers", "blocks", "done", "samples")
 """The kinds of requests that a receive may make, by the last word of the path; it need not make each."""
+NEEDED = ("manifest", "blocks")
+"""Those without whose answers there is no state."""
 NUM_BYTES = 76_000
 """About how many bytes of answers a receive gets."""
 STATE = make_state(STEP)
 OLD = make_state(STEP - 4)
 NUM_BLOCKS = 17
+SORTS_OF_BLOCKS = {
+    "the first": 0,
+    "within one tensor": 2,
+    "two tensors, a whole one between them, padding": 4,
+    "two tensors with padding between them": 9,
+    "three tensors with padding between them": 11,
+    "equal to what is here": 13,
+    "two tensors without padding between them": 15,
+    "the last, shorter": 16,
+}
+"""A block of every sort."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,14 @@ class Mode:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """The kinds of requests that such a receive makes where nothing is wrong and nothing slow."""
+        several = len(self.sources) > 1
+        samples = ("samples",) if self.local and not several else ()
+        digests = ("digests",) if self.local or several else ()
+        return ("manifest", "blocks", "done", *digests, *samples)
+
 
 RECV = Mode("recv", fetch=False)
 MODES = [RECV]
@@ -101,6 +124,19 @@ if HAS_FETCH:
         Mode("faulty_then_healthy", ("faulty", "healthy")),
         Mode("healthy_then_faulty_in_place", ("healthy", "faulty"), local=True, in_place=True),
     ]
+
+
+def modes_for(kind: str, mode: Mode) -> list[Mode]:
+    """Return the modes, this one among them or none, between which faults in answers of a kind are divided by default.
+
+    Each has faults in what every receive needs: only modes that differ in where the state goes, and are alike in what they ask
+    and whom, share them. What else is asked is shared by all that ask it.
+    """
+    if kind not in mode.asks:
+        return []
+    if kind in NEEDED:
+        return [other for other in MODES if (other.fetch, len(other.sources)) == (mode.fetch, len(mode.sources))]
+    return [other for other in MODES if kind in other.asks]
 
 
 class Expect(Enum):
@@ -125,6 +161,7 @@ class Case:
     must_fire: bool = False
     num_fired: int = 0
     ran_out_of_time: bool = False
+    _gives_way_until: float | None = None
 
     def may_have_more_time(self) -> bool:
         """Whether its time was over before its fault was there, and there is more to give."""
@@ -134,6 +171,17 @@ class Case:
     def give_more_time(self) -> None:
         """Four times the deadline, and a patience that a healthy source does not use up."""
         self.timeout_s, self.stall_s = min(4 * self.timeout_s, TIMEOUT_S), PATIENT_STALL_S
+
+    async def give_way(self, answer: Answer, wire: Wire) -> None:
+        """What the proxy does with an answer of a healthy source that is the first: its blocks wait a moment for the fault.
+
+        Else it would have brought so small a state before the faulty one is asked for anything.
+        """
+        if self._gives_way_until is None:
+            self._gives_way_until = time.monotonic() + GIVE_WAY_S
+        while answer.kind == "blocks" and not self.num_fired and time.monotonic() < self._gives_way_until:
+            await asyncio.sleep(0.005)
+        await pass_on(answer, wire)
 
     async def apply(self, answer: Answer, wire: Wire) -> None:
         """What the proxy does with an answer."""
@@ -192,6 +240,7 @@ class Slot:
         for transport in (self.source, self.healthy):
             transport.send_checkpoint([], STEP, STATE, LEASE)
         self.gate: Gate = proxy.gate(parse_metadata(self.source.metadata()).port)
+        self.healthy_gate: Gate = proxy.gate(parse_metadata(self.healthy.metadata()).port)
         self._destinations: dict[float, HTTPTransport] = {}
         self.local = make_state(OLD["step"])
         self.received: State | None = None
@@ -209,6 +258,9 @@ class Slot:
         if not mode.fetch:
             return destination.recv_checkpoint(0, self.gate.url, STEP, timeout)
         urls = {"faulty": self.gate.url, "healthy": self.healthy.metadata()}
+        if mode.sources[0] == "healthy":
+            self.healthy_gate.arm(case.give_way)
+            urls["healthy"] = self.healthy_gate.url
         local = self.local if mode.local else None
         return destination.fetch_checkpoint(  # type: ignore[attr-defined]
             [urls[name] for name in mode.sources], STEP, timeout, local_state=local, in_place=mode.in_place
@@ -244,6 +296,7 @@ class FaultBench:
         """A file that appears when somebody unpickles what the faults send."""
         self._proxy = ScriptedProxy()
         self._slots: list[Slot] = []
+        self._is_warm: set[tuple[Mode, float, int]] = set()
 
     def close(self) -> None:
         """Shut everything down."""
@@ -252,11 +305,13 @@ class FaultBench:
         self._proxy.__exit__()
 
     def warm(self, mode: Mode, num_slots: int, stall_s: float) -> None:
-        """Make slots, and receive once with each."""
+        """Make slots, and receive with each that has not received so yet."""
         while len(self._slots) < num_slots:
             self._slots.append(Slot(self._proxy))
-        for slot in self._slots[:num_slots]:
-            assert self._run(slot, mode, Case("warm up", stall_s=stall_s), Tally()) == []
+        for number, slot in enumerate(self._slots[:num_slots]):
+            if (mode, stall_s, number) not in self._is_warm:
+                assert self._run(slot, mode, Case("warm up", stall_s=stall_s), Tally()) == []
+                self._is_warm.add((mode, stall_s, number))
 
     def run(self, mode: Mode, cases: Sequence[Case], *, concurrency: int) -> Tally:
         """Run cases, several at once; raise AssertionError with the names of those that came out wrong.
@@ -343,6 +398,7 @@ class FaultBench:
         """How many threads and descriptors there are, without those that the proxy keeps for the next case."""
         for slot in self._slots:
             slot.gate.arm()
+            slot.healthy_gate.arm()
         self._proxy.drop_spare()
         return len(thread_names()), len(os.listdir("/proc/self/fd"))
 

@@ -196,8 +196,8 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """The last word of the path: `manifest`, `blocks`, `digests`, `peers` or `done`."""
-        return "blocks" if "/blocks/" in self.path else self.path.partition("?")[0].rpartition("/")[2]
+        """The last word of the path: `manifest`, `blocks`, `digests`, `samples`, `peers` or `done`."""
+        return kind_of(self.path)
 
     @property
     def body(self) -> bytes:
@@ -225,6 +225,11 @@ def set_headers(head: bytes, **headers: str | None) -> bytes:
     kept = [line for line in lines if line.partition(b":")[0].strip().lower() not in names]
     added = [f"{name.replace('_', '-')}: {value}".encode() for name, value in headers.items() if value is not None]
     return b"\r\n".join([first, *kept, *added]) + b"\r\n\r\n"
+
+
+def kind_of(path: str) -> str:
+    """The last word of a path; `blocks` where blocks are asked for."""
+    return "blocks" if "/blocks/" in path else path.partition("?")[0].rpartition("/")[2]
 
 
 def _path(request: bytes) -> str:

@@ -1,6 +1,7 @@
-"""Every kind of fault at every block boundary of a transfer, and at random bytes of it, in every way to receive.
+"""Every kind of fault at every sort of block boundary of a transfer, and at random bytes of it, in every way to receive.
 
 One item for each kind and way; its cases run inside, and a failure names those that came out wrong. The seed is printed.
+`scripts/test --thorough` takes every block and every edge in every way, and more random bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +21,26 @@ from fault_matrix import (
     FRAME_BYTES,
     KINDS,
     MODES,
+    NEEDED,
     NUM_BLOCKS,
     NUM_BYTES,
     PATIENT_STALL_S,
+    SORTS_OF_BLOCKS,
     STALL_S,
+    STATE,
     Case,
     Expect,
     Exploit,
     FaultBench,
     Mode,
     fault_bench,
+    modes_for,
 )
-from faulty_proxy import Answer, RequestFault, Wire, pass_on, set_headers
+from faulty_proxy import Answer, RequestFault, Wire, kind_of, pass_on, set_headers
+from support.thoroughness import THOROUGH, by_default
 
+from torchft_ckpt.checkpointing.state.space import plan_space
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,
@@ -44,11 +52,15 @@ from torchft_ckpt.errors import (
 )
 
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20261120"))
-NUM_RANDOM = int(os.environ.get("FAULT_MATRIX_RANDOM", "20"))
+NUM_RANDOM = int(os.environ.get("FAULT_MATRIX_RANDOM", by_default(6, thorough=20)))
 ANY = (TransferError, StateFormatError)
 _DRIPS = 12
 """How many bytes drip before the deadline: fewer than a digest has, which is the least that is left of an answer."""
+BLOCKS = by_default(SORTS_OF_BLOCKS, thorough={str(block): block for block in range(NUM_BLOCKS)})
+EDGES = ("start", "body", "end")
 Act = Callable[[Answer, int, Wire], Awaitable[None]]
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -365,29 +377,89 @@ def make_case(kind: Kind, mode: Mode, place: Place, generator: random.Random, *,
 def make_cases(kind: Kind, mode: Mode) -> list[Case]:
     """Return the cases of one kind in one mode.
 
-    The plain mode gets every block boundary, before a block and before its digest, once and at every attempt; the edges of
-    every kind of answer; random bytes. The other modes get every block too, with one of those variants each.
+    The plain mode gets a block of every sort, before the block and before its digest, once and at every attempt; the edges of
+    every kind of answer; random bytes. The other modes get every sort of block too, with one of those variants each.
     """
     generator = random.Random(f"{SEED} {kind} {mode}")
-    num_random = NUM_RANDOM if not mode.fetch else NUM_RANDOM // 5
+    num_random = NUM_RANDOM if not mode.fetch else max(NUM_RANDOM // 5, 1)
     places: list[tuple[Place, bool]] = []
     # What ends a receive at once, or is no fault, cannot be there a second time.
     times = (False,) if kind.name in ("stall", "drip", "fragment") else (False, True)
-    for block in range(NUM_BLOCKS):
+    for block in BLOCKS.values():
         variants = [(AtBlock(block, inside), once) for inside in (0, BLOCK_BYTES) for once in times]
         places += variants if not mode.fetch else [generator.choice(variants)]
-    for what in KINDS:
-        for edge in ("start", "body", "end"):
-            both = [(AtEdge(what, edge), once) for once in times]
-            places += both if not mode.fetch else [generator.choice(both)]
-        if what != "blocks":
-            places += [(Within(what, generator.randrange(1000)), False) for _ in range(num_random // 4)]
+    for place in edges_of(mode):
+        both = [(place, once) for once in times]
+        places += both if not mode.fetch else [generator.choice(both)]
+    answers = [what for what in KINDS if what != "blocks" and (THOROUGH or what in mode.asks)]
+    if mode.fetch and not THOROUGH:
+        answers = [generator.choice(answers)]
+    for what in answers:
+        places += [(Within(what, generator.randrange(1000)), False) for _ in range(max(num_random // 4, 1))]
     places += [(AtByte(generator.randrange(NUM_BYTES)), True) for _ in range(num_random)]
     places += [
         (AtBlock(generator.randrange(NUM_BLOCKS), generator.randrange(FRAME_BYTES)), False)
-        for _ in range(num_random // 2)
+        for _ in range(max(num_random // 2, 1))
     ]
     return [make_case(kind, mode, place, generator, once=once) for place, once in places]
+
+
+def edges_of(mode: Mode) -> list[AtEdge]:
+    """Return the edges of answers at which every kind of fault is put.
+
+    By default, what is asked in this mode: all edges of what every receive needs, and those of the other answers divided
+    between the modes; the plain one gets all.
+    """
+    edges = []
+    for number, what in enumerate(KINDS):
+        alike = [other for other in modes_for(what, mode) if other.fetch]
+        for index, edge in enumerate(EDGES):
+            is_our_turn = bool(alike) and alike[(index + number) % len(alike)] == mode
+            if THOROUGH or (what in mode.asks and (what in NEEDED or not mode.fetch or is_our_turn)):
+                edges.append(AtEdge(what, edge))
+    return edges
+
+
+def test_the_modes_together_have_faults_at_every_edge_of_what_is_asked() -> None:
+    asked = {what for mode in MODES for what in mode.asks}
+    assert {AtEdge(what, edge) for what in asked for edge in EDGES} <= {
+        edge for mode in MODES for edge in edges_of(mode)
+    }
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_receive_asks_for_what_its_mode_says(bench: FaultBench, mode: Mode) -> None:
+    """Else faults would be put where nothing passes, or left out where something does. A busy machine may ask for more."""
+    slot = bench.slot(mode, PATIENT_STALL_S)
+    asked: set[str] = set()
+    for _ in range(30):  # one source of two may be done before it has asked the other for all
+        assert bench.judge_one(slot, mode, Case("asks")) == []
+        asked |= {kind_of(path) for path in slot.gate.paths}
+        if asked >= set(mode.asks):
+            break
+    assert asked - {"peers"} == set(mode.asks)
+
+
+def test_the_blocks_of_a_default_run_are_of_every_sort() -> None:
+    """What the names of `SORTS_OF_BLOCKS` say, and that a block of each sort is among them."""
+    encoder = TreeEncoder()
+    encoder.encode(STATE)
+    space = plan_space(encoder.tensors)
+    frozen = next(tensor for tensor in space.placed if tensor.path == "frozen").chunks[0].segment
+
+    def sort_of(block: int) -> tuple[object, ...]:
+        start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, space.total_bytes)
+        parts = {
+            segment: min(begin + length, stop) - max(begin, start)
+            for segment, (begin, length) in enumerate(zip(space.starts, space.lengths, strict=True))
+            if begin < stop and begin + length > start
+        }
+        is_last = block == NUM_BLOCKS - 1
+        return min(len(parts), 3), sum(parts.values()) < stop - start, set(parts) == {frozen}, block == 0, is_last
+
+    every = {sort_of(block) for block in range(NUM_BLOCKS)}
+    assert -(-space.total_bytes // BLOCK_BYTES) == NUM_BLOCKS
+    assert {sort_of(block) for block in SORTS_OF_BLOCKS.values()} == every
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -395,7 +467,7 @@ def make_cases(kind: Kind, mode: Mode) -> list[Case]:
 def test_under_a_fault_anywhere_the_state_arrives_or_a_named_error(bench: FaultBench, name: str, mode: Mode) -> None:
     (kind,) = (kind for kind in kinds_of_faults(bench.marker) if kind.name == name)
     print(f"seed {SEED}")
-    tally = bench.run(mode, make_cases(kind, mode), concurrency=12 if kind.waits else 2)
+    tally = bench.run(mode, make_cases(kind, mode), concurrency=16 if kind.waits else 2)
     assert tally.num_unfired < tally.num_cases
     if len(mode.sources) == 1:
         assert bool(tally.errors) is (kind.expect is not Expect.STATE)

@@ -20,6 +20,7 @@ import torch
 from fault_matrix import peak_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.state.blocks import format_runs, parse_runs
@@ -31,6 +32,7 @@ from torchft_ckpt.errors import StateFormatError
 
 MAX_TOTAL_BYTES = 1 << 20
 MEMORY_BYTES = 96 * 1024 * 1024
+pytestmark = pytest.mark.slow
 FUZZ = settings(
     derandomize=True,
     deadline=timedelta(seconds=2),
@@ -156,7 +158,7 @@ def mutate(data: st.DataObject, document: object) -> None:
         container[data.draw(tags | texts)] = data.draw(nodes)  # type: ignore[index]
 
 
-@settings(FUZZ, max_examples=1500)
+@settings(FUZZ, max_examples=by_default(300, thorough=1500))
 @given(st.data())
 def test_a_manifest_changed_in_its_structure_is_read_or_named(data: st.DataObject) -> None:
     document = copy.deepcopy(data.draw(st.sampled_from([SMALL, RICH])))
@@ -165,14 +167,14 @@ def test_a_manifest_changed_in_its_structure_is_read_or_named(data: st.DataObjec
     read(json.dumps(document).encode())
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=by_default(150, thorough=500))
 @given(nodes)
 def test_any_tree_is_read_or_named(tree: object) -> None:
     manifest = {**SMALL, "total_bytes": 0, "segments": [], "tensors": [], "tree": tree}
     read(json.dumps(manifest).encode())
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=by_default(100, thorough=300))
 @given(st.integers(0, 40), st.sampled_from([*sorted(SMALL), "fqn", "sizes", "d", "x"]), nodes)
 def test_a_member_that_is_there_twice_or_too_much_is_read_or_named(where: int, name: str, value: object) -> None:
     text = json.dumps(SMALL)
@@ -180,13 +182,13 @@ def test_a_member_that_is_there_twice_or_too_much_is_read_or_named(where: int, n
         read(f"{text[: opening + 1]}{json.dumps(name)}:{json.dumps(value)},{text[opening + 1 :]}".encode())
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=by_default(100, thorough=300))
 @given(st.binary(max_size=200) | nodes.map(lambda node: json.dumps(node).encode()))
 def test_what_is_no_manifest_is_named(data: bytes) -> None:
     assert not read(data)
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=by_default(150, thorough=500))
 @given(st.data())
 def test_a_manifest_with_damaged_bytes_is_read_or_named(data: st.DataObject) -> None:
     raw = bytearray(json.dumps(data.draw(st.sampled_from([SMALL, RICH]))).encode())
@@ -204,7 +206,7 @@ def test_a_manifest_with_damaged_bytes_is_read_or_named(data: st.DataObject) -> 
 dims = st.lists(st.sampled_from([0, 1, 2, 3, 5, 64, 2**31, 2**62]), max_size=4)
 
 
-@settings(FUZZ, max_examples=800)
+@settings(FUZZ, max_examples=by_default(200, thorough=800))
 @given(
     dtype=st.sampled_from(sorted(DTYPES)),
     sizes=dims,
@@ -319,7 +321,7 @@ def test_keys_that_all_hash_alike_cost_no_more_than_others(kind: str) -> None:
 # Runs of blocks
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=by_default(150, thorough=500))
 @given(
     st.text(max_size=20)
     | st.text(alphabet="0123456789-,", max_size=40)
@@ -336,7 +338,7 @@ def test_any_text_is_runs_of_blocks_that_exist_or_a_value_error(text: str, num_b
     assert [run for run in runs if not 0 <= run.start < run.stop <= num_blocks] == []
 
 
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=by_default(100, thorough=200))
 @given(st.sets(st.integers(0, 300)))
 def test_runs_are_read_as_they_were_written(blocks: set[int]) -> None:
     runs = parse_runs(format_runs(blocks), 301)

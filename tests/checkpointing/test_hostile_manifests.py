@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.state.format import decode_manifest
@@ -266,7 +267,7 @@ places = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, print_blob=True)
+@settings(max_examples=by_default(120, thorough=400), deadline=None, print_blob=True)
 @given(places, json_values)
 def test_any_change_of_any_place_is_read_or_named(place, value):
     try:
@@ -276,7 +277,7 @@ def test_any_change_of_any_place_is_read_or_named(place, value):
     Destination(manifest, BufferShelf()).assemble()
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=by_default(60, thorough=200), deadline=None, print_blob=True)
 @given(st.data())
 def test_any_damage_to_the_bytes_is_read_or_named(data):
     good = bytearray(msgspec.json.encode(GOOD))

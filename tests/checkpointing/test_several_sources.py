@@ -19,10 +19,12 @@ import faulty_proxy
 import pytest
 import torch
 from faulty_proxy import Answer, AnswerFault, FaultyProxy, Gate, ScriptedProxy, Wire, pass_on
+from support.thoroughness import by_default
 from test_transfer_processes import SOURCE
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.fetching import transfer_state
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.errors import (
@@ -40,9 +42,6 @@ LONG = timedelta(seconds=20)
 BLOCK = 4096
 STEP = 3
 NUM_BLOCKS = 48
-
-
-"""A test that fails as long as the library does: take the mark off with the mending."""
 
 
 def make_transport(**arguments: Any) -> HTTPTransport[Any]:
@@ -202,12 +201,12 @@ def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(sce
 
 
 @pytest.mark.parametrize("first", ["http://127.0.0.1:1", "nobody", "of another step"])
-def test_the_first_source_does_not_have_to_have_it(scene, first):
+def test_the_first_source_does_not_have_to_have_it(scene, first, monkeypatch):
+    """Nobody waits for one that is known not to: with that patience the receive would not end before its deadline."""
+    monkeypatch.setattr(transfer_state, "_PRIMARY_PATIENCE_S", 10 * LONG.total_seconds())
     gate = scene.add(make_state())
     url = scene.add(make_state(), step=STEP + 1).url if first == "of another step" else first
-    started = time.monotonic()
     assert differences(scene.fetch(urls=[url, gate.url]), make_state()) == []
-    assert time.monotonic() - started < 1.9  # nobody waits for one that is known not to
 
 
 def test_blocks_that_differ_come_from_the_primary_and_the_tensors_are_named(scene, learnt):
@@ -274,13 +273,14 @@ def test_an_heir_is_not_said_to_differ_from_itself(scene, learnt):
     assert [each for each in caught if f"{heir} differs from {heir}" in str(each.message)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_whatever_diverges_and_whoever_is_lost_when_the_state_is_that_of_one_source(scene, in_place):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator = random.Random(seed)
     names = ["a", "b", "c"]
-    for _ in range(12):
+    for _ in range(by_default(4, thorough=12)):
         states = [make_state(name, tuple(i for i in range(12) if generator.random() < 0.4)) for name in names]
         survivor = generator.randrange(3)
         lost = {i: generator.randrange(NUM_BLOCKS) for i in range(3) if i != survivor and generator.random() < 0.8}
@@ -344,12 +344,17 @@ def test_where_all_are_lost_midway_there_is_no_state(scene, loss, kind):
 
 
 def test_the_deadline_is_one_for_all_sources_together(scene):
+    """Nothing else ends this receive: its patience with a source that hangs has no end."""
     for _ in range(2):
         scene.add(make_state(), Losing(8, hang))
+    patient = make_transport(stall_timeout=timedelta(hours=1))
     started = time.monotonic()
-    with pytest.raises(TransferTimeoutError, match=r"\d+ of 48 blocks received"):
-        scene.fetch(timedelta(seconds=0.4))
-    assert 0.4 <= time.monotonic() - started < 3
+    try:
+        with pytest.raises(TransferTimeoutError, match=r"\d+ of 48 blocks received"):
+            patient.fetch_checkpoint([gate.url for gate in scene.gates], STEP, timedelta(seconds=0.6))
+    finally:
+        patient.shutdown()
+    assert time.monotonic() - started >= 0.6
 
 
 @pytest.mark.processes

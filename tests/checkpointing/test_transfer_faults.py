@@ -15,6 +15,7 @@ import faulty_proxy
 import pytest
 import torch
 from faulty_proxy import FaultyProxy
+from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
@@ -152,7 +153,7 @@ def test_a_flipped_bit_anywhere_is_the_state_or_a_named_error(destination, proxy
     print(f"seed {seed}")
     generator = random.Random(seed)
     outcomes = {"equal": 0, "named": 0}
-    for _ in range(60):
+    for _ in range(by_default(20, thorough=60)):
         where = generator.choice([generator.randrange(3000), generator.randrange(1_200_000)])
         proxy.fault = faulty_proxy.flip_bit_at(where, generator.randrange(8))
         try:
@@ -272,7 +273,8 @@ def test_a_reader_that_reads_nothing_never_holds_the_trainer(source, proxy):
     destination.shutdown()
 
 
-def test_ten_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
+@pytest.mark.slow
+def test_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
     """The trainer writes one number into all of its tensors, again and again, under the write side of the lock."""
     source, destination = make_transport(), make_transport(num_chunks=2)
     tensors = [torch.zeros(size) for size in (3_000_000, 7, 1_000_000, 1000)]
@@ -307,7 +309,7 @@ def test_ten_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
     trainer.start()
     torn = []
     try:
-        for _ in range(10):
+        for _ in range(by_default(3, thorough=10)):
             wanted.release()
             assert served.acquire(timeout=LONG_S)
             serving = source._shelf.serving_step()

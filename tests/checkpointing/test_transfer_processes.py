@@ -52,21 +52,13 @@ def destination() -> Iterator[HTTPTransport]:
     transport.shutdown()
 
 
-def test_a_state_crosses_processes(source, destination):
-    assert differences(destination.recv_checkpoint(0, source[1], 3, LONG), example_state(3)) == []
-
-
-def test_a_stopped_source_stalls_and_serves_again_when_it_wakes(source, destination):
+def test_a_state_crosses_from_a_process_stalls_while_it_is_stopped_and_is_lost_when_it_is_killed(source, destination):
     process, url = source
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(TransferStalledError, match="it may hang"):
         destination.recv_checkpoint(0, url, 3, LONG)
     process.send_signal(signal.SIGCONT)
     assert differences(destination.recv_checkpoint(0, url, 3, LONG), example_state(3)) == []
-
-
-def test_a_killed_source_is_lost(source, destination):
-    process, url = source
     process.kill()
     process.wait(30)
     with pytest.raises(SourceLostError, match="does not accept connections"):
