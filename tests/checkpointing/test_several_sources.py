@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from torchft_ckpt.errors import (
     ReplicaDivergenceWarning,
     SourceLostError,
     SourceRefusedError,
+    TransferError,
     TransferStalledError,
     TransferTimeoutError,
 )
@@ -65,7 +65,7 @@ class Scene:
         self._proxy = proxy
         self.sources: list[HTTPTransport[Any]] = []
         self.gates: list[Gate] = []
-        self.destination, self.hasty = make_transport(), make_transport(stall_timeout=timedelta(seconds=2))
+        self.destination, self.hasty = make_transport(), make_transport(stall_timeout=timedelta(seconds=1))
         self.progress: list[TransferProgress] = []
 
     def add(self, state: Any, fault: AnswerFault = pass_on, step: int = STEP) -> Gate:
@@ -327,9 +327,12 @@ def test_where_all_are_bad_the_error_names_each(scene):
     with pytest.raises(ConfigError, match="sources"):
         scene.fetch(urls=[])
     other_step = scene.add(make_state(), step=STEP + 1).url
-    with pytest.raises(SourceLostError, match=r"no source is left.*409 over") as raised:
+    with pytest.raises(TransferError, match=r"no source is left.*409 over") as raised:
         scene.fetch(urls=["http://127.0.0.1:1", other_step])
-    assert "http://127.0.0.1:1: " in str(raised.value) and f"{other_step}: " in str(raised.value)
+    places = [str(raised.value).find(f"{url}: ") for url in ("http://127.0.0.1:1", other_step)]
+    assert min(places) > 0
+    # The kind is that of whichever failed first, which is named first.
+    assert type(raised.value) is (SourceLostError if places[0] < places[1] else SourceRefusedError)
 
 
 @pytest.mark.parametrize(
@@ -360,16 +363,18 @@ def test_the_deadline_is_one_for_all_sources_together(scene):
 @pytest.mark.processes
 def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other():
     small_blocks = SOURCE.replace("HTTPTransport(", "HTTPTransport(block_bytes=16384, ")
-    processes = [
-        subprocess.Popen([sys.executable, "-c", small_blocks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    ports = [parse_metadata(process.stdout.readline().strip()).port for process in processes]  # type: ignore[union-attr]
+    process = subprocess.Popen(
+        [sys.executable, "-c", small_blocks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    other = make_transport(block_bytes=16384)
+    other.send_checkpoint([1], 3, example_state(3), timedelta(minutes=1))
+    urls = [process.stdout.readline().strip(), other.metadata()]  # type: ignore[union-attr]
+    ports = [parse_metadata(url).port for url in urls]
     killed = threading.Event()
 
     def kill() -> None:
-        processes[0].kill()
-        processes[0].wait(30)
+        process.kill()
+        process.wait(30)
         killed.set()
 
     def midway(act: Callable[[], object]) -> faulty_proxy.Fault:
@@ -384,10 +389,11 @@ def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other():
             state = destination.fetch_checkpoint([first.url, second.url], 3, LONG)
     finally:
         destination.shutdown()
-        for process in processes:
-            process.communicate(timeout=30)
+        other.shutdown()
+        process.kill()
+        process.communicate(timeout=30)
     assert differences(state, example_state(3)) == []
-    assert [process.returncode for process in processes] == [-signal.SIGKILL, 0]
+    assert killed.is_set()
 
 
 def test_no_thread_of_a_fetch_touches_the_filters_of_warnings(scene, monkeypatch):
