@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.parts import PartLedger
 
@@ -99,7 +100,7 @@ class Simulation:
                 self.ledger.forbid(name, part)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 300, 50))
+@pytest.mark.parametrize("first_seed", range(0, by_default(100, thorough=300), 50))
 def test_whatever_happens_to_holders_each_part_arrives_or_is_an_orphan(first_seed):
     for seed in range(first_seed, first_seed + 50):
         print("seed", seed)
@@ -118,7 +119,7 @@ def test_whatever_happens_to_holders_each_part_arrives_or_is_an_orphan(first_see
         assert missing == set(simulation.ledger.orphans()), f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(by_default(6, thorough=30)))
 def test_holders_of_everything_are_dealt_about_the_same_bytes(seed):
     print("seed", seed)
     chance = random.Random(seed)
@@ -129,7 +130,7 @@ def test_holders_of_everything_are_dealt_about_the_same_bytes(seed):
     assert max(loads.values()) <= 1.2 * sum(sizes) / len(names), loads
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(by_default(6, thorough=20)))
 def test_streams_of_one_rate_are_done_at_about_the_same_time(seed):
     """Each gives its batch, then asks for the next: the most that one has sent is little more than the mean."""
     print("seed", seed)

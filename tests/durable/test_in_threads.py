@@ -24,7 +24,8 @@ def test_all_is_done_once_and_in_order(num_threads: int, num_items: int) -> None
 
 def test_it_is_done_at_once() -> None:
     barrier = threading.Barrier(4, timeout=30)
-    in_threads(lambda _: barrier.wait(), range(4), 4)
+    places = in_threads(lambda _: barrier.wait(), range(4), 4)
+    assert sorted(places) == [0, 1, 2, 3], "each has waited for all the others"
 
 
 def test_where_no_thread_can_be_had_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,11 +312,16 @@ def test_a_parent_that_may_not_be_listed_does_not_matter(tmp_path: Path) -> None
 def test_a_file_system_without_fsync_of_directories_is_used_without(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    numbers = [errno.EINVAL, errno.EIO]
+
     def fsync(handle: int) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise OSError(numbers.pop(0), "from fsync")
 
     monkeypatch.setattr(os, "fsync", fsync)
     OsSystem().fsync_directory(str(tmp_path))
+    with pytest.raises(OSError, match="from fsync"):
+        OsSystem().fsync_directory(str(tmp_path))
+    assert numbers == [], "it was asked for both times"
 
 
 def test_an_error_keeps_its_words_when_it_crosses_processes(tmp_path: Path) -> None:

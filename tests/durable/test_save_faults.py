@@ -1,13 +1,15 @@
 """Whatever fails in a save, and wherever it is killed: the checkpoint before it can be read, the new one is right or not there.
 
-Every operation of a save's file system is made to fail in every way, one case each; what is left is looked at as another process
-would after a kill, and as a machine would that lost its power at that moment.
+Every operation of a save's file system is made to fail in every way, one case each (by default of those that are alike, such as
+the writes of one file, the first and the last); what is left is looked at as another process would after a kill, and as a machine
+would that lost its power at that moment.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
@@ -21,7 +23,8 @@ from support.savers import (
     plain_storage,
     save,
 )
-from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, ProcessDied
+from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, Operation, ProcessDied
+from support.thoroughness import THOROUGH, by_default
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
@@ -29,7 +32,8 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StorageError
 
-CRASHES = range(4)
+pytestmark = pytest.mark.slow
+CRASHES = range(by_default(2, thorough=4))
 OLD, NEW, NEXT = 110, 120, 130
 ALONE = Plan()
 TWO_BY_TWO = Plan(num_replicas=2, num_ranks=2)
@@ -46,9 +50,26 @@ def _quiet() -> Iterator[None]:
 
 
 @cache
+def log_of(plan: Plan, before: int | None = None) -> dict[int, list[Operation]]:
+    """What each member does in a save where all goes well, on a disk with that checkpoint."""
+    return {member: system.log for member, system in save(plan, disk_with(before)).systems.items()}
+
+
 def operations_of(plan: Plan, member: int, before: int | None = None) -> int:
-    """How many operations a member has in a save where all goes well, on a disk with that checkpoint."""
-    return save(plan, disk_with(before)).systems[member].num_operations
+    """How many operations that are."""
+    return len(log_of(plan, before)[member])
+
+
+def places_of(plan: Plan, member: int, before: int | None = None) -> list[int]:
+    """The numbers of the operations at which to fail: the first and the last of each kind, or all in a thorough run."""
+    log = log_of(plan, before)[member]
+    if THOROUGH:
+        return [operation.number for operation in log]
+    kinds: dict[object, list[int]] = {}
+    for operation in log:
+        kind = operation.name, re.sub(r"\d+", "", operation.path), operation.detail.endswith(" at 0")
+        kinds.setdefault(kind, []).append(operation.number)
+    return sorted({number for numbers in kinds.values() for number in (numbers[0], numbers[-1])})
 
 
 @cache
@@ -63,16 +84,27 @@ def disk_with(step: int | None) -> Disk:
     return Disk() if step is None else _saved(step).after_crash(0)
 
 
+_newest_of: dict[object, int | None] = {}
+_has_old: set[object] = set()
+
+
 def newest_on(disk: Disk) -> int | None:
-    try:
-        return newest_step(disk)
-    except CheckpointNotFoundError:
-        return None
+    """The step of the newest whole checkpoint, all of it read and right. Disks that are alike are read once for all cases."""
+    seen = disk.fingerprint()
+    if seen not in _newest_of:
+        try:
+            _newest_of[seen] = newest_step(disk)
+        except CheckpointNotFoundError:
+            _newest_of[seen] = None
+    return _newest_of[seen]
 
 
 def check_old(disk: Disk) -> None:
-    checkpoint = newest_whole([plain_storage(disk)], step=OLD)
-    check_state(CheckpointReader(checkpoint, num_threads=1), OLD)
+    seen = disk.fingerprint()
+    if seen not in _has_old:
+        checkpoint = newest_whole([plain_storage(disk)], step=OLD)
+        check_state(CheckpointReader(checkpoint, num_threads=1), OLD)
+        _has_old.add(seen)
 
 
 def left_by(story: Story, crashes: Iterable[int] = CRASHES) -> Iterator[Disk]:
@@ -102,7 +134,7 @@ def test_death_at_any_operation_leaves_the_old_checkpoint_and_the_new_one_whole_
     death: Fault, before: int | None
 ) -> None:
     seen = set()
-    for number in range(operations_of(ALONE, 0, before)):
+    for number in places_of(ALONE, 0, before):
         story = save(ALONE, disk_with(before), faults={0: {number: death}})
         assert isinstance(story.errors()[0], ProcessDied)
         for disk in left_by(story):
@@ -126,8 +158,11 @@ def test_what_was_reported_as_saved_outlives_every_crash_of_the_machine() -> Non
 
 @pytest.mark.parametrize("fault", [*ERRORS, Fault.SHORT])
 def test_an_error_of_any_operation_is_named_and_the_next_save_works(fault: Fault) -> None:
-    for operation in save(ALONE, disk_with(OLD)).systems[0].log:
+    places = places_of(ALONE, 0, OLD)
+    for operation in log_of(ALONE, OLD)[0]:
         number = operation.number
+        if number not in places:
+            continue
         if fault is Fault.SHORT and operation.name not in ("write", "read_into"):
             continue
         story = save(ALONE, disk_with(OLD), faults={0: {number: fault}})
@@ -138,7 +173,7 @@ def test_an_error_of_any_operation_is_named_and_the_next_save_works(fault: Fault
         check_freed(story)
         for disk in left_by(story, [number]):
             assert newest_on(disk) in (OLD, NEW), story.log()
-        if number % 4 == 0:
+        if places.index(number) % 4 == 0:
             assert not save(Plan(step=NEXT), story.disk).errors()
             assert newest_on(story.disk) == NEXT
             check_old(story.disk)
@@ -147,7 +182,7 @@ def test_an_error_of_any_operation_is_named_and_the_next_save_works(fault: Fault
 def test_a_disk_that_is_full_fails_saves_until_there_is_room() -> None:
     needed = save(ALONE, disk_with(OLD)).disk.num_bytes()
     before = disk_with(OLD).num_bytes()
-    for capacity in range(before, needed, (needed - before) // 20):
+    for capacity in range(before, needed, (needed - before) // by_default(10, thorough=20)):
         disk = disk_with(OLD)
         disk.capacity_bytes = capacity
         story = save(ALONE, disk)
@@ -162,7 +197,7 @@ def test_a_disk_that_is_full_fails_saves_until_there_is_room() -> None:
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_the_directory_of_a_dead_save_is_not_used_by_the_one_after_the_restart(death: Fault) -> None:
-    for number in range(3, operations_of(ALONE, 0, OLD), 5):
+    for number in range(3, operations_of(ALONE, 0, OLD), by_default(10, thorough=5)):
         story = save(ALONE, disk_with(OLD), faults={0: {number: death}})
         disk = story.disk.after_crash(number)
         left = {path: content for path, content in disk.files().items() if str(ALONE.name) in path}
@@ -189,7 +224,7 @@ def check_survivors(story: Story, dead: Mapping[int, object]) -> None:
 @pytest.mark.parametrize("member", range(4))
 @pytest.mark.parametrize("death", DEATHS)
 def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoint(member: int, death: Fault) -> None:
-    for number in range(0, operations_of(TWO_BY_TWO, member), 1 + member % 2):
+    for number in places_of(TWO_BY_TWO, member):
         story = save(TWO_BY_TWO, faults={member: {number: death}})
         assert isinstance(story.errors()[member], ProcessDied)
         check_survivors(story, {member: None})
@@ -197,7 +232,7 @@ def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoin
 
 @pytest.mark.parametrize("fault", ERRORS)
 def test_one_of_four_cannot_write_and_the_others_complete_the_checkpoint(fault: Fault) -> None:
-    for number in range(0, operations_of(TWO_BY_TWO, 2), 2):
+    for number in places_of(TWO_BY_TWO, 2):
         story = save(TWO_BY_TWO, faults={2: {number: fault}})
         errors = story.errors()
         assert not errors or isinstance(errors[2], StorageError), story.log()
@@ -208,7 +243,7 @@ def test_one_of_four_cannot_write_and_the_others_complete_the_checkpoint(fault: 
 @pytest.mark.parametrize("dead", [(0, 3), (1, 2), (0, 1), (2, 3)])
 def test_two_of_four_die_and_each_rank_lives_on_in_one_group(dead: tuple[int, int]) -> None:
     dice = random.Random(sum(dead))
-    for _ in range(15):
+    for _ in range(by_default(5, thorough=15)):
         faults = {member: {dice.randrange(operations_of(TWO_BY_TWO, member)): dice.choice(DEATHS)} for member in dead}
         story = save(TWO_BY_TWO, faults=faults)
         check_survivors(story, faults)
@@ -239,14 +274,14 @@ def test_members_that_never_begin_are_replaced(absent: tuple[int, ...]) -> None:
 def test_the_other_modes_survive_a_death_as_well(mode: SaveMode) -> None:
     plan = Plan(num_replicas=2, num_ranks=2, mode=mode)
     for member in range(4):
-        for number in range(member, operations_of(plan, member), 7):
-            story = save(plan, faults={member: {number: DEATHS[number // 7 % 3]}})
+        for place in range(member, operations_of(plan, member), by_default(14, thorough=7)):
+            story = save(plan, faults={member: {place: DEATHS[place // 7 % 3]}})
             check_survivors(story, {member: None})
 
 
 def test_holes_that_all_survivors_can_fill_are_filled_once() -> None:
     """They do not look at the same moment, and still divide the work."""
-    for seed in range(12):
+    for seed in range(by_default(6, thorough=12)):
         dice = random.Random(seed)
         plan = Plan(num_replicas=3, num_ranks=2, absent=frozenset([dice.randrange(6)]))
         story = save(plan, starts_s={member: dice.uniform(0.0, 1.5) for member in plan.members})
@@ -260,7 +295,7 @@ def test_holes_that_all_survivors_can_fill_are_filled_once() -> None:
 
 def test_any_number_of_faults_in_any_job() -> None:
     """Deaths, errors and delays at random. As long as each rank lives on somewhere, the checkpoint comes about."""
-    for seed in range(60):
+    for seed in range(by_default(20, thorough=60)):
         dice = random.Random(seed)
         shape = dice.choice([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
         plan = Plan(*shape, mode=dice.choice([*SaveMode]), timeout_s=200.0)
@@ -289,7 +324,7 @@ def test_any_number_of_faults_in_any_job() -> None:
 
 
 def test_a_slow_writer_that_was_replaced_comes_back_and_does_no_harm() -> None:
-    for number in range(4, operations_of(TWO_BY_TWO, 1), 3):
+    for number in range(4, operations_of(TWO_BY_TWO, 1), by_default(6, thorough=3)):
         story = save(TWO_BY_TWO, costs={1: {number: 4 * FILL_AFTER_S}})
         assert not story.errors(), story.log()
         assert all(saved.is_closed for saved in story.saved().values())

@@ -58,6 +58,10 @@ def state_of(seed: int = 0) -> dict[str, Any]:
     }
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 class Part:
     """One member."""
 
@@ -98,11 +102,7 @@ class Part:
         for (name, box), target in self.got.items():
             saved = state["model"][name.removeprefix("model.")]
             expected = saved[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))]
-            assert (
-                target.contiguous().view(torch.uint8).tolist() == expected.contiguous().view(torch.uint8).tolist()
-                if (target.dim())
-                else target.item() == expected.item()
-            ), (self.number, name, box)
+            assert torch.equal(bytes_of(target), bytes_of(expected)), (self.number, name, box)
 
     @property
     def num_read(self) -> int:

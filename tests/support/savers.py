@@ -96,7 +96,8 @@ class ImaginedTime:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._queue: list[tuple[float, int, threading.Event]] = []
+        self._queue: list[tuple[float, int, threading.Lock]] = []
+        """When whose turn is. A turn is a lock that is let go when it comes, and taken by the thread that waited for it."""
         self._tickets = itertools.count()
         self._here = threading.local()
         self._done = threading.Event()
@@ -108,7 +109,8 @@ class ImaginedTime:
         """Run each job from its time on, until all have ended."""
         threads = []
         for start_s, job in jobs:
-            turn = threading.Event()
+            turn = threading.Lock()
+            turn.acquire()
             heapq.heappush(self._queue, (self.now_s + start_s, next(self._tickets), turn))
             threads.append(threading.Thread(target=self._run, args=(turn, job), daemon=True))
         for thread in threads:
@@ -124,14 +126,13 @@ class ImaginedTime:
         turn = getattr(self._here, "turn", None)
         if turn is None:
             return
-        turn.clear()
         heapq.heappush(self._queue, (self.now_s + max(seconds, 0.0), next(self._tickets), turn))
         self._next()
-        assert turn.wait(_STUCK_S), "nobody hands over"
+        assert turn.acquire(timeout=_STUCK_S), "nobody hands over"
 
-    def _run(self, turn: threading.Event, job: Callable[[], None]) -> None:
+    def _run(self, turn: threading.Lock, job: Callable[[], None]) -> None:
         self._here.turn = turn
-        assert turn.wait(_STUCK_S), "nobody hands over"
+        assert turn.acquire(timeout=_STUCK_S), "nobody hands over"
         try:
             job()
         finally:
@@ -142,7 +143,7 @@ class ImaginedTime:
             self._done.set()
             return
         self.now_s, _, turn = heapq.heappop(self._queue)
-        turn.set()
+        turn.release()
 
 
 class ImaginedEvent(threading.Event):

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import xxhash
+
 from torchft_ckpt.checkpointing.durable.storage.local_storage import System
 
 CRASH_BLOCK_BYTES = 512
@@ -172,6 +174,13 @@ class Disk:
         """Return what processes see now: the content of each file, by its path."""
         with self.lock:
             return dict(_walk(self.root, ""))
+
+    def fingerprint(self) -> tuple[tuple[str, bytes], ...]:
+        """Return what tells it from disks on which processes see anything else: all paths, with digests of what files contain."""
+        with self.lock:
+            return tuple(
+                (path, xxhash.xxh3_128_digest(content)) for path, content in _walk(self.root, "", folders=True)
+            )
 
     def put(self, path: str, content: bytes) -> None:
         """Have a durable file there, and its directories, as if from long ago; what had its name is gone. For damage, too."""
@@ -409,9 +418,12 @@ def _error(number: int, path: str) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-def _walk(directory: Directory, path: str) -> Iterator[tuple[str, bytes]]:
+def _walk(directory: Directory, path: str, *, folders: bool = False) -> Iterator[tuple[str, bytes]]:
+    """Give each file with its content; with `folders` each directory too, its path ending with a slash."""
     for name, entry in sorted(directory.entries.items()):
         if isinstance(entry, File):
             yield f"{path}/{name}", bytes(entry.content)
         else:
-            yield from _walk(entry, f"{path}/{name}")
+            if folders:
+                yield f"{path}/{name}/", b""
+            yield from _walk(entry, f"{path}/{name}", folders=folders)
