@@ -6,6 +6,7 @@ import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.boxes import Box, contains, intersect, refine, split, whole
 
@@ -63,7 +64,7 @@ def test_a_box_contains_another_one_where_it_has_all_its_elements(pair):
     assert contains(outer, inner) == (elements(inner) <= elements(outer))
 
 
-@settings(max_examples=300)
+@settings(max_examples=by_default(100, thorough=300))
 @given(several(5))
 def test_a_box_is_cut_into_pieces_that_are_in_or_out_of_each_chunk(given_boxes):
     wanted, *chunks = given_boxes
@@ -89,7 +90,7 @@ def test_the_shards_of_a_mesh_are_cut_only_where_they_begin_or_end():
     assert refine(Box((0, 2), (8, 3)), [whole((8, 6))]) == [Box((0, 2), (8, 3))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=by_default(100, thorough=300))
 @given(several(1), st.integers(1, 40))
 def test_a_box_is_split_into_contiguous_parts_in_c_order(one, max_volume):
     (box,) = one

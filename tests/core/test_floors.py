@@ -138,6 +138,7 @@ def test_imports_point_down_only() -> None:
         assert is_down or other in BESIDE.get(mine, set()), f"{module} imports {name}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "statement",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.group import (
     GroupInstruction,
@@ -311,7 +312,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=by_default(100, thorough=400), deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_commits_what_not_all_approved(
     events: list[RankSaid | LighthouseSaid | LighthouseUp],

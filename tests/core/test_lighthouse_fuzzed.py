@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.lighthouse import (
     ConnectionClosed,
@@ -99,7 +100,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=by_default(100, thorough=300), deadline=None)
 @given(steps=STEPS, least=st.integers(1, 2))
 def test_it_never_raises_and_says_nothing_that_cannot_be_read(
     steps: list[tuple[Event, float, bool]], least: int

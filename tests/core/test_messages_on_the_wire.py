@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core import messages
 from torchft_ckpt.core.messages import (
@@ -88,7 +89,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
     ],
     ids=["to lighthouse", "from lighthouse", "rank to group", "group to rank"],
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=by_default(40, thorough=100), deadline=None)
 @given(data=st.data())
 def test_every_message_comes_out_as_it_went_in(union: object, decode: object, data: st.DataObject) -> None:
     message = data.draw(st.one_of([strategy(kind) for kind in get_args(union)]))
@@ -98,7 +99,7 @@ def test_every_message_comes_out_as_it_went_in(union: object, decode: object, da
 GOOD = encode(Hello(protocol=1, replica_id="a"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=by_default(100, thorough=300), deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200))
 @example(b"")
 @example(b"\xff\xfe")

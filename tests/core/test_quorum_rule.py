@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.quorum import Asked, QuorumVerdict, decide_quorum
 
@@ -106,7 +107,7 @@ def dumb_oracle(
 NAMES = st.sets(st.sampled_from("abcdefg"))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=by_default(150, thorough=500), deadline=None)
 @given(
     alive=NAMES,
     asked=st.dictionaries(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.messages import Role, StateVersion
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
@@ -228,7 +229,7 @@ HOLDERS = st.builds(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=by_default(150, thorough=600), deadline=None)
 @given(
     drawn=st.lists(HOLDERS, min_size=1, max_size=7),
     newest=st.integers(0, 4),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, Source, StateVersion
 from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan, StepWishes
@@ -526,7 +527,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=by_default(150, thorough=500), deadline=None)
 @given(EVENTS)
 def test_whatever_happens_the_version_moves_only_with_the_state(events: list[object]) -> None:
     """`truth` is which state is really held: a name, or None where it is fresh or torn."""

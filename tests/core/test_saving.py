@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from support.thoroughness import by_default
 
 from torchft_ckpt.core.boxes import Box, intersect, whole
 from torchft_ckpt.core.coverage import missing_boxes
@@ -298,12 +299,15 @@ class World:
         return share
 
 
+NUM_SEEDS = by_default(300, thorough=1500)
+
+
 def bytes_written(world: World) -> int:
     return sum(box.volume for part in world.parts.values() for boxes in part.values() for box in boxes)
 
 
 def test_without_a_death_or_a_delay_nobody_writes_anything_twice() -> None:
-    for seed in range(600):
+    for seed in range(by_default(150, thorough=600)):
         world = World(seed, faults=False)
         world.runs()
         assert world.closed_at_s is not None, seed
@@ -315,7 +319,7 @@ def test_without_a_death_or_a_delay_nobody_writes_anything_twice() -> None:
 def test_while_each_rank_lives_on_somewhere_the_checkpoint_is_closed_in_time() -> None:
     """Three rounds of `fill_after` and the turns of those who close are the most that anybody waits after the last mishap."""
     num_closed = num_filled = 0
-    for seed in range(1500):
+    for seed in range(NUM_SEEDS):
         world = World(seed, faults=True)
         world.runs()
         alive = [member for member in world.members if member not in world.dies_at]
@@ -332,14 +336,14 @@ def test_while_each_rank_lives_on_somewhere_the_checkpoint_is_closed_in_time() -
         elif world.closed_at_s is None:
             assert world.gave_up == set(alive), seed
         assert max(world.num_looks.values(), default=0) < 2000, seed
-    assert num_closed > 600
-    assert num_filled > 300
+    assert num_closed > 0.4 * NUM_SEEDS
+    assert num_filled > 0.2 * NUM_SEEDS
 
 
 def test_a_dead_writers_share_is_written_again_once() -> None:
     """With nobody else in trouble its holders divide it, whoever looks first."""
     num_worlds = 0
-    for seed in range(800):
+    for seed in range(NUM_SEEDS):
         world = World(seed, faults=False)
         if world.num_replicas < 3 or world.is_one_group:
             continue
@@ -350,4 +354,4 @@ def test_a_dead_writers_share_is_written_again_once() -> None:
         assert all(num == 1 for num in world.num_fills.values()), seed
         assert bytes_written(world) == sum(shape[0] for shape in world.shapes.values()), seed
         num_worlds += 1
-    assert num_worlds > 150
+    assert num_worlds > 0.15 * NUM_SEEDS

@@ -24,6 +24,8 @@ from torchft_ckpt.core.replica import Comparison, ReplicaState
 from torchft_ckpt.testing.simulated.chaos import Fault, Moods, OuterPlan, Scenario
 from torchft_ckpt.testing.simulation import InvariantError, Report, Simulation, main, run_seeds, simulate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("first", range(0, by_default(150, thorough=400), 50))
 def test_nothing_that_must_never_happen_happens_and_all_recover(first: int) -> None:
@@ -40,7 +42,7 @@ def test_outer_loops_recover_as_well_and_leave_nobody_out_who_is_merely_slow(fir
 
 
 def test_outer_loops_without_faults_commit_every_round_with_all_however_long_their_phases_are() -> None:
-    for seed in range(10):
+    for seed in range(by_default(6, thorough=10)):
         outer = OuterPlan(phase_s=20.0, spread=1.7, delay=(0.0, 0.1, 0.5)[seed % 3])
         report = Simulation(seed, Scenario(num_groups=4, join_timeout_s=0.5, chaos_s=300.0, outer=outer)).run()
         assert max(report.discarded.values()) == 0, f"seed {seed}: {report}"
@@ -76,7 +78,7 @@ def run_with_one_fault(fault: Fault, seed: int, **settings: object) -> tuple[Rep
 
 @pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name.lower())
 def test_one_fault_costs_a_survivor_at_most_one_step_however_slow_the_rejoining_is(fault: Fault) -> None:
-    for seed in range(25):
+    for seed in range(by_default(8, thorough=25)):
         report, victim = run_with_one_fault(fault, seed)
         survivors = {name: cost for name, cost in report.discarded.items() if not name.startswith(victim)}
         assert max(survivors.values()) <= 1, f"seed {seed}: {report}"
@@ -84,7 +86,7 @@ def test_one_fault_costs_a_survivor_at_most_one_step_however_slow_the_rejoining_
 
 
 def test_two_groups_that_need_each_other_recover_from_a_kill_though_the_transfer_is_slow() -> None:
-    for seed in range(15):
+    for seed in range(by_default(6, thorough=15)):
         plan = {"num_groups": 2, "min_replicas": 2, "min_replica_size": 2, "rejoin_s": (1.0, 3.0)}
         report, victim = run_with_one_fault(Fault.KILL_GROUP, seed, **plan)
         survivors = {name: cost for name, cost in report.discarded.items() if not name.startswith(victim)}
@@ -101,7 +103,7 @@ def test_a_joiner_whose_transfers_all_fail_does_not_keep_the_others_from_trainin
 
 
 def test_lighthouse_crashes_alone_lose_no_step_of_a_quiet_job() -> None:
-    for seed in range(20):
+    for seed in range(by_default(8, thorough=20)):
         plan = Scenario(num_groups=3, faults={Fault.CRASH_LIGHTHOUSE: 1.0}, fault_rate=0.002, chaos_s=6.0)
         report = Simulation(seed, plan).run()
         assert (report.num_rollbacks, report.num_operator_words) == (0, 0), f"seed {seed}: {report}"
@@ -318,7 +320,8 @@ def run_with_cuts(seed: int) -> Report:
 
 
 def test_outer_loops_that_are_cut_off_in_a_phase_and_come_back_are_not_left_out() -> None:
-    assert sum(run_with_cuts(seed).num_faults for seed in range(20)) > 20
+    num_seeds = by_default(8, thorough=20)
+    assert sum(run_with_cuts(seed).num_faults for seed in range(num_seeds)) > num_seeds
 
 
 def test_the_simulation_finds_that_who_was_cut_off_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

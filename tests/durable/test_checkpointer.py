@@ -19,8 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.nursery import Forked
 from support.savers import no_threads_left
 from support.spmd_double import random_bits
+from support.thoroughness import by_default
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -95,23 +97,25 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def run_ranks(num_ranks: int, script: str, *arguments: str | Path) -> list[tuple[int, str, str]]:
+def run_ranks(directory: Path, num_ranks: int, script: str, *arguments: str | Path) -> list[tuple[int, str, str]]:
     """Run a script in so many processes, with its rank as the last argument; return their statuses, output and errors."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments, str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    path = directory / "script.py"
+    path.write_text(script)
+    logs = [directory / f"errors of rank {rank}" for rank in range(num_ranks)]
+    ranks: list[Forked] = []
     try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        for rank, log in enumerate(logs):
+            with log.open("wb") as errors:
+                ranks.append(Forked(path, [*map(str, arguments), str(rank)], dict(os.environ), errors.fileno()))
+        statuses = [rank.wait(120) for rank in ranks]
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError([log.read_text()[-2000:] for log in logs]) from error
     finally:
         for rank in ranks:
             rank.kill()
-    return [(rank.returncode, out, errors) for rank, (out, errors) in zip(ranks, told, strict=True)]
+    return [
+        (status, rank.stdout.read(), log.read_text()) for status, rank, log in zip(statuses, ranks, logs, strict=True)
+    ]
 
 
 def num_descriptors() -> int:
@@ -128,7 +132,7 @@ def test_what_is_saved_is_of_one_step_however_fast_the_optimizer_steps(tmp_path:
     checkpointer = Checkpointer(tmp_path, keep_last=1, reuse_buffers=reuse_buffers)
     checkpointer.guard_optimizer(optimizer)
     num_steps_meanwhile = 0
-    for _ in range(25):
+    for _ in range(by_default(8, thorough=25)):
         optimizer.step()
         step = optimizer.number
         future = checkpointer.save(optimizer.tensors(), step=step)
@@ -140,7 +144,7 @@ def test_what_is_saved_is_of_one_step_however_fast_the_optimizer_steps(tmp_path:
         assert saved == step
         assert_of_one_step(tensors, step)
     checkpointer.shutdown()
-    assert num_steps_meanwhile > 10
+    assert num_steps_meanwhile > by_default(3, thorough=10)
     assert checkpointer._pool.held_bytes() == 0
 
 
@@ -271,7 +275,7 @@ def test_one_save_is_in_flight_and_the_next_begins_as_soon_as_it_has_ended(tmp_p
     assert not checkpointer.wait(timedelta(seconds=0.01))
     goes_on.set()
     assert first.result(LONG_S).step == 1
-    for step in range(3, 40):
+    for step in range(3, 12):
         assert checkpointer.save(optimizer.tensors(), step=step).result(LONG_S).step == step
     assert checkpointer.wait()
     assert "idle" in repr(checkpointer)
@@ -366,12 +370,12 @@ def test_another_run_does_not_write_into_what_a_dead_one_left(tmp_path: Path) ->
 
 
 def test_old_checkpoints_are_removed_but_for_those_that_are_to_stay(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every=10)
+    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every=5)
     state = {"w": torch.zeros(1000), "lr": 0.5}
-    for step in range(1, 34):
+    for step in range(1, 18):
         checkpointer.save(state, step=step).result(LONG_S)
         checkpointer.wait()
-        expected = [kept for kept in range(step, 0, -1) if kept > step - 2 or kept % 10 == 0]
+        expected = [kept for kept in range(step, 0, -1) if kept > step - 2 or kept % 5 == 0]
         assert checkpoints_in(tmp_path) == expected
     assert len(list(tmp_path.iterdir())) == 5
     checkpointer.shutdown()
@@ -750,7 +754,7 @@ def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(tmp
         "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
     )
     meeting = f"file://{tmp_path / 'meeting'}"
-    outcomes = run_ranks(2, script, tmp_path, meeting)
+    outcomes = run_ranks(tmp_path, 2, script, tmp_path, meeting)
     assert [out for _, out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
 
 
@@ -812,6 +816,7 @@ def test_a_save_cannot_be_cancelled_by_its_future(tmp_path: Path) -> None:
     checkpointer.shutdown()
 
 
+@pytest.mark.processes
 def test_the_last_save_is_not_lost_with_the_end_of_the_script(tmp_path: Path) -> None:
     script = (
         "import sys, torch; from torchft_ckpt import Checkpointer; "
@@ -822,6 +827,7 @@ def test_the_last_save_is_not_lost_with_the_end_of_the_script(tmp_path: Path) ->
     assert checkpoints_in(tmp_path) == [3]
 
 
+@pytest.mark.processes
 def test_the_last_save_of_several_ranks_is_whole_at_the_end_of_the_script(tmp_path: Path) -> None:
     """The interpreter gives no more threads by then, and several manifests are read in threads."""
     script = (
@@ -830,7 +836,7 @@ def test_the_last_save_of_several_ranks_is_whole_at_the_end_of_the_script(tmp_pa
         "Checkpointer(sys.argv[1]).save({'w': torch.ones(4_000_000)}, step=3)"
     )
     place, meeting = tmp_path / "saved", f"file://{tmp_path / 'meeting'}"
-    outcomes = run_ranks(3, script, place, meeting)
+    outcomes = run_ranks(tmp_path, 3, script, place, meeting)
     assert [status for status, _, _ in outcomes] == [0, 0, 0], outcomes
     assert checkpoints_in(place) == [3]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.durable_parts import flip_bit, rows
+from support.nursery import Forked
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -393,14 +392,18 @@ dist.destroy_process_group()
 
 @pytest.mark.processes
 def test_what_two_real_ranks_saved_is_read_whole(tmp_path: Path) -> None:
-    arguments = [str(tmp_path), str(tmp_path / "rendezvous")]
-    ranks = [subprocess.Popen([sys.executable, "-c", _RANK, str(rank), *arguments]) for rank in range(2)]
+    script, log = tmp_path / "rank.py", tmp_path / "log"
+    script.write_text(_RANK)
+    ranks: list[Forked] = []
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        with log.open("ab") as errors:
+            for rank in range(2):
+                arguments = [str(rank), str(tmp_path), str(tmp_path / "rendezvous")]
+                ranks.append(Forked(script, arguments, dict(os.environ), errors.fileno()))
+        assert [rank.wait(120) for rank in ranks] == [0, 0], log.read_text()[-3000:]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for started in ranks:
+            started.kill()
     full = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
     for directory in ("collectives", "rank-local"):
         reader = ForeignReader(LocalStorage(tmp_path), directory)

@@ -525,14 +525,29 @@ def states(**parts: Any) -> tuple[Callable[[Any], None], Callable[[], Any]]:
 
 def bits_of(value: Any, path: str = "") -> dict[str, Any]:
     """Return copies of all leaves of a state by their paths, tensors as their bytes."""
-    if isinstance(value, Mapping):
-        return {k: v for key, item in value.items() for k, v in bits_of(item, f"{path}/{key}").items()}
-    if isinstance(value, list | tuple):
-        return {k: v for key, item in enumerate(value) for k, v in bits_of(item, f"{path}/{key}").items()}
-    if isinstance(value, torch.Tensor):
+    found: dict[str, Any] = {}
+    _add_bits(found, value, path)
+    return found
+
+
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def _add_bits(found: dict[str, Any], value: Any, path: str) -> None:
+    # The commonest first: this is called for every leaf after every step of every loop.
+    if isinstance(value, _PLAIN):
+        found[path] = value
+    elif isinstance(value, torch.Tensor):
         local = getattr(value, "_local_tensor", value).detach().cpu().contiguous()
-        return {path: (str(local.dtype), tuple(local.shape), local.reshape(-1).view(torch.uint8).numpy().tobytes())}
-    return {path: value if isinstance(value, int | float | str | bytes | bool | None) else repr(value)}
+        found[path] = (str(local.dtype), tuple(local.shape), local.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _add_bits(found, item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            _add_bits(found, item, f"{path}/{key}")
+    else:
+        found[path] = repr(value)
 
 
 # --------------------------------------------------------------------------------------------------------------- running it

@@ -33,6 +33,7 @@ def entries(*, restarts: bool = False) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", entries())
 def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
     entry: Idiom, caplog: pytest.LogCaptureFixture
@@ -49,6 +50,7 @@ def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
     assert not entry.says or re.search(entry.says, caplog.text), caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", entries(restarts=True))
 def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp_path: Path) -> None:
     harness.check_restart(entry, str(tmp_path))
