@@ -8,6 +8,7 @@ but the one to the test, which its children close.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import queue
@@ -89,7 +90,7 @@ class Nursery:
                 self._ended[said["ended"]].put(said["status"])
 
     def _end(self) -> None:
-        self._socket.close()
+        self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread that hears
         self._process.kill()
         self._process.wait()
 
@@ -107,7 +108,6 @@ def _nursery() -> Nursery:
 
 
 def _import_what_ranks_import() -> None:
-
     import torchft_ckpt
 
     for name in torchft_ckpt.__all__:
@@ -160,6 +160,10 @@ def _reap() -> tuple[int, int] | None:
 
 def main() -> None:
     _import_what_ranks_import()
+    # At its end an interpreter looks for cycles in all that it holds. What was imported here is nobody's garbage, and to look at
+    # it copies its memory: a second for each child.
+    gc.collect()
+    gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is None:
         return
