@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from support.processes import note
 
 REPO = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPO)}
-    return subprocess.Popen(
+    demo = subprocess.Popen(
         [sys.executable, str(REPO / "examples" / "demo"), "--out", str(out), *arguments],
         cwd=out,
         env=environment,
@@ -27,6 +28,11 @@ def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+    logs = out / "logs"
+    note(
+        "demo, with its groups", demo, lambda: "\n".join(log.read_text()[-2000:] for log in sorted(logs.glob("*.log")))
+    )
+    return demo
 
 
 def read_until(demo: subprocess.Popen[str], text: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import resume
+from support.nursery import FORKING
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "resume.py"
@@ -24,19 +24,15 @@ def losses(path: Path) -> dict[object, object]:
 
 
 @pytest.mark.processes
-def test_a_job_that_was_killed_as_a_whole_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_job_that_was_killed_as_a_whole_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script tells the story in this process; its groups and lighthouses are processes of their own."""
     folder = tmp_path / "story"
     options = [f"--steps={NUM_STEPS}", f"--save-every={SAVE_EVERY}", f"--kill-at={KILL_AT}", "--groups=2"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--demo", f"--folder={folder}", *options])
+    monkeypatch.setattr(resume, "subprocess", FORKING)
 
-    demo = subprocess.run(
-        [sys.executable, str(SCRIPT), "--demo", f"--folder={folder}", *options],
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-    assert demo.returncode == 0, f"{demo.stdout}\n{demo.stderr}"
+    assert resume.main() == 0
     # Its own word is not taken for it.
     before, after, never = (folder / name for name in ("first_life", "second_life", "never_killed"))
     for group in ("group_0.jsonl", "group_1.jsonl"):

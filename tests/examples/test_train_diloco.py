@@ -11,16 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
-from diloco import figures, job, links, options, records
+from diloco import figures, job, launch, links, options, records
 from diloco.job import JobRecord, Kill
 from diloco.records import Finished, Step
+from support.nursery import FORKING
+from support.processes import note, run
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "train_diloco.py"
 
 
 def run_script(out: Path, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run(
         [sys.executable, str(SCRIPT), "--quick", f"--out={out}", *arguments],
         env=os.environ | {"PYTHONPATH": str(REPO)},
         cwd=out,
@@ -28,7 +30,15 @@ def run_script(out: Path, *arguments: str, timeout_s: float = 240) -> subprocess
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
-        check=False,
+    )
+
+
+def note_logs(script: subprocess.Popen[str], folder: Path) -> None:
+    """Show all logs in a folder if the test fails."""
+    note(
+        "the script, with all that it started",
+        script,
+        lambda: "\n".join(log.read_text()[-1000:] for log in sorted(folder.glob("*.log"))),
     )
 
 
@@ -47,10 +57,11 @@ def rows_of(output: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_group_is_killed_on_a_limited_link_and_all_end_bit_equal(tmp_path: Path) -> None:
     need_links()
 
-    result = run_script(tmp_path)
+    result = run_script(tmp_path, "--groups=2", "--inner-steps=80")
 
     assert result.returncode == 0, result.stdout
     rows = rows_of(result.stdout)
@@ -63,16 +74,27 @@ def test_a_group_is_killed_on_a_limited_link_and_all_end_bit_equal(tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_without_namespaces_it_says_so_and_trains_on_loopback(tmp_path: Path) -> None:
-    result = run_script(tmp_path, "--no-throttle", "--no-ddp", "--kills=0", "--groups=2", "--quantize")
+@pytest.mark.slow
+def test_without_namespaces_it_says_so_and_trains_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher in this process; the groups are processes of their own."""
+    monkeypatch.setattr(job, "subprocess", FORKING)
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    arguments = ["--quick", "--no-throttle", "--no-ddp", "--kills=0", "--groups=2", "--quantize", "--inner-steps=50"]
 
-    assert result.returncode == 0, result.stdout
-    assert "not throttled, on loopback (--no-throttle)" in result.stdout
-    (num_rounds,) = rows_of(result.stdout)["committed rounds"]
-    assert int(num_rounds) >= 30  # more, where one group began alone
+    code = launch.launch(options.parse([*arguments, f"--out={tmp_path}"], ""), arguments)
+
+    output = capfd.readouterr().out
+    assert code == 0, output
+    assert "not throttled, on loopback (--no-throttle)" in output
+    (num_rounds,) = rows_of(output)["committed rounds"]
+    assert int(num_rounds) >= 10  # more, where one group began alone
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_group_that_dies_by_itself_ends_the_run_with_its_name(tmp_path: Path) -> None:
     plan = job.JobPlan(name="broken", script=tmp_path / "none.py", arguments=[], num_groups=1, num_planned=1)
 
@@ -84,14 +106,24 @@ def test_a_group_that_dies_by_itself_ends_the_run_with_its_name(tmp_path: Path) 
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     script = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--quick", "--no-throttle", "--inner-steps=100000", f"--out={tmp_path}"],
+        [
+            sys.executable,
+            str(SCRIPT),
+            "--quick",
+            "--no-throttle",
+            "--groups=2",
+            "--inner-steps=100000",
+            f"--out={tmp_path}",
+        ],
         env=os.environ | {"PYTHONPATH": str(REPO)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    note_logs(script, tmp_path)
     assert script.stdout is not None
     script.stdout.readline()
     first = tmp_path / "diloco_0.jsonl"
@@ -102,7 +134,7 @@ def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     script.send_signal(signal.SIGTERM)
     output, _ = script.communicate(timeout=60)
 
-    assert (len(children), [child for child in children if Path(f"/proc/{child}").exists()]) == (4, []), output
+    assert (len(children), [child for child in children if Path(f"/proc/{child}").exists()]) == (3, []), output
 
 
 def a_step(at_s: float, *, sent: int, loss: float = 1.0, contributed: bool = True) -> Step:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.groups import Job, Rank, running_job
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def outer_job(directory: Path, **options: Any) -> AbstractContextManager[Job]:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import support
 import torch
+from support.launched import REPO, fork_into
 from support.outer_reference import adamw, diloco, nesterov
 
 RANK = Path(support.__file__).with_name("sharded_rank.py")
+PYTHONPATH = os.pathsep.join([str(REPO), str(RANK.parents[1])])
 
 
 @pytest.mark.processes
 def test_ranks_that_shard_a_model_train_it_as_one_that_has_it_whole(tmp_path: Path) -> None:
     out = tmp_path / "history.pt"
-    environment = {**os.environ, "PYTHONPATH": str(RANK.parents[1])}
     ranks = [
-        subprocess.Popen([sys.executable, str(RANK), str(rank), str(tmp_path / "store"), str(out)], env=environment)
+        fork_into(
+            tmp_path / f"rank_{rank}.log", RANK, str(rank), str(tmp_path / "store"), str(out), PYTHONPATH=PYTHONPATH
+        )
         for rank in range(2)
     ]
     try:

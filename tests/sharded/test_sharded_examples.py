@@ -1,4 +1,4 @@
-"""examples/train_hsdp.py and examples/train_fsdp.py as a user starts them, and a rank that is killed."""
+"""train_hsdp.py and train_fsdp.py of the examples as a user starts them, with their launcher or torchrun; one rank is killed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.launched import REPO, fork_into
+from support.stores import hosted_store
 
 from torchft_ckpt import LighthouseServer
 
-REPO = Path(__file__).resolve().parents[2]
-
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 class Group:
@@ -29,16 +27,15 @@ class Group:
     def __init__(self, number: int, script: str, size: int, lighthouse: str, folder: Path, *options: str) -> None:
         self.log_path = folder / f"group_{number}.log"
         self.report_path = folder / f"group_{number}.json"
-        environment = os.environ | {
-            "PYTHONPATH": str(REPO),
-            "TORCHFT_LIGHTHOUSE": lighthouse,
-            "REPLICA_GROUP_ID": str(number),
-        }
-        command = [sys.executable, str(REPO / "examples" / script), f"--group-size={size}", *options]
-        with self.log_path.open("wb") as log:
-            self.launcher = subprocess.Popen(
-                [*command, f"--report={self.report_path}"], env=environment, stdout=log, stderr=log
-            )
+        self.launcher = fork_into(
+            self.log_path,
+            REPO / "examples" / script,
+            f"--group-size={size}",
+            f"--report={self.report_path}",
+            *options,
+            TORCHFT_LIGHTHOUSE=lighthouse,
+            REPLICA_GROUP_ID=str(number),
+        )
 
     def log(self) -> str:
         return self.log_path.read_text()
@@ -66,25 +63,65 @@ class Group:
         self.launcher.wait(timeout=30)
 
 
+class RanksOfTorchrun:
+    """A replica group whose ranks find in their environment what torchrun puts there."""
+
+    def __init__(self, number: int, script: str, size: int, lighthouse: str, folder: Path, *options: str) -> None:
+        self.store = hosted_store()
+        self.report_path = folder / f"group_{number}.json"
+        self.log_path = folder / f"group_{number}_rank_0.log"
+        self.ranks = [
+            fork_into(
+                folder / f"group_{number}_rank_{rank}.log",
+                REPO / "examples" / script,
+                f"--report={self.report_path}",
+                *options,
+                TORCHFT_LIGHTHOUSE=lighthouse,
+                REPLICA_GROUP_ID=str(number),
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(size),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(self.store.port),
+                TORCHELASTIC_USE_AGENT_STORE="True",
+                TORCHELASTIC_RESTART_COUNT="0",
+            )
+            for rank in range(size)
+        ]
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def end(self) -> dict[str, Any]:
+        assert [rank.wait(timeout=90) for rank in self.ranks] == [0] * len(self.ranks)
+        return json.loads(self.report_path.read_text())
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait(timeout=30)
+
+
 @pytest.fixture
-def cleanup() -> Any:
+def cleanup() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
-def start(cleanup: ExitStack, folder: Path, script: str, sizes: list[int], *options: str) -> list[Group]:
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=len(sizes))
+def start_lighthouse(cleanup: ExitStack, min_replicas: int) -> str:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas)
     cleanup.callback(lighthouse.shutdown)
-    groups = []
-    for number, size in enumerate(sizes):
-        least = f"--min-replica-size={len(sizes)}"
-        groups.append(Group(number, script, size, lighthouse.address(), folder, least, *options))
-        cleanup.callback(groups[-1].close)
-    return groups
+    return lighthouse.address()
 
 
 def test_hsdp_groups_end_equal_although_a_rank_is_killed(tmp_path: Path, cleanup: ExitStack) -> None:
-    first, second = start(cleanup, tmp_path, "train_hsdp.py", [2, 2], "--steps=40", "--max-restarts=1")
+    """One group is torchrun's; the other's launcher starts it again."""
+    lighthouse = start_lighthouse(cleanup, 2)
+    options = ["--steps=40", "--min-replica-size=2"]
+    first = RanksOfTorchrun(0, "train_hsdp.py", 2, lighthouse, tmp_path, *options)
+    cleanup.callback(first.close)
+    second = Group(1, "train_hsdp.py", 2, lighthouse, tmp_path, *options, "--max-restarts=1")
+    cleanup.callback(second.close)
     second.wait_for_step(3)
     os.kill(second.ranks()[1], signal.SIGKILL)
     second_report, first_report = second.end(), first.end()
@@ -96,7 +133,9 @@ def test_hsdp_groups_end_equal_although_a_rank_is_killed(tmp_path: Path, cleanup
 
 
 def test_fsdp_with_tensor_parallelism_in_a_group_of_four(tmp_path: Path, cleanup: ExitStack) -> None:
-    (group,) = start(cleanup, tmp_path, "train_fsdp.py", [4], "--steps=10")
+    lighthouse = start_lighthouse(cleanup, 1)
+    group = RanksOfTorchrun(0, "train_fsdp.py", 4, lighthouse, tmp_path, "--steps=10", "--min-replica-size=1")
+    cleanup.callback(group.close)
     report = group.end()
 
     assert report["step"] == 10

@@ -20,7 +20,7 @@ OTHER_SEED = 77
 
 Reference = Callable[[int], dict[int, str]]
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @contextmanager

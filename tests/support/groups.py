@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.nursery import Forked
+from support.processes import note
 
 TRAINER = "trainer.py"
 
@@ -35,6 +36,7 @@ class Rank:
             self.process = Forked(
                 Path(__file__).with_name(trainer), [json.dumps(options)], {**os.environ, **environment}, stderr.fileno()
             )
+        note(f"rank {self.name}", self.process, lambda: f"{self.log()}\nlast events: {self.events[-3:]}")
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -176,6 +178,7 @@ class LighthouseProcess:
         assert match, f"lighthouse did not start: {line!r}"
         self.address, self.port = f"{match[1]}:{match[2]}", int(match[2])
         self.log: list[str] = []
+        note("lighthouse", self.process, lambda: "".join(self.log))
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
 

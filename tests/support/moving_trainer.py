@@ -3,7 +3,8 @@
 Gradients are whole multiples of 12 over a power of two, the same on every rank, so sums and averages over up to four ranks are
 exact: after each step the full tensors have the bits of `tests/sharded/test_moving_job.py`'s plain loop, in whatever layout.
 
-Options: `layout` is plain, fsdp or fsdp+tp (two by two); `take_over`; `until`, the step at which it stops; `hand_over`.
+Options: `layout` is plain, fsdp or fsdp+tp (two by two); `take_over`; `until`, the step at which it stops (without it, that in
+the file `stop` of the directory `control`); `hand_over`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +93,11 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return values
 
 
+def step_in(stop: Path) -> int:
+    """The step at which somebody told it to stop; one that never comes if nobody did."""
+    return int(stop.read_text()) if stop.exists() else sys.maxsize
+
+
 def report(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
 
@@ -129,10 +136,11 @@ def main() -> None:
         set_all_reduce_hook(manager, model)
     optimizer = Optimizer(manager, sgd)
     report("ready", address=transport.metadata())
+    stop = Path(options["control"]) / "stop"
     try:
         if options.get("take_over"):
             report("took", is_held=manager.take_over(LIMIT), step=manager.current_step(), bits=bits(model, sgd))
-        while manager.current_step() < options["until"]:
+        while manager.current_step() < options.get("until", step_in(stop)):
             optimizer.zero_grad()
             time.sleep(options.get("pause_s", 0.0))
             model(manager.quorum_step()).backward()

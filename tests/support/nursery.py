@@ -19,11 +19,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
 class Forked:
-    """A process that the nursery forked; as much of `subprocess.Popen` as tests use. `stdout` is a text stream."""
+    """A process that the nursery forked; as much of `subprocess.Popen` as tests use. `stdout` is a text stream.
+
+    Its parent is the nursery. It begins in this process's directory.
+    """
 
     def __init__(self, script: Path, arguments: list[str], environment: dict[str, str], stderr: int) -> None:
         readable, writable = os.pipe()
@@ -33,6 +37,7 @@ class Forked:
             os.close(writable)
         self.stdout = os.fdopen(readable, "r")
         self.returncode: int | None = None
+        self.args = [str(script), *arguments]
 
     def poll(self) -> int | None:
         """Return how it ended, None while it lives."""
@@ -49,9 +54,45 @@ class Forked:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkedIntoFile(Forked):
+    """One whose output and errors go to one open file."""
+
+    def __init__(self, script: Path, arguments: list[str], environment: dict[str, str], output: int) -> None:
+        self.pid, self._ended = _nursery().fork(script, arguments, environment, output, output)
+        self.returncode = None
+        self.args = [str(script), *arguments]
+
+
+def popen(command: list[str], **options: Any) -> Any:
+    """Stand in for `subprocess.Popen` in a launcher that runs within a test: fork whatever is a Python script of its own.
+
+    It has to write all of its output to one file. Nobody is its launcher, as its parent is another process than this.
+    """
+    if command[0] != sys.executable or not command[1].endswith(".py"):
+        return subprocess.Popen(command, **options)
+    environment = {name: value for name, value in options["env"].items() if name != "TORCHFT_EXAMPLE_LAUNCHER"}
+    from support.processes import note  # not above: the nursery's own process has no such package
+
+    log = options["stdout"]
+    assert options["stderr"] is log
+    process = ForkedIntoFile(Path(command[1]), command[2:], environment, log.fileno())
+    note(Path(log.name).name, process, Path(log.name))
+    return process
+
+
+FORKING = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+"""Stands in for the module `subprocess` in such a launcher."""
 
 
 class Nursery:
@@ -74,7 +115,7 @@ class Nursery:
         self, script: Path, arguments: list[str], environment: dict[str, str], stdout: int, stderr: int
     ) -> tuple[int, queue.SimpleQueue[int]]:
         """Return the pid of a new process, and where its exit status will be."""
-        request = {"script": str(script), "arguments": arguments, "environment": environment}
+        request = {"script": str(script), "arguments": arguments, "environment": environment, "directory": os.getcwd()}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr])
             pid = self._pids.get(timeout=60)
@@ -169,6 +210,8 @@ def main() -> None:
         return
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.path[1:1] = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = str(Path(request["script"]).parent)
     runpy.run_path(request["script"], run_name="__main__")
