@@ -7,7 +7,6 @@ import pickle
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support import processes
 from support.durable_parts import PartsDouble
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -664,6 +664,6 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
         f"try: main(['checkpoints', *{arguments}, '--help'])\n"
         "finally: print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
     assert (done.stdout.startswith("usage: "), done.stdout.splitlines()[-1]) == (True, "False")

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.certificates import server_context
 from support.groups import free_port
+from support.processes import note
 
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing import HTTPTransport
@@ -438,7 +439,9 @@ def test_whoever_reads_the_output_may_stop_early(peer: HTTPTransport[Any]) -> No
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
-    assert process.stderr.read() == ""
+    errors = process.stderr.read()
+    note("inspect", process, lambda: errors)
+    assert errors == ""
     process.stderr.close()
     assert process.wait(30) == 1
 

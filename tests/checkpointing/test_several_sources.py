@@ -18,6 +18,7 @@ import faulty_proxy
 import pytest
 import torch
 from faulty_proxy import Answer, AnswerFault, FaultyProxy, Gate, ScriptedProxy, Wire, pass_on
+from support.processes import start
 from support.thoroughness import by_default
 from test_transfer_processes import SOURCE
 
@@ -363,9 +364,7 @@ def test_the_deadline_is_one_for_all_sources_together(scene):
 @pytest.mark.processes
 def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other():
     small_blocks = SOURCE.replace("HTTPTransport(", "HTTPTransport(block_bytes=16384, ")
-    process = subprocess.Popen(
-        [sys.executable, "-c", small_blocks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = start([sys.executable, "-c", small_blocks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     other = make_transport(block_bytes=16384)
     other.send_checkpoint([1], 3, example_state(3), timedelta(minutes=1))
     urls = [process.stdout.readline().strip(), other.metadata()]  # type: ignore[union-attr]

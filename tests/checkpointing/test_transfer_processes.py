@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from support.processes import start
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.errors import SourceLostError, TransferStalledError
@@ -31,7 +32,7 @@ transport.shutdown()
 
 @pytest.fixture
 def source() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen([sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = start([sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
         yield process, process.stdout.readline().strip()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 from support.groups import LighthouseProcess, free_port
+from support.processes import run, start
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.__main__ import main
@@ -189,7 +190,7 @@ def test_the_command_runs_without_torch_and_ends_on_sigterm() -> None:
         "code = main(['lighthouse', '--min-replicas', '1', '--bind', '127.0.0.1:0']);"
         "sys.exit(code or ('torch' in sys.modules))"
     )
-    process = subprocess.Popen([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True)
+    process = start([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("lighthouse at http://127.0.0.1:")
     process.send_signal(signal.SIGTERM)
@@ -199,12 +200,11 @@ def test_the_command_runs_without_torch_and_ends_on_sigterm() -> None:
 @pytest.mark.processes
 def test_the_command_says_that_its_port_is_taken() -> None:
     first = LighthouseProcess()
-    second = subprocess.run(
+    second = run(
         [sys.executable, "-m", "torchft_ckpt", "lighthouse", "--min-replicas", "1", "--bind", first.address],
         capture_output=True,
         text=True,
         timeout=60,
-        check=False,
     )
     first.kill()
     assert second.returncode == 1

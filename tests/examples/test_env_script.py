@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.processes import run
 
 REPO = Path(__file__).resolve().parents[2]
 PRETENDER = """#!/bin/sh
@@ -39,14 +40,13 @@ class Checkout:
         self.calls.write_text("")
         command = f'set -eu; source "{self.folder}/scripts/_env.sh"; ensure_env "{extras}"; echo "$PYTHON"'
         given = {"CALLS": str(self.calls), "BASE_PYTHON": str(self.python), "PATH": os.environ["PATH"]}
-        return subprocess.run(
+        return run(
             ["bash", "-c", command],
             cwd="/",
             env=given | environment,
             capture_output=True,
             text=True,
             timeout=30,
-            check=False,
         )
 
     def installed(self) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import note
 
 if importlib.util.find_spec("torchft") is None:
     pytest.skip("torchft is not installed; scripts/test-torchft runs this", allow_module_level=True)
@@ -43,6 +44,7 @@ class Group:
                 stderr=stderr,
                 text=True,
             )
+        note(self._log.stem, self.process, self._log)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

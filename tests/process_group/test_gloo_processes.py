@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import start
 
 pytestmark = [
     pytest.mark.processes,
@@ -28,7 +29,7 @@ class Member:
     def __init__(self) -> None:
         script = Path(__file__).with_name("gloo_member.py")
         env = dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", OMP_NUM_THREADS="1")
-        self.process = subprocess.Popen(
+        self.process = start(
             [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
         )
 
