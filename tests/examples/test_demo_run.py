@@ -68,7 +68,7 @@ def wait_until_ended(pids: list[int], *, timeout_s: float) -> list[int]:
 
 def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None:
     figures_path = tmp_path / "figures.json"
-    demo = start_demo(tmp_path, "--steps", "100", "--kills", "1", "--seed", "7", "--json", str(figures_path))
+    demo = start_demo(tmp_path, "--steps", "60", "--kills", "1", "--seed", "7", "--json", str(figures_path))
 
     output, _ = demo.communicate(timeout=300)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,9 +73,9 @@ def start_two(job: Job) -> tuple[list[Rank], list[Rank]]:
     return groups
 
 
-def come_back(job: Job, stays: Sequence[Rank]) -> list[Rank]:
-    """Start the group again, with other weights, once the other has gone on without it, until they train together."""
-    stays[0].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 1)
+def come_back(job: Job, stays: Sequence[Rank], since: float = 0.0) -> list[Rank]:
+    """Start the group again, with other weights, once the other has gone on without it since then, until they train together."""
+    stays[0].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 1 and e["t"] >= since)
     ranks = job.start("leaves", ranks=2, seed=OTHER_SEED)
     for rank in ranks:
         rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 2)
@@ -83,20 +84,28 @@ def come_back(job: Job, stays: Sequence[Rank]) -> list[Rank]:
 
 @dataclass
 class Run:
-    """What became of a group that stayed, one that left, and one that came in its place."""
+    """What became of a group that stayed, one that left, and those that came in its place.
+
+    `killed_at` is when a group was killed as a whole, `lost_rank_at` when the one after it lost a rank; both in seconds.
+    """
 
     stays: list[Rank]
     leaves: list[Rank]
     back: list[Rank]
     killed_at: float
     done: list[dict[str, Any]]
+    again: Sequence[Rank] = ()
+    lost_rank_at: float = math.inf
 
     @property
     def all_digests(self) -> dict[int, set[str]]:
-        return digests([*self.stays, *self.leaves, *self.back])
+        return digests([*self.stays, *self.leaves, *self.back, *self.again])
 
-    def discarded(self, rank: Rank) -> int:
-        return sum(step["discarded"] for step in rank.steps(since=self.killed_at))
+    def discarded(self, rank: Rank) -> tuple[int, int]:
+        """Steps that a rank discarded after the first fault, and after the second."""
+        steps = [step for step in rank.steps(since=self.killed_at) if step["discarded"]]
+        num_later = sum(step["t"] >= self.lost_rank_at for step in steps)
+        return len(steps) - num_later, num_later
 
     def moments(self, rank: Rank) -> dict[str, list[str]]:
         """The optimizer's moments as its `load_state_dict` got them."""
@@ -112,45 +121,35 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
         killed_at = time.monotonic()
         kill(leaves)
         back = come_back(job, stays)
+        lost_rank_at = time.monotonic()
+        kill(back[1:])
+        assert back[0].end(timeout_s=20) != 0, "it leaves as a whole"
+        again = come_back(job, stays, lost_rank_at)
         done = job.finish(ahead=4)
-    return Run(stays, leaves, back, killed_at, done)
+    return Run(stays, leaves, back, killed_at, done, again, lost_rank_at)
 
 
-def test_a_killed_group_comes_back_and_all_steps_have_the_bits_of_an_undisturbed_run(
+def test_groups_that_were_killed_or_lost_a_rank_come_back_and_all_steps_have_the_bits_of_an_undisturbed_run(
     killed: Run, undisturbed: Reference
 ) -> None:
     steps = killed.all_digests
     expected = undisturbed(max(steps))
     assert {step: found for step, found in steps.items() if found != {expected[step]}} == {}
     assert [event["digest"] for event in killed.done] == [expected[max(steps)]] * 4
-    assert [max(event["healed"] for event in rank.steps()) for rank in killed.back] == [1, 1]
+    assert [max(event["healed"] for event in rank.steps()) for rank in (*killed.back, *killed.again)] == [1] * 4
 
 
-def test_the_others_discard_one_step_at_most_for_a_killed_group_and_its_return(killed: Run) -> None:
-    assert [killed.discarded(rank) <= 1 for rank in killed.stays] == [True, True]
+def test_the_others_discard_one_step_at_most_for_a_lost_group_and_its_return(killed: Run) -> None:
+    assert [max(killed.discarded(rank)) <= 1 for rank in killed.stays] == [True, True]
 
 
 def test_optimizer_state_that_the_joiner_does_not_have_yet_arrives_as_shards_on_its_own_mesh(killed: Run) -> None:
-    for rank in killed.back:
+    for rank in (*killed.back, *killed.again):
         moments = killed.moments(rank)
         assert len(moments) == 2 * 20  # of 3 blocks of 6 parameters and a head of 2
         assert {(kind, placements, mesh) for kind, placements, _, mesh in moments.values()} == {
             ("DTensor", "(Shard(dim=0),)", "own mesh")
         }
-
-
-def test_a_group_that_loses_a_rank_leaves_as_a_whole_and_comes_back(tmp_path: Path, undisturbed: Reference) -> None:
-    with sharded_job(tmp_path, pause_s=0.1) as job:
-        stays, leaves = start_two(job)
-        kill(leaves[1:])
-        assert leaves[0].end(timeout_s=20) != 0
-        back = come_back(job, stays)
-        job.finish(ahead=4)
-
-    steps = digests([*stays, *leaves, *back])
-    expected = undisturbed(max(steps))
-    assert {step: found for step, found in steps.items() if found != {expected[step]}} == {}
-    assert [discards_in_a_row(rank.steps()) <= 1 for rank in stays] == [True, True]
 
 
 def test_a_group_of_four_joins_with_tensor_parallelism_and_is_killed(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_group_of_four_joins_with_tensor_parallelism_and_is_killed(tmp_path: P
 
     assert {step: found for step, found in run.all_digests.items() if len(found) != 1} == {}
     assert [event["digest"] for event in done] == [done[0]["digest"]] * 4
-    assert [run.discarded(rank) <= 1 for rank in stays] == [True] * 4
+    assert [sum(run.discarded(rank)) <= 1 for rank in stays] == [True] * 4
     moments = [what for rank in joins for what in run.moments(rank).values()]
     assert {(kind, mesh) for kind, *_, mesh in moments} == {("DTensor", "own mesh")}
     assert any("_StridedShard" in placements for _, placements, _, _ in moments)
