@@ -97,14 +97,16 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             after = manager.statistics()
+            is_committed = after.num_committed > before.num_committed
             report(
                 "step",
                 step=manager.current_step(),
-                committed=after.num_committed > before.num_committed,
+                committed=is_committed,
                 discarded=after.num_discarded > before.num_discarded,
                 participants=manager.num_participants(),
                 healed=after.num_healed,
-                digest=digest_of(**state_dict()),
+                # Of a step that was not, one rank may hold the others' state and one may not: there is nothing to gather.
+                digest=digest_of(**state_dict()) if is_committed else "",
             )
         report("done", step=manager.current_step(), digest=digest_of(**state_dict()))
         dist.barrier()
