@@ -1,12 +1,19 @@
-"""A test that fails shows the last lines of the processes that it started."""
+"""For all tests: one that fails shows the last lines of its processes, and names that nobody knows are looked up quickly.
+
+torch's store looks up the name of each address that connects. For 127.0.0.1 at a socket of both families that is
+`::ffff:127.0.0.1`, which is in no /etc/hosts, so a name server is asked, and a packet that is lost costs glibc 5 s.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.processes import forget, last_lines
+
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -24,7 +24,7 @@ import trustme
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.certificates import server_context
-from support.groups import free_port
+from support.ports import reserved_port
 from support.processes import note
 
 from torchft_ckpt.__main__ import main
@@ -202,10 +202,11 @@ def test_a_certificate_is_checked_with_the_authority_that_is_named(
 
 
 def test_a_peer_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    for command in (["inspect", url], ["pull", url, "-o", str(tmp_path / "state.safetensors")]):
-        assert main(command) == 1
-        assert f"source {url} does not accept connections" in capsys.readouterr().err
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        for command in (["inspect", url], ["pull", url, "-o", str(tmp_path / "state.safetensors")]):
+            assert main(command) == 1
+            assert f"source {url} does not accept connections" in capsys.readouterr().err
     assert files_in(tmp_path) == []
 
 
@@ -351,11 +352,12 @@ def test_a_pull_that_fails_leaves_the_old_file_as_it_was(
 
 
 def test_a_place_that_cannot_be_written_to_is_known_before_anybody_is_asked(tmp_path: Path, capsys: Capture) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    assert main(["pull", nobody, "-o", str(tmp_path / "missing" / "state.safetensors")]) == 2
-    assert "state.safetensors cannot be written: No such file or directory" in capsys.readouterr().err
-    assert main(["pull", nobody, "-o", str(tmp_path)]) == 2
-    assert "is a directory" in capsys.readouterr().err
+    with reserved_port() as port:
+        nobody = f"http://127.0.0.1:{port}"
+        assert main(["pull", nobody, "-o", str(tmp_path / "missing" / "state.safetensors")]) == 2
+        assert "state.safetensors cannot be written: No such file or directory" in capsys.readouterr().err
+        assert main(["pull", nobody, "-o", str(tmp_path)]) == 2
+        assert "is a directory" in capsys.readouterr().err
 
 
 @contextlib.contextmanager

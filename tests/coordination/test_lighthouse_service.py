@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from support.groups import LighthouseProcess, free_port
+from support.groups import LighthouseProcess
+from support.ports import reserved_port
 from support.processes import run, start
 
 from torchft_ckpt import LighthouseServer
@@ -154,10 +155,10 @@ def test_a_token_guards_the_status_too(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_commands_against_nobody_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    for command in ("status", "allow-step-loss"):
-        assert main([command, "--lighthouse", address]) == 1
-        assert f"no lighthouse answers at {address}" in capsys.readouterr().err
+    with reserved_port() as port:
+        for command in ("status", "allow-step-loss"):
+            assert main([command, "--lighthouse", f"127.0.0.1:{port}"]) == 1
+            assert f"no lighthouse answers at 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,12 +176,12 @@ def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
 
 
 def test_shutdown_ends_the_thread_and_frees_the_port() -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    address = server.address().removeprefix("http://")
-    server.shutdown()
-    server.shutdown()
-    assert not [t for t in threading.enumerate() if t.name == "torchft_ckpt-lighthouse"]
-    LighthouseServer(address, min_replicas=1).shutdown()
+    with reserved_port() as port:
+        server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
+        server.shutdown()
+        server.shutdown()
+        assert not [t for t in threading.enumerate() if t.name == "torchft_ckpt-lighthouse"]
+        LighthouseServer(f"127.0.0.1:{port}", min_replicas=1).shutdown()
 
 
 @pytest.mark.processes

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.groups import free_port
+from support.ports import reserved_port
 from support.stores import hosted_store
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
@@ -363,8 +363,13 @@ def test_a_state_that_could_not_be_loaded_is_torn_until_it_is_caught_up_with_aga
     assert joiner.bits() == source.bits()
 
 
-def test_a_lighthouse_that_is_away_is_waited_for(replicas: list[Replica]) -> None:
-    port = free_port()
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
+
+
+def test_a_lighthouse_that_is_away_is_waited_for(port: int, replicas: list[Replica]) -> None:
     server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1, heartbeat_timeout_ms=5000)
     source = running_source(replicas, server)
     joiner = start(replicas, server, "joiner")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.stores import hosted_store
 from torch.distributed import ReduceOp, TCPStore, Work
 
 from torchft_ckpt.core.sequence import Clearance
@@ -79,7 +80,7 @@ class Member:
 
 @pytest.fixture(scope="module")
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return hosted_store()
 
 
 @pytest.fixture(params=["gloo", "fake"])

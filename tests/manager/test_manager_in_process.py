@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.groups import free_port
+from support.ports import reserved_port
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
@@ -31,6 +31,8 @@ from torchft_ckpt.errors import (
 )
 
 SHORT = timedelta(seconds=20)
+_seeding = threading.Lock()
+"""torch's generator is the process's; replicas are made on several threads."""
 
 
 def has_ipv6() -> bool:
@@ -53,8 +55,9 @@ class Replica:
     """A tiny model with its manager."""
 
     def __init__(self, lighthouse: LighthouseServer | str, name: str, seed: int = 0, **options: Any) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Linear(8, 8)
+        with _seeding:
+            torch.manual_seed(seed)
+            self.model = nn.Linear(8, 8)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         address = lighthouse if isinstance(lighthouse, str) else lighthouse.address()
         options.setdefault("min_replica_size", 1)
@@ -105,13 +108,9 @@ def shutdown(*replicas: Replica) -> None:
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_different_weights_are_equal_after_the_first_quorum(use_async_quorum: bool) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=3)
-    names = [f"group_{i}" for i in range(3)]
+    options: dict[str, Any] = {"min_replica_size": 3, "use_async_quorum": use_async_quorum}
     with ThreadPoolExecutor(3) as pool:
-        replicas = list(
-            pool.map(
-                lambda n: Replica(server, n, seed=hash(n), min_replica_size=3, use_async_quorum=use_async_quorum), names
-            )
-        )
+        replicas = list(pool.map(lambda seed: Replica(server, f"group_{seed}", seed, **options), range(3)))
     assert len({str(replica.bits()) for replica in replicas}) == 3
     committed = together(replicas, Replica.step)
     assert committed == [True, True, True]
@@ -321,7 +320,8 @@ def test_collectives_of_an_abandoned_step_do_not_end_in_the_next() -> None:
 def test_groups_heal_over_ipv6_too() -> None:
     server = LighthouseServer("[::1]:0", min_replicas=2)
     with ThreadPoolExecutor(2) as pool:
-        replicas = list(pool.map(lambda n: Replica(server, n, seed=hash(n), hostname=None), ["a", "b"]))
+        replicas = list(pool.map(lambda seed: Replica(server, "ab"[seed], seed, hostname=None), range(2)))
+    assert replicas[0].bits() != replicas[1].bits()
     assert together(replicas, Replica.step) == [True, True]
     assert replicas[0].bits() == replicas[1].bits()
     shutdown(*replicas)
@@ -404,9 +404,9 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
 
 
 def test_an_unreachable_lighthouse_is_named() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(LighthouseUnreachableError, match=f"no lighthouse answers at {address}"):
-        Replica(address, "group", connect_timeout=timedelta(seconds=0.5))
+    with reserved_port() as port:
+        with pytest.raises(LighthouseUnreachableError, match=f"no lighthouse answers at 127.0.0.1:{port}"):
+            Replica(f"127.0.0.1:{port}", "group", connect_timeout=timedelta(seconds=0.5))
 
 
 def test_a_wrong_token_is_refused_before_anything_is_said() -> None:

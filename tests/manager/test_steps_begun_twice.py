@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.stores import hosted_store
 from torch import nn
-from torch.distributed import TCPStore
 
 from torchft_ckpt import LighthouseServer, Manager, Optimizer
 from torchft_ckpt.errors import GroupBrokenError, QuorumTimeoutError
@@ -171,7 +171,7 @@ def test_a_step_in_which_something_has_happened_begins_anew(group: Group, happen
 
 
 def test_a_rank_that_begins_twice_and_one_that_begins_once_are_in_one_step() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted_store()
     with running(1) as job:
         shared = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
         ranks = at_once(*(lambda rank=rank: job.start("group", rank=rank, **shared)[0] for rank in range(2)))  # type: ignore[misc]
@@ -189,7 +189,7 @@ def test_a_rank_that_begins_twice_and_one_that_begins_once_are_in_one_step() -> 
 
 
 def test_a_rank_that_goes_on_with_a_step_which_the_other_abandons_follows_it() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted_store()
     with running(1) as job:
         shared = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
         ranks = at_once(*(lambda rank=rank: job.start("group", rank=rank, **shared)[0] for rank in range(2)))  # type: ignore[misc]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import pytest
-from support.rings import Ring
+from support.rings import PATIENCE, Ring
+from support.stores import hosted_store
 from torch.distributed import TCPStore
 
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
@@ -15,7 +15,7 @@ from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
 
 @pytest.fixture(scope="session")
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return hosted_store()
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def gloo_ring(new_address: Callable[[], str]) -> Iterator[Callable[[int], Ring]]
     rings = []
 
     def make(num_members: int) -> Ring:
-        members: list[ProcessGroup] = [ProcessGroupGloo(timedelta(seconds=30)) for _ in range(num_members)]
+        members: list[ProcessGroup] = [ProcessGroupGloo(PATIENCE) for _ in range(num_members)]
         rings.append(Ring(members, new_address))
         return rings[-1]
 

@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 
 from torchft_ckpt.process_group import ProcessGroupGloo
 
-group = ProcessGroupGloo(timedelta(seconds=120))
+group = ProcessGroupGloo(timedelta(seconds=300))
 commands: queue.Queue[list[str]] = queue.Queue()
 
 

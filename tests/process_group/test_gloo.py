@@ -7,13 +7,14 @@ import os
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
-from support.rings import Ring, is_connecting, wait_until
+from support.ports import reserved_port
+from support.rings import FREED_WITHIN, PATIENCE, Ring, is_connecting, wait_until
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.errors import (
@@ -63,15 +64,13 @@ def test_many_operations_in_flight_are_all_freed_by_an_abort(gloo_ring: Callable
     ring = gloo_ring(2)
     ring.configure()
     works = [ring.members[0].allreduce([torch.ones(100_000)], ReduceOp.SUM) for _ in range(20)]
-    started = time.monotonic()
     ring.members[0].abort()
     outcomes = []
     for work in works:
         with pytest.raises(ProcessGroupAbortedError) as caught:
-            work.wait()
+            work.wait(FREED_WITHIN)
         outcomes.append(caught.type)
     assert outcomes == [ProcessGroupAbortedError] * 20
-    assert time.monotonic() - started < 5.0  # the operations' own timeout is 30 s
 
 
 def test_one_abort_frees_all_that_wait_for_it(gloo_ring: Callable[[int], Ring]) -> None:
@@ -79,12 +78,10 @@ def test_one_abort_frees_all_that_wait_for_it(gloo_ring: Callable[[int], Ring]) 
     ring = gloo_ring(5)
     ring.configure()
     works = [ring.members[rank].allreduce([torch.ones(10)], ReduceOp.SUM) for rank in range(4)]
-    started = time.monotonic()
     ring.members[4].abort()
     for work in works:
         with pytest.raises(CollectiveFailedError):
-            work.wait()
-    assert time.monotonic() - started < 5.0
+            work.wait(FREED_WITHIN)
 
 
 @linux_only
@@ -158,18 +155,12 @@ def test_a_group_of_one_needs_no_store() -> None:
     assert tensor.tolist() == [0.0, 1.0, 2.0]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def test_a_store_that_refuses_is_an_error_at_once(gloo_ring: Callable[[int], Ring]) -> None:
-    group = ProcessGroupGloo(timedelta(seconds=60), connect_timeout=timedelta(seconds=30))
-    port = free_port()
-    started = time.monotonic()
-    with pytest.raises(ProcessGroupConfigureError, match=f"rank 1 of 2.*127.0.0.1:{port}.*refused"):
-        group.configure(f"127.0.0.1:{port}/x", "r1", 1, 2, 7)
-    assert time.monotonic() - started < 10
+    group = ProcessGroupGloo(PATIENCE, connect_timeout=PATIENCE)
+    with reserved_port() as port, ThreadPoolExecutor(1) as pool:
+        configured = pool.submit(group.configure, f"127.0.0.1:{port}/x", "r1", 1, 2, 7)
+        with pytest.raises(ProcessGroupConfigureError, match=f"rank 1 of 2.*127.0.0.1:{port}.*refused"):
+            configured.result(FREED_WITHIN.total_seconds())
     assert isinstance(group.errored(), ProcessGroupConfigureError)
     assert gloo_ring(2).configure() is None
     group.shutdown()
@@ -184,7 +175,7 @@ def test_a_store_that_accepts_but_never_answers_is_an_error_after_the_connect_ti
 
 
 def test_abort_frees_a_configure_whose_store_never_answers() -> None:
-    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=30))
+    group = ProcessGroupGloo(connect_timeout=PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}/x"
         outcomes: list[BaseException] = []
@@ -199,7 +190,7 @@ def test_abort_frees_a_configure_whose_store_never_answers() -> None:
         thread.start()
         wait_until(lambda: is_connecting(group), "configure waits for the store")
         group.abort()
-        thread.join(10)
+        thread.join(FREED_WITHIN.total_seconds())
         assert [type(error) for error in outcomes] == [ProcessGroupAbortedError]
 
 

@@ -7,7 +7,8 @@ import threading
 from datetime import timedelta
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from support.stores import hosted_store
+from torch.distributed import PrefixStore
 
 from torchft_ckpt import ProcessGroupGloo
 from torchft_ckpt.errors import ProcessGroupAbortedError
@@ -17,7 +18,7 @@ LONG = timedelta(seconds=60)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a connect ends by its timeout")
 def test_an_abort_ends_the_thread_that_waits_inside_gloo_for_a_dead_members_address() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted_store()
     PrefixStore("quorum", store).set("torchft_ckpt/came/1", "")  # rank 1 came, and is gone
     group = ProcessGroupGloo(timeout=LONG, connect_timeout=LONG)
     before = set(threading.enumerate())

@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not os.path.isdir("/proc/self/fdinfo"), reason="an abort needs Linux's /proc"),
 ]
 
-# Operations time out after 120 s; anything near this shows that it was an abort that freed them.
-FREED_WITHIN_S = 10.0
+# Operations time out after 300 s; anything near this shows that it was an abort that freed them.
+FREED_WITHIN_S = 60.0
 LARGE = 4_000_000  # float32: 16 MB, some tens of milliseconds an allreduce
 
 
@@ -51,7 +51,7 @@ class Member:
         if self.process.poll() is not None:
             return False
         self.tell("ping")
-        return self.answer(10.0) == {"pong": True}
+        return self.answer() == {"pong": True}
 
     def close(self) -> None:
         self.process.kill()

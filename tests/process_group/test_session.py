@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +12,9 @@ from torch.distributed import Work
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupConfigureError
 from torchft_ckpt.process_group.session import Phase, Session
+
+LONG = timedelta(seconds=60)
+"""Nothing waits for so long; what does not happen within it raises a TimeoutError."""
 
 
 class StubWork(Work):
@@ -57,12 +59,10 @@ def test_an_operation_that_the_backend_forgets_is_over_soon_after_the_end() -> N
     session = live_session()
     work = session.run(lambda group: StubWork())
     session.end(ProcessGroupAbortedError("told to"))
-    started = time.monotonic()
     with pytest.raises(ProcessGroupAbortedError, match="told to"):
-        work.wait()
+        work.wait(LONG)
     with pytest.raises(ProcessGroupAbortedError, match="told to"):
         work.get_future().wait()
-    assert time.monotonic() - started < 5.0
     assert (work.is_completed(), work.is_success()) == (True, False)
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from torch.distributed import TCPStore
+from support.ports import reserved_port
+from support.stores import hosted_store
 
 from torchft_ckpt.errors import ConfigError, ProcessGroupConfigureError
 from torchft_ckpt.process_group.store import StoreAddress, StorePool, enter_store
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
 def always() -> bool:
@@ -36,9 +45,9 @@ def test_other_addresses_are_refused(text: str) -> None:
 def test_a_connection_is_used_again(new_address: Callable[[], str]) -> None:
     pool = StorePool()
     address = StoreAddress.parse(new_address())
-    with pool.borrow(address, 10.0, is_wanted=always) as first:
+    with pool.borrow(address, LIMIT_S, is_wanted=always) as first:
         pass
-    with pool.borrow(address, 10.0, is_wanted=always) as second:
+    with pool.borrow(address, LIMIT_S, is_wanted=always) as second:
         assert second is first
 
 
@@ -46,8 +55,8 @@ def test_two_users_get_two_connections(new_address: Callable[[], str]) -> None:
     pool = StorePool()
     address = StoreAddress.parse(new_address())
     with (
-        pool.borrow(address, 10.0, is_wanted=always) as first,
-        pool.borrow(address, 10.0, is_wanted=always) as second,
+        pool.borrow(address, LIMIT_S, is_wanted=always) as first,
+        pool.borrow(address, LIMIT_S, is_wanted=always) as second,
     ):
         assert second is not first
 
@@ -56,44 +65,42 @@ def test_a_connection_whose_user_failed_is_not_lent_again(new_address: Callable[
     pool = StorePool()
     address = StoreAddress.parse(new_address())
     with pytest.raises(KeyError):
-        with pool.borrow(address, 10.0, is_wanted=always) as first:
+        with pool.borrow(address, LIMIT_S, is_wanted=always) as first:
             raise KeyError
-    with pool.borrow(address, 10.0, is_wanted=always) as second:
+    with pool.borrow(address, LIMIT_S, is_wanted=always) as second:
         assert second is not first
 
 
 def test_a_store_on_loopback_is_reached_from_loopback(new_address: Callable[[], str]) -> None:
-    with StorePool().borrow(StoreAddress.parse(new_address()), 10.0, is_wanted=always) as connection:
+    with StorePool().borrow(StoreAddress.parse(new_address()), LIMIT_S, is_wanted=always) as connection:
         assert connection.local_host == "127.0.0.1"
 
 
-def test_a_connection_to_a_store_that_is_gone_is_replaced_or_refused() -> None:
+def test_a_connection_to_a_store_that_is_gone_is_replaced_or_refused(port: int) -> None:
     pool = StorePool()
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = StoreAddress.parse(f"127.0.0.1:{server.port}/x")
-    with enter_store(pool, address, "key", "1", 10.0, always):
+    server = hosted_store(port)
+    address = StoreAddress.parse(f"127.0.0.1:{port}/x")
+    with enter_store(pool, address, "key", "1", LIMIT_S, always):
         pass
-    port = server.port
     del server
     with pytest.raises(ProcessGroupConfigureError, match=f"store at 127.0.0.1:{port}.*refused"):
-        with enter_store(pool, address, "key", "1", 10.0, always):
+        with enter_store(pool, address, "key", "1", LIMIT_S, always):
             pass
-    again = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    with enter_store(pool, address, "key", "2", 10.0, always) as (_, store):
+    again = hosted_store(port)
+    with enter_store(pool, address, "key", "2", LIMIT_S, always) as (_, store):
         assert store.get("key") == b"2"
     assert again.port == port
 
 
-def test_a_store_that_was_started_again_is_connected_again() -> None:
+def test_a_store_that_was_started_again_is_connected_again(port: int) -> None:
     pool = StorePool()
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = StoreAddress.parse(f"127.0.0.1:{server.port}/x")
-    with enter_store(pool, address, "key", "1", 10.0, always) as (first, _):
+    server = hosted_store(port)
+    address = StoreAddress.parse(f"127.0.0.1:{port}/x")
+    with enter_store(pool, address, "key", "1", LIMIT_S, always) as (first, _):
         pass
-    port = server.port
     del server
-    again = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    with enter_store(pool, address, "key", "2", 10.0, always) as (second, store):
+    again = hosted_store(port)
+    with enter_store(pool, address, "key", "2", LIMIT_S, always) as (second, store):
         assert second is not first
         assert store.get("key") == b"2"
     assert again.port == port

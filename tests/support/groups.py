@@ -8,17 +8,18 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from support.nursery import Forked
+from support.ports import reserved_port
 from support.processes import note
 
 TRAINER = "trainer.py"
@@ -100,6 +101,7 @@ class Job:
         self.options = options
         self.ranks: list[Rank] = []
         self._num_started = 0
+        self._ports = ExitStack()
 
     def start(
         self, name: str, *, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any
@@ -111,7 +113,7 @@ class Job:
         stop = self.directory / "stop"
         if stop.exists():
             (control / "stop").write_text(stop.read_text())
-        port = str(free_port())
+        port = str(self._ports.enter_context(reserved_port()))  # rank 0 hosts the group's store there
         started = []
         for rank in range(ranks):
             settings = {
@@ -156,18 +158,22 @@ class Job:
             if rank.process.poll() is None:
                 rank.process.kill()
             rank.process.wait()
+        self._ports.close()
 
 
 class LighthouseProcess:
-    """`python -m torchft_ckpt lighthouse` as a process."""
+    """`python -m torchft_ckpt lighthouse` as a process, at a port that stays its own when it is dead."""
 
-    def __init__(self, *, min_replicas: int = 2, heartbeat_timeout_ms: int = 1000, port: int = 0) -> None:
+    def __init__(self, *, min_replicas: int = 2, heartbeat_timeout_ms: int = 1000) -> None:
         self.options = ["--min-replicas", str(min_replicas), "--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
-        self._start(port)
+        reserved = ExitStack()
+        self.port = reserved.enter_context(reserved_port())
+        weakref.finalize(self, reserved.close)
+        self._start()
 
-    def _start(self, port: int) -> None:
+    def _start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchft_ckpt", "lighthouse", *self.options, "--bind", f"127.0.0.1:{port}"],
+            [sys.executable, "-m", "torchft_ckpt", "lighthouse", *self.options, "--bind", f"127.0.0.1:{self.port}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -176,7 +182,7 @@ class LighthouseProcess:
         line = self.process.stdout.readline()
         match = re.search(r"http://([\d.]+):(\d+)", line)
         assert match, f"lighthouse did not start: {line!r}"
-        self.address, self.port = f"{match[1]}:{match[2]}", int(match[2])
+        self.address = f"{match[1]}:{match[2]}"
         self.log: list[str] = []
         note("lighthouse", self.process, lambda: "".join(self.log))
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
@@ -191,7 +197,7 @@ class LighthouseProcess:
         self.process.wait()
 
     def restart(self) -> None:
-        self._start(self.port)
+        self._start()
 
 
 @contextmanager
@@ -204,13 +210,6 @@ def running_job(directory: Path, *, lighthouse: LighthouseProcess | None = None,
     finally:
         job.close()
         own.kill()
-
-
-def free_port() -> int:
-    """Return a port that is free now; another server may take it before it is used."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def discards_in_a_row(steps: list[dict[str, Any]]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TypeVar
 
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
@@ -12,9 +13,13 @@ from torchft_ckpt.process_group.session import Phase
 from torchft_ckpt.testing.fake_process_group import FakeProcessGroup
 
 T = TypeVar("T")
+PATIENCE = timedelta(seconds=300)
+"""How long an operation of a Gloo ring may take: far longer than FREED_WITHIN, within which an abort or a loss ends it."""
+FREED_WITHIN = timedelta(seconds=60)
+"""Far longer than that takes, as the machine may be busy."""
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """For what happens on another thread and cannot be waited for; fails the test after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -1,0 +1,24 @@
+"""Ports that no other process takes between the moment a test learns their number and the moment somebody listens there."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port of 127.0.0.1 at which nobody listens, unless somebody is told its number.
+
+    A socket is bound to it, so the kernel gives it to nobody else; whoever asks for it by number, as servers do (with
+    SO_REUSEADDR), may listen, stop and listen again beside that socket.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        if not sys.platform.startswith("linux"):
+            holder.close()  # elsewhere nobody could listen beside it
+        yield port
