@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from support.groups import LighthouseProcess
 from support.ports import reserved_port
 from support.processes import run, start
 
@@ -199,14 +198,13 @@ def test_the_command_runs_without_torch_and_ends_on_sigterm() -> None:
 
 
 @pytest.mark.processes
-def test_the_command_says_that_its_port_is_taken() -> None:
-    first = LighthouseProcess()
+def test_the_command_says_that_its_port_is_taken(lighthouse: LighthouseServer) -> None:
+    address = lighthouse.address().removeprefix("http://")
     second = run(
-        [sys.executable, "-m", "torchft_ckpt", "lighthouse", "--min-replicas", "1", "--bind", first.address],
+        [sys.executable, "-m", "torchft_ckpt", "lighthouse", "--min-replicas", "1", "--bind", address],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    first.kill()
     assert second.returncode == 1
-    assert f"the lighthouse cannot listen on {first.address}" in second.stderr
+    assert f"the lighthouse cannot listen on {address}" in second.stderr

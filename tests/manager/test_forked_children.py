@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.nursery import Forked
 from torch import nn
 
 from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
@@ -164,8 +163,14 @@ group.shutdown()
 """
 
 
-def test_what_a_forked_child_configures_itself_it_shuts_down() -> None:
+def test_what_a_forked_child_configures_itself_it_shuts_down(tmp_path: Path) -> None:
     """A process group object may be made before the ranks are forked. In a process of its own: a child that collects garbage ends
     what other tests have left."""
-    ended = subprocess.run([sys.executable, "-c", CONFIGURES_ITSELF], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
+    script, log = tmp_path / "configures_itself.py", tmp_path / "log"
+    script.write_text(CONFIGURES_ITSELF)
+    with log.open("wb") as stderr:
+        process = Forked(script, [], dict(os.environ), stderr.fileno())
+    try:
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()

@@ -1,4 +1,4 @@
-"""One member of a Gloo group as a process, told what to do by lines on stdin; answers with JSON lines on stdout.
+"""One member of a Gloo group as a process, told what to do by lines in a named pipe; answers with JSON lines on stdout.
 
 `configure ADDRESS RANK WORLD`, `reduce NUM SEED` (answers with the bits' digest), `reduce_forever NUM`, `ping`, `abort`, `exit`.
 Operations run on a worker thread, so that an abort is heard at any moment.
@@ -53,9 +53,10 @@ def work() -> None:
             answer(error=type(error).__name__, errored=type(group.errored()).__name__, time_s=time.monotonic())
 
 
+torch.set_num_threads(1)
 threading.Thread(target=work, daemon=True).start()
 answer(ready=True)
-for line in sys.stdin:
+for line in open(sys.argv[1]):  # noqa: SIM115
     if line.split() == ["abort"]:
         started = time.monotonic()
         group.abort()

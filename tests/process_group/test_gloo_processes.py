@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import queue
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import start
+from support.nursery import Forked
 
 pytestmark = [
     pytest.mark.processes,
@@ -26,41 +25,52 @@ LARGE = 4_000_000  # float32: 16 MB, some tens of milliseconds an allreduce
 
 
 class Member:
-    def __init__(self) -> None:
+    """A process of its own; it is told what to do through a named pipe, and its answers are collected on a thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._log = directory / "log"
+        pipe = directory / "commands"
+        os.mkfifo(pipe)
+        self._commands = os.open(pipe, os.O_RDWR)  # to open it for writing only would wait for the reader
         script = Path(__file__).with_name("gloo_member.py")
-        env = dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", OMP_NUM_THREADS="1")
-        self.process = start(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
-        )
+        with self._log.open("wb") as stderr:
+            self.process = Forked(script, [str(pipe)], dict(os.environ), stderr.fileno())
+        self._answers: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put({"gone": True})
 
     def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command.encode() + b"\n")
+        os.write(self._commands, command.encode() + b"\n")
 
     def answer(self, timeout_s: float = 60.0) -> dict[str, object]:
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                return {"silent": True}
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"gone": True}
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return {"silent": True}
 
     def is_fit(self) -> bool:
         """Whether it is alive and has nothing left to say from an earlier test."""
         if self.process.poll() is not None:
             return False
         self.tell("ping")
-        return self.answer() == {"pong": True}
+        return self.answer(5.0) == {"pong": True}
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        os.close(self._commands)
+
+    def log(self) -> str:
+        return f"member {self.process.pid}: {self._log.read_text()[-2000:]}"
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[list[Member]]:
-    """Members that one test leaves to the next, because starting one takes seconds."""
+    """Members that one test leaves to the next."""
     pool: list[Member] = []
     yield pool
     for member in pool:
@@ -68,15 +78,20 @@ def pool() -> Iterator[list[Member]]:
 
 
 @pytest.fixture
-def members(pool: list[Member]) -> list[Member]:
+def members(pool: list[Member], tmp_path: Path) -> Iterator[list[Member]]:
     fit = [member for member in pool if member.is_fit()]
     for member in pool:
         if member not in fit:
             member.close()
-    new = [Member() for _ in range(4 - len(fit))]
+    directories = [tmp_path / str(number) for number in range(4 - len(fit))]
+    for directory in directories:
+        directory.mkdir()
+    new = [Member(directory) for directory in directories]
     pool[:] = [*fit, *new]
     assert [member.answer(150.0) for member in new] == [{"ready": True}] * len(new)
-    return list(pool)
+    yield list(pool)
+    for member in pool:
+        print(member.log())  # pytest shows it where the test failed
 
 
 def configure(members: list[Member], address: str) -> None:
@@ -128,13 +143,13 @@ def test_survivors_of_a_freeze_are_freed_and_it_can_come_back(
     configure(members, new_address())
     reduce_forever(members)
     frozen, survivors = members[2], [*members[:2], members[3]]
-    frozen.process.send_signal(signal.SIGSTOP)
+    os.kill(frozen.process.pid, signal.SIGSTOP)
     answers, took_s = abort(survivors)
     assert {answer["error"] for answer in answers} <= {"ProcessGroupAbortedError", "CollectiveFailedError"}
     assert took_s < FREED_WITHIN_S
     configure(survivors, new_address())
     assert len(digests(survivors)) == 1
-    frozen.process.send_signal(signal.SIGCONT)
+    os.kill(frozen.process.pid, signal.SIGCONT)
     abort([frozen])
     configure(members, new_address())
     assert len(digests(members)) == 1
