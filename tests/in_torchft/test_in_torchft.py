@@ -23,7 +23,7 @@ from support.processes import note
 if importlib.util.find_spec("torchft") is None:
     pytest.skip("torchft is not installed; scripts/test-torchft runs this", allow_module_level=True)
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 GROUP = Path(__file__).with_name("group.py")
 Event = dict[str, Any]
 
@@ -56,7 +56,7 @@ class Group:
             self._news.put(event)
         self._news.put(None)
 
-    def wait_for(self, condition: Callable[[Event], bool], timeout_s: float = 50.0) -> Event:
+    def wait_for(self, condition: Callable[[Event], bool], timeout_s: float = 150.0) -> Event:
         """Return the first event, of those not waited for yet, that fulfils the condition."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -76,7 +76,7 @@ class Group:
         """Digest of the state after each committed step."""
         return {event["step"]: event["digest"] for event in self.of("step")}
 
-    def end(self, timeout_s: float = 20.0) -> int:
+    def end(self, timeout_s: float = 60.0) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:

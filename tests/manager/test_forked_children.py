@@ -21,7 +21,7 @@ from torch import nn
 from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.process_group import session
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 SHORT = timedelta(seconds=20)
 LIMIT_S = 10
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
+from torchft_ckpt.manager import conversation
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -185,13 +187,17 @@ def test_too_many_discarded_steps_in_a_row_raise_when_asked_to(lighthouse: Light
     shutdown(replica)
 
 
-def test_waiting_for_a_quorum_says_what_for_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_a_quorum_says_what_for_and_how_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "PENDING_LOG_S", 2.5)
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
-    replica = Replica(server, "alone", quorum_timeout=timedelta(seconds=3), quorum_retries=0)
+    replica = Replica(server, "alone", quorum_timeout=timedelta(seconds=1.5), quorum_retries=0)
     with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"), pytest.raises(QuorumTimeoutError) as error:
         replica.step()
     assert "1 of at least 2 replica groups are here (alone:" in str(error.value)
-    assert any("has waited 2." in line and "1 of at least 2 replica groups" in line for line in caplog.messages)
+    said = [re.search(r"has waited (\d+\.\d) s for .*1 of at least 2 replica groups", line) for line in caplog.messages]
+    assert [float(found[1]) >= 0.5 for found in said if found] == [True]
     shutdown(replica)
     server.shutdown()
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from support.groups import Job, LighthouseProcess, Rank, discards_in_a_row, longest_gap_s, running_job
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+PAUSE_S = 0.02
+"""Stands for a forward pass: groups that go on without one use all cores while something else is waited for."""
+HEARTBEAT_S = 120
+FAR_BELOW_S = 40.0
+"""For a death that must be known from the connection: below HEARTBEAT_S, and below the time that a forked child lives."""
 
 
 def start_three(job: Job, **options: object) -> list[Rank]:
@@ -43,7 +48,7 @@ def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Pa
 
 
 def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path) -> None:
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         groups = start_three(job)
         for group in groups:
             group.wait_for_step(5)
@@ -79,7 +84,7 @@ def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_
 
 def test_survivors_wait_for_a_slow_joiner_no_longer_than_the_budget(tmp_path: Path) -> None:
     budget_s = 0.5
-    with running_job(tmp_path, join_budget_s=budget_s) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S, join_budget_s=budget_s) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
@@ -103,7 +108,7 @@ def test_survivors_wait_for_a_slow_joiner_no_longer_than_the_budget(tmp_path: Pa
 
 
 def test_a_joiner_whose_fetches_fail_costs_the_others_nothing(tmp_path: Path) -> None:
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
@@ -122,7 +127,7 @@ def test_a_joiner_whose_fetches_fail_costs_the_others_nothing(tmp_path: Path) ->
 
 
 def test_a_joiner_that_dies_while_it_fetches_costs_one_step(tmp_path: Path) -> None:
-    with running_job(tmp_path, join_budget_s=20.0) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S, join_budget_s=20.0) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
@@ -143,7 +148,7 @@ def test_a_joiner_that_dies_while_it_fetches_costs_one_step(tmp_path: Path) -> N
 
 
 def test_a_replica_that_abandons_steps_while_it_heals_is_still_healing_afterwards(tmp_path: Path) -> None:
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
@@ -156,7 +161,7 @@ def test_a_replica_that_abandons_steps_while_it_heals_is_still_healing_afterward
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path, use_async_quorum: bool) -> None:
-    with running_job(tmp_path, use_async_quorum=use_async_quorum) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S, use_async_quorum=use_async_quorum) as job:
         first = job.start("group_0", ranks=2)
         second = job.start("group_1", ranks=2)
         third = job.start("group_2", ranks=2)
@@ -182,8 +187,8 @@ def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path, use_a
 
 
 def test_a_killed_group_whose_forked_children_live_on_is_known_dead_at_once(tmp_path: Path) -> None:
-    lighthouse = LighthouseProcess(heartbeat_timeout_ms=30_000)
-    with running_job(tmp_path, lighthouse=lighthouse) as job:
+    lighthouse = LighthouseProcess(heartbeat_timeout_ms=HEARTBEAT_S * 1000)
+    with running_job(tmp_path, pause_s=PAUSE_S, lighthouse=lighthouse) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         groups.append(job.start("group_2", forks=True)[0])
         for group in groups:
@@ -191,12 +196,12 @@ def test_a_killed_group_whose_forked_children_live_on_is_known_dead_at_once(tmp_
         groups[2].kill()
         step = groups[0].steps()[-1]["step"]
         for group in groups[:2]:
-            group.wait_for_step(step + 5, timeout_s=10)  # far below the heartbeat timeout
+            group.wait_for_step(step + 5, timeout_s=FAR_BELOW_S)
         assert_equal_ends(job.finish())
 
 
 def test_a_group_of_two_ranks_that_was_stopped_heals_when_it_wakes(tmp_path: Path) -> None:
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         groups = [job.start(f"group_{i}", ranks=2) for i in range(3)]
         for rank in (rank for group in groups for rank in group):
             rank.wait_for_step(5)
@@ -213,7 +218,9 @@ def test_a_group_of_two_ranks_that_was_stopped_heals_when_it_wakes(tmp_path: Pat
 
 
 def test_sigterm_leaves_at_once(tmp_path: Path) -> None:
-    with running_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=30_000)) as job:
+    with running_job(
+        tmp_path, pause_s=PAUSE_S, lighthouse=LighthouseProcess(heartbeat_timeout_ms=HEARTBEAT_S * 1000)
+    ) as job:
         groups = start_three(job)
         for group in groups:
             group.wait_for_step(5)
@@ -221,5 +228,5 @@ def test_sigterm_leaves_at_once(tmp_path: Path) -> None:
         groups[2].end()
         step = groups[0].steps()[-1]["step"]
         for group in groups[:2]:
-            group.wait_for_step(step + 5, timeout_s=10)  # far below the heartbeat timeout
+            group.wait_for_step(step + 5, timeout_s=FAR_BELOW_S)
         assert_equal_ends(job.finish())

@@ -16,6 +16,7 @@ from support.nursery import Forked
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(not os.path.isdir("/proc/self/fdinfo"), reason="an abort needs Linux's /proc"),
 ]
 

@@ -104,7 +104,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(options["seed"])
     if options.get("forks") and os.fork() == 0:
         # A child that was forked while the connections are open, and outlives this process, as a data loader's worker may.
-        signal.alarm(30)
+        signal.alarm(120)
         while True:
             signal.pause()
     num_abandoned = 0
