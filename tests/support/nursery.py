@@ -118,7 +118,8 @@ class Nursery:
         request = {"script": str(script), "arguments": arguments, "environment": environment, "directory": os.getcwd()}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr])
-            pid = self._pids.get(timeout=60)
+            # The first one waits until torch is imported. To give up would leave the next one with this one's pid.
+            pid = self._pids.get(timeout=300)
             return pid, self._ended.setdefault(pid, queue.SimpleQueue())
 
     def _hear(self) -> None:
