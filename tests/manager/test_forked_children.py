@@ -18,8 +18,7 @@ import torch
 from support.nursery import Forked
 from torch import nn
 
-from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
-from torchft_ckpt.process_group import session
+from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, threads
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 SHORT = timedelta(seconds=20)
@@ -104,7 +103,7 @@ def run_in_forked_child(act: Callable[[], object]) -> int:
         lambda group: group.process_group.shutdown(),
         lambda group: group.process_group.abort(),
         lambda group: group.process_group.__del__(),
-        lambda group: session._end_all(),
+        lambda group: threads._end_all(),
         lambda group: group.lighthouse.shutdown(),
     ],
     ids=[
