@@ -72,20 +72,19 @@ def end_at_exit(shutdown: Callable[[], object]) -> None:
 
 
 class Threads(Executor):
-    """A few threads that run what is submitted, in its order. They start when there is something to do.
+    """A few threads that run what is submitted, in its order. They start with the first of it.
 
     Args:
         name: of the threads.
-        max_threads: at once.
+        num_threads: how many.
     """
 
-    def __init__(self, name: str, max_threads: int = 1) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
-        self._max_threads = max_threads
+        self._num_threads = num_threads
         self._changed = threading.Condition()
         self._jobs: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
         self._threads: list[threading.Thread] = []
-        self._num_idle = 0
         self._is_shut_down = False
         end_at_exit(self._end)
 
@@ -99,10 +98,8 @@ class Threads(Executor):
         with self._changed:
             if self._is_shut_down:
                 raise RuntimeError(f"{self._name} was shut down and takes no work")
-            if self._num_idle <= len(self._jobs) and len(self._threads) < self._max_threads:
-                thread = Thread(self._run, self._name)
-                thread.start()
-                self._threads.append(thread)
+            if not self._threads:
+                self._start()
             self._jobs.append((future, lambda: fn(*args, **kwargs)))
             self._changed.notify()
         return future
@@ -126,16 +123,26 @@ class Threads(Executor):
         if wait:
             _join(self._threads, timeout_s)
 
+    def _start(self) -> None:
+        """Start all threads, or as many as there can be."""
+        for number in range(self._num_threads):
+            thread = Thread(self._run, f"{self._name}_{number}")
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return
+            self._threads.append(thread)
+
     def _end(self) -> None:
         self.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._num_idle += 1
                 while not self._jobs and not self._is_shut_down:
                     self._changed.wait()
-                self._num_idle -= 1
                 if not self._jobs:
                     return
                 future, call = self._jobs.popleft()

@@ -161,6 +161,8 @@ class Case:
     must_fire: bool = False
     num_fired: int = 0
     ran_out_of_time: bool = False
+    passed: list[str] = field(default_factory=list)
+    """The answers that came by, in words."""
     _gives_way_until: float | None = None
 
     def may_have_more_time(self) -> bool:
@@ -185,6 +187,7 @@ class Case:
 
     async def apply(self, answer: Answer, wire: Wire) -> None:
         """What the proxy does with an answer."""
+        self.passed.append(f"{answer.kind} {list(answer.blocks())}" if answer.blocks() else answer.kind)
         await self.fault(answer, wire)
 
 
@@ -431,7 +434,7 @@ def judge(slot: Slot, mode: Mode, case: Case, state: State | None, error: Except
     """Return what is wrong with the outcome of a case."""
     complaints = []
     if case.must_fire and not case.num_fired:
-        complaints.append("the fault's place never passed by")
+        complaints.append(f"the fault's place never passed by, but {case.passed}; it ended with {error!r}")
     if slot.received is not None and differences(slot.received, STATE):
         complaints.append("a state that was received earlier has changed")
     untouched = not differences(slot.local, OLD)

@@ -425,13 +425,14 @@ def gan(job: Job) -> None:
     ddp_g, ddp_c = job.ddp(generator), job.ddp(critic)
     optimizer_g, optimizer_c = job.optimizer(adam_g), job.optimizer(adam_c)
     while job.goes_on():
-        noise, real = job.batch()
         optimizer_c.zero_grad()
+        noise, real = job.batch()
         with torch.no_grad():
             fake = generator(noise)
         (ddp_c(fake).mean() - ddp_c(real).mean()).backward()
         optimizer_c.step()
         optimizer_g.zero_grad()
+        noise, _ = job.batch()
         (-critic(ddp_g(noise))).mean().backward()
         optimizer_g.step()
 
