@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
+from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.core.group import (
     GroupInstruction,
     GroupState,
@@ -25,6 +26,7 @@ from torchft_ckpt.core.messages import (
     GiveUpWaiting,
     GroupBroken,
     Leave,
+    LoadState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -33,6 +35,8 @@ from torchft_ckpt.core.messages import (
     Role,
     Source,
     StallReport,
+    StateArrived,
+    StateLate,
     StateVersion,
 )
 
@@ -342,3 +346,66 @@ def test_a_group_that_is_broken_says_so_to_every_rank_that_speaks() -> None:
     group = GroupState(2)
     group.handle(RankSaid(1, Leave("done")))
     assert [type(i.message) for i in group.handle(RankSaid(0, vote()))] == [GroupBroken]
+
+
+# ------------------------------------------------------------------------------------------- ranks load at one place
+
+
+def loading(instructions: list[GroupInstruction]) -> list[tuple[int, Loading, str]]:
+    return [
+        (i.rank, i.message.loading, i.message.reason)
+        for i in instructions
+        if isinstance(i, ToRank) and isinstance(i.message, LoadState)
+    ]
+
+
+def arrived(failure: str = "", request_id: int = 1) -> StateArrived:
+    return StateArrived(request_id=request_id, failure=failure)
+
+
+def test_ranks_load_a_state_when_all_of_them_have_fetched_it() -> None:
+    group = open_step(role=Role.JOINER)
+    assert loading(group.handle(RankSaid(1, arrived()))) == []
+    assert loading(group.handle(RankSaid(0, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
+    assert group.handle(RankSaid(0, StateLate(request_id=1))) == [], "it has been told, and is about to hear it"
+
+
+def test_where_one_rank_does_not_wait_none_loads_before_its_forward_pass_and_all_do_at_the_vote() -> None:
+    group = open_step(role=Role.JOINER)
+    group.handle(RankSaid(0, arrived()))
+    assert loading(group.handle(RankSaid(1, StateLate(request_id=1)))) == [
+        (0, Loading.LATER, ""),
+        (1, Loading.LATER, ""),
+    ]
+    assert group.handle(RankSaid(0, StateLate(request_id=1))) == []
+    assert loading(group.handle(RankSaid(1, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
+
+
+def test_where_one_rank_does_not_get_the_state_none_loads_it() -> None:
+    group = open_step(role=Role.LEARNER)
+    group.handle(RankSaid(0, arrived()))
+    reason = "group rank 1: the source is gone"
+    assert loading(group.handle(RankSaid(1, arrived("the source is gone")))) == [
+        (0, Loading.NEVER, reason),
+        (1, Loading.NEVER, reason),
+    ]
+
+
+def test_where_one_rank_begins_anew_the_others_wait_for_its_state_no_longer() -> None:
+    for role in (Role.LEARNER, Role.JOINER, Role.INLINE):
+        group = open_step(role=role)
+        group.handle(RankSaid(0, arrived()))
+        reason = "group rank 1 gave the step up"
+        assert (0, Loading.NEVER, reason) in loading(group.handle(RankSaid(1, request(2))))
+
+
+def test_what_was_fetched_for_a_step_that_is_over_counts_for_nothing() -> None:
+    group = open_step(role=Role.JOINER)
+    group.handle(RankSaid(0, arrived()))
+    for rank in range(2):
+        asked = up(group.handle(RankSaid(rank, request(2))))
+    assert isinstance(asked[-1], QuorumRequest)
+    group.handle(LighthouseSaid(formed(asked[-1].request_id, role=Role.JOINER)))
+    assert group.handle(RankSaid(1, arrived(request_id=1))) == []
+    group.handle(RankSaid(1, arrived(request_id=2)))
+    assert len(loading(group.handle(RankSaid(0, arrived(request_id=2))))) == 2

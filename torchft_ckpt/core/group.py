@@ -13,6 +13,7 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - It asks where the newest state is when all of its ranks want to know; where some of them ask for a quorum instead, the
   others are told that nothing is known, and ask for one too.
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
+- Ranks that fetch a state load it at one place of their programs, or none of them does (`arrivals`).
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
 """
@@ -26,6 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from torchft_ckpt.core.arrivals import Arrivals, Loading
 from torchft_ckpt.core.layouts import SEPARATOR, combine_layouts
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
@@ -41,6 +43,7 @@ from torchft_ckpt.core.messages import (
     Hello,
     JoinerWaiting,
     Leave,
+    LoadState,
     LocateState,
     Outcome,
     QuorumBroken,
@@ -52,6 +55,8 @@ from torchft_ckpt.core.messages import (
     Refused,
     Role,
     StallReport,
+    StateArrived,
+    StateLate,
     StateLocated,
     StateVersion,
     ToLighthouse,
@@ -124,6 +129,7 @@ class GroupState:
         self._layout_told: str | None = None
         self._requests: dict[int, QuorumRequest] = {}
         """Of ranks that asked for the next step, while not all of them have."""
+        self._arrivals = Arrivals(world_size)
         self._request_id = 0
         self._asked: QuorumRequest | None = None
         """What the group asked and has no answer to."""
@@ -181,6 +187,8 @@ class GroupState:
             if not self._stall_reported and self._is_of_open_step(message):
                 self._stall_reported = True
                 yield Up(message)
+        elif isinstance(message, StateArrived | StateLate):
+            yield from self._fetches(rank, message)
         elif isinstance(message, Leave):
             yield from self._break(f"group rank {rank} left: {message.reason or 'it was shut down'}")
 
@@ -246,8 +254,25 @@ class GroupState:
                 yield ToRank(rank, StateLocated(request_id=message.request_id))
             self._locating.clear()
 
+    def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
+        asked = self._asked_by.get(rank)
+        if self._quorum is None or asked is None or asked.request_id != message.request_id:
+            return  # of a step that is over
+        if isinstance(message, StateArrived):
+            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure))
+        else:
+            yield from self._tell_loading(self._arrivals.late())
+
+    def _tell_loading(self, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
+        if told is not None:
+            for rank, asked in self._asked_by.items():
+                loading, reason = told
+                yield ToRank(rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason)))
+
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
+        if self._quorum is not None and self._quorum.role is not Role.HEALTHY:
+            yield from self._tell_loading(self._arrivals.give_up(f"group rank {rank} gave the step up"))
         if self._quorum is not None and self._quorum.role is Role.LEARNER:
             return  # it is in no collective and has no vote
         if self._voted is None:
@@ -421,6 +446,7 @@ class GroupState:
         self._asked = None
         if not formed.gathers:
             self._quorum = formed
+            self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             yield ToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))

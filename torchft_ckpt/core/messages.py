@@ -18,6 +18,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.errors import ProtocolError
 
 PROTOCOL_VERSION = 2
@@ -368,6 +369,28 @@ class CommitUnknown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: Text = ""
 
 
+class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank has fetched all of the state that the quorum of its request names, or holds it already."""
+
+    request_id: Count
+    failure: Text = ""
+    """Why it will not have it."""
+
+
+class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank does not wait any longer before its forward pass. It is answered by `LoadState`, if it was not told before."""
+
+    request_id: Count
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """When all ranks of the group load the state that they fetch."""
+
+    request_id: Count
+    loading: Loading
+    reason: Text = ""
+
+
 class GroupBroken(msgspec.Struct, frozen=True, tag=True):
     """A rank is gone: the group has left the quorum and must be restarted as a whole."""
 
@@ -398,6 +421,8 @@ RankToGroup: TypeAlias = (
     | GiveUpWaiting
     | StallReport
     | CollectiveWait
+    | StateArrived
+    | StateLate
     | Leave
 )
 GroupToRank: TypeAlias = (
@@ -410,6 +435,7 @@ GroupToRank: TypeAlias = (
     | CommitUnknown
     | QuorumBroken
     | CollectiveCleared
+    | LoadState
     | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.core.messages import (
     CollectiveCleared,
     CollectiveWait,
@@ -24,6 +25,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    LoadState,
     LocateState,
     Outcome,
     QuorumBroken,
@@ -33,8 +35,11 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     Refused,
     StallReport,
+    StateArrived,
+    StateLate,
     StateLocated,
     StateVersion,
+    clip,
 )
 from torchft_ckpt.core.replica import Comparison, Phase, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
@@ -45,6 +50,8 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     QuorumTimeoutError,
     RefusedError,
+    SourceLostError,
+    TransferTimeoutError,
 )
 from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
@@ -85,6 +92,8 @@ class Conversation:
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
         self._cleared: int | None = None
+        self._loading: list[LoadState] = []
+        """What was heard of when the group's ranks load what they fetch: at most two of them."""
 
     # ------------------------------------------------------------------------------------------------- the step begins
 
@@ -142,6 +151,7 @@ class Conversation:
         self._error = None
         self._is_stall_reported = False
         self._cleared = None
+        self._loading = []
 
     def is_behind(self) -> bool:
         """Return whether there is no whole state here, or a newer one is known to exist."""
@@ -231,6 +241,48 @@ class Conversation:
         """The state of a quorum is in place."""
         with self._lock:
             self.replica.load_finished(formed.version, before_forward=before_forward)
+
+    def arrived(self, formed: QuorumFormed, failure: str, send: Callable[[RankToGroup], None]) -> None:
+        """Tell the other ranks of this group that the state is here, or why it will not be."""
+        send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
+
+    def loads_before_forward(self, formed: QuorumFormed, within_s: float, send: Callable[[RankToGroup], None]) -> bool:
+        """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
+
+        All ranks return the same.
+        """
+        if not self._hear_of_loading(within_s, lambda: bool(self._loading)):
+            send(StateLate(request_id=formed.request_id))
+            self._hear_of_loading(GIVE_UP_GRACE_S, lambda: bool(self._loading))
+        return bool(self._loading) and self._loading[0].loading is Loading.NOW
+
+    def await_loading(self, limit: timedelta) -> None:
+        """Wait until all ranks of this group have fetched the state.
+
+        Raises:
+            SourceLostError: one of them will not have it, so none of them loads it.
+            TransferTimeoutError: not all of them said so in time.
+        """
+        if not self._hear_of_loading(limit.total_seconds(), lambda: self._last_heard() is not Loading.LATER):
+            raise TransferTimeoutError(
+                f"not all ranks of this group had fetched the state within {limit.total_seconds():g} s", self.replica_id
+            )
+        if self._last_heard() is Loading.NEVER:
+            raise SourceLostError(f"no rank of this group loads the state: {self._loading[-1].reason}", self.replica_id)
+
+    def _last_heard(self) -> Loading:
+        return self._loading[-1].loading if self._loading else Loading.LATER
+
+    def _hear_of_loading(self, within_s: float, is_heard: Callable[[], bool]) -> bool:
+        until = time.monotonic() + within_s
+        with self._changed:
+            while not is_heard():
+                self._raise_if_fatal()
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+            return True
 
     def state_changes(self) -> None:
         """Somebody is about to change the state."""
@@ -458,6 +510,9 @@ class Conversation:
             formed = replica.quorum
             if formed is not None and (formed.quorum_id, formed.version.step) == (message.quorum_id, message.step):
                 self._cleared = message.index
+        elif isinstance(message, LoadState):
+            if self._plan is not None and self._plan.formed.request_id == message.request_id:
+                self._loading.append(message)
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, JoinerWaiting):

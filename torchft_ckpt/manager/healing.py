@@ -299,6 +299,7 @@ class Healing:
         in_place: bool,
         timeout: timedelta | None = None,
         compare: Callable[[object], Differences] | None = None,
+        on_end: Callable[[str], None] = lambda failure: None,
     ) -> None:
         """Begin to fetch a state.
 
@@ -308,6 +309,7 @@ class Healing:
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
             timeout: instead of the one given to the constructor.
             compare: says what differs between what is here and what the registered functions returned there.
+            on_end: called on the thread when the fetch is over, with the reason where it failed.
         """
         self.cancel()
         self._wanted = wanted
@@ -317,7 +319,12 @@ class Healing:
         self._differences = None
 
         def fetch() -> Any:
-            state = self._run(wanted, local, limit)
+            try:
+                state = self._run(wanted, local, limit)
+            except BaseException as error:
+                on_end(str(error) or type(error).__name__)
+                raise
+            on_end("")
             if compare is not None:
                 self._differences = compare(state.get("user") if isinstance(state, dict) else None)
             return state

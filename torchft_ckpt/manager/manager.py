@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, State
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
-from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepWishes
+from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -567,11 +567,17 @@ class Manager:
             if self._has_computed:
                 return  # what it computed is not of the state that arrives, which is loaded at the vote
             plan = self._talk.plan()
-            if self._is_load_pending and plan is not None:
-                # One that failed is for the vote: an error before the collectives would break them for all.
-                is_there = plan.load_before_forward or self._healing.has_arrived(plan.transfer_wait_s)
-                if is_there:
-                    self._load(before_forward=True)
+            if not self._is_load_pending or plan is None:
+                return
+            # One that failed is for the vote: an error before the collectives would break them for all.
+            if plan.load_before_forward or self._has_arrived(plan):
+                self._load(before_forward=True)
+
+    def _has_arrived(self, plan: StepPlan) -> bool:
+        """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
+        if self._launch.group_world_size == 1 or plan.compare:
+            return self._healing.has_arrived(plan.transfer_wait_s)
+        return self._talk.loads_before_forward(plan.formed, plan.transfer_wait_s, self._link.send)
 
     def _may_keep_step(self, wishes: StepWishes) -> bool:
         """Whether the step that is asked for can be the one that is open."""
@@ -648,15 +654,27 @@ class Manager:
                 self.report_error(
                     CheckpointError("its shards were not captured before this step; it heals in the next")
                 )
+                self._say_fetched(formed, "its shards were not captured before this step")
             else:
                 self._is_load_pending = True
                 in_place = self._heal_in_place and trainer_waits and may_receive_in_place and plan.load_before_forward
-                compare = None
                 if plan.compare:
                     compare = self._registry.comparison_with((captured or self._registry.capture_to_serve()).state)
-                self._healing.start(formed, receiving, in_place, compare=compare)
+                    self._say_fetched(formed)
+                    self._healing.start(formed, receiving, in_place, compare=compare)
+                else:
+                    self._healing.start(
+                        formed, receiving, in_place, on_end=lambda failure: self._say_fetched(formed, failure)
+                    )
+        else:
+            self._say_fetched(formed)
         if plan.configure:
             self._configure(formed)
+
+    def _say_fetched(self, formed: QuorumFormed, failure: str = "") -> None:
+        """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
+        if self._launch.group_world_size > 1 and formed.role is not Role.HEALTHY:
+            self._talk.arrived(formed, failure, self._link.send)
 
     def _serve(self, formed: QuorumFormed, captured: StateToServe | None) -> None:
         if self._offer.is_of(formed.version):
@@ -874,7 +892,7 @@ class Manager:
             self._take_comparison(plan.formed, before_forward)
             return
         try:
-            self._take_state()
+            self._take_state(as_group=self._launch.group_world_size > 1)
         except (StateMismatchError, StateDictLoadError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
@@ -928,20 +946,24 @@ class Manager:
                 self.replica_id(),
             )
 
-    def _take_state(self) -> None:
+    def _take_state(self, *, as_group: bool = False) -> None:
         """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
+
+        `as_group`: load it where all ranks of this group have it, and only there.
 
         Raises:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
             Whatever a transport raises.
         """
-        self._load_received(self._wait_for_state())
+        self._load_received(self._wait_for_state(as_group))
         self._num_healed += 1
 
-    def _wait_for_state(self) -> dict[str, Any]:
+    def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
         try:
             state = self._healing.wait()
             self._registry.check(state.get("user"))
+            if as_group:
+                self._talk.await_loading(self._timeouts.transfer)
         except BaseException:
             self._healing.cancel()
             if self._healing.has_overwritten():
