@@ -7,6 +7,7 @@ a state from in `core/ladder.py`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import operator
@@ -75,7 +76,7 @@ from torchft_ckpt.manager.saving import (
     template_to_load,
 )
 from torchft_ckpt.manager.still import StateHeld, hold_to_save
-from torchft_ckpt.threads import Thread, end_at_exit
+from torchft_ckpt.threads import Thread
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -201,7 +202,8 @@ class Checkpointer:
         self._copies_at_once = False
         """The state changes without the lock, as was found: each save copies it when it is called."""
         self._lock.add_before_write(self._detach)
-        end_at_exit(self.shutdown)  # or the last save would be lost
+        # Before handlers that were registered earlier, which may remove the directory, say.
+        atexit.register(self.shutdown)
 
     def __repr__(self) -> str:
         what = "saving" if self._is_busy() else "idle"
@@ -392,6 +394,7 @@ class Checkpointer:
             logger.error(
                 "a save that was given up does not end, because its storage does not answer: its thread is left"
             )
+        atexit.unregister(self.shutdown)
         self._lock.remove_before_write(self._detach)
         self._pool.close("checkpointer")
 

@@ -112,9 +112,14 @@ def leave_to_parent(resource: object) -> None:
     _for_the_parent.add(resource)
 
 
+def keep_for_ever(resource: object) -> None:
+    """Have Python never destroy an object, at the end of the process neither; the operating system frees what it has."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(resource))
+
+
 def _let_go_in_child() -> None:
     for resource in list(_for_the_parent):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(resource))
+        keep_for_ever(resource)
     null = os.open(os.devnull, os.O_RDWR)
     for fd, inode in _not_for_children.items():
         try:

@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-_EXIT_TIMEOUT_S = 5.0
+_EXIT_TIMEOUT_S = 6.0
 
-_lock = threading.Lock()
+# Of one thread again and again: what the garbage collector drops in the middle may start a thread to end itself.
+_lock = threading.RLock()
 _running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _to_end: list[weakref.WeakMethod[Callable[[], object]]] = []
 
@@ -120,6 +121,7 @@ class Threads(Executor):
             self._changed.notify_all()
         for future in cancelled:
             future.cancel()
+            future.set_running_or_notify_cancel()  # tells those that wait for it
         if wait:
             _join(self._threads, timeout_s)
 
@@ -146,8 +148,7 @@ class Threads(Executor):
                 if not self._jobs:
                     return
                 future, call = self._jobs.popleft()
-            if future.set_running_or_notify_cancel():
-                _fulfil(future, call)
+            _fulfil(future, call)
             del future, call  # an idle thread keeps nothing alive
 
 
@@ -193,6 +194,8 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_threads: int, 
 
 
 def _fulfil(future: Future[_T], work: Callable[[], _T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(work())
     except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
@@ -211,24 +214,34 @@ def _join(threads: Sequence[threading.Thread], timeout_s: float | None) -> None:
 def _end_all() -> None:
     with _lock:
         methods = [method() for method in reversed(_to_end)]
+    interrupt: BaseException | None = None
     for shutdown in methods:
         if shutdown is not None:
             try:
                 shutdown()
             except Exception as error:  # noqa: BLE001 - the others are still to be ended
                 logger.warning("%r could not be ended when the process exited: %s", shutdown, error)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupt = error
     del methods
-    with _lock:
-        left = [thread for thread in _running if thread.is_alive()]
-    _join(left, _EXIT_TIMEOUT_S)
+    until = time.monotonic() + _EXIT_TIMEOUT_S
+    while (left := _alive()) and time.monotonic() < until:  # one that ends may start another
+        _join(left, max(until - time.monotonic(), 0.0))
     if names := sorted(thread.name for thread in left if thread.is_alive()):
         logger.warning("threads that have not ended when the process exits: %s", ", ".join(names))
+    if interrupt is not None:
+        raise interrupt
+
+
+def _alive() -> list[threading.Thread]:
+    with _lock:
+        return [thread for thread in _running if thread.is_alive() and thread is not threading.current_thread()]
 
 
 def _forget() -> None:
     """In a forked child: threads and all that they work for are the parent's."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _running.clear()
     _to_end.clear()
 

@@ -58,6 +58,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "contributor_rank": st.none() | COUNTS,
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),
+        "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "sources": st.lists(
             st.builds(Source, replica_id=NAMES, replica_rank=COUNTS, checkpoint_addresses=st.lists(TEXTS, max_size=3)),

@@ -381,6 +381,7 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
     assert first.step()
     calls: list[int] = []
     failures: list[tuple[str, int]] = []
+    discarded: list[int] = []
 
     def break_once(state: dict[str, Any]) -> None:
         calls.append(1)
@@ -398,11 +399,12 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
             except StateDictLoadError as error:
                 failures.append((str(error), replica.manager.current_step()))
             if replica is second and replica.manager.statistics().num_committed >= 2:
+                discarded.append(first.manager.statistics().num_discarded)
                 stop.set()
                 replica.manager.shutdown()
 
     together([first, second], train)
-    assert len(calls) == 2
+    assert (len(calls), discarded) == (2, [0]), "who is healthy pays nothing for it"
     assert failures == [("load_state_dict of 'default' raised KeyError: 'half loaded'", 0)]
     shutdown(first)
 

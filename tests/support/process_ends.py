@@ -9,11 +9,16 @@ comes back while the interpreter ends, which aborts the process.
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
+import gc
 import logging
 import os
+import re
 import select
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -50,6 +55,8 @@ WAYS = ["shutdown", "return", "raise"]
 MESSAGE = "the training loop failed"
 LIMIT_S = 90
 LONG = timedelta(seconds=60)
+_OF_TORCH = re.compile(r"\[[WE]\d{4} |Exception raised from |frame #\d+|<omitting python frames>")
+"""What torch writes to stderr by itself."""
 _kept: list[Any] = []
 """What a script holds in its globals until its end."""
 
@@ -68,7 +75,7 @@ class Ends(NamedTuple):
 
     @property
     def wrong(self) -> str:
-        said = [line for line in self.stderr.splitlines() if line and not line.startswith("[W")]  # torch's own warnings
+        said = [line for line in self.stderr.splitlines() if line and not _OF_TORCH.match(line)]
         if self.way != "raise":
             return (
                 ""
@@ -254,40 +261,72 @@ def outer_loops(kind: type[DiLoCo] | type[LocalSGD]) -> Iterator[None]:
                 inner[i].step()
 
     at_once(lambda: train(0, 5), lambda: train(1, 5))  # DiLoCo's last step begins a round
-    yield
+    with loops[0]:
+        yield
     for manager in both:
         manager.shutdown()
 
 
 def a_checkpointer() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as directory:
-        keep(directory)
-        checkpointer = keep(Checkpointer(Path(directory)))
-        state = {"weights": torch.ones(1 << 20)}
-        checkpointer.save(state, step=1).result()
-        checkpointer.save(state, step=2)
-        yield
-        checkpointer.shutdown()
+    directory = keep(tempfile.TemporaryDirectory())  # it goes after the last save, by weakref.finalize
+    checkpointer = keep(Checkpointer(Path(directory.name)))
+    state = {"weights": torch.ones(1 << 20)}
+    checkpointer.save(state, step=1).result()
+    checkpointer.save(state, step=2)
+    yield
+    checkpointer.shutdown()
+
+
+def a_checkpointer_and_a_handler_at_exit() -> Iterator[None]:
+    directory = Path(tempfile.mkdtemp())
+
+    def look() -> None:
+        found = torchft_ckpt.checkpoints_in(directory)
+        shutil.rmtree(directory)
+        assert len(found) == 1, "the last save is not whole when the handlers run that were there before"
+
+    atexit.register(look)
+    checkpointer = keep(Checkpointer(directory))
+    checkpointer.save({"weights": torch.ones(1 << 20)}, step=1)
+    yield
+    checkpointer.shutdown()
+
+
+def a_transport_that_was_dropped() -> Iterator[None]:
+    transport: HTTPTransport[Any] = HTTPTransport(timeout=LONG, num_chunks=0, hostname="127.0.0.1")
+    transport.send_checkpoint([1], 7, {"weights": torch.ones(8)}, LONG)
+    yield
+    del transport
+
+
+def a_group_whose_store_is_gone() -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = keep(ProcessGroupGloo(timeout=LONG))
+    in_background(lambda: group.configure(f"127.0.0.1:{port}/ring", "group_0", 0, 2, 1), "connects")
+    time.sleep(0.1)  # until it has begun to
+    yield
+    group.shutdown()
 
 
 def a_save_that_waits_for_another() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as directory:
-        server = keep(LighthouseServer("127.0.0.1:0", min_replicas=2))
-        both = [group(f"group_{i}", server, 2) for i in range(2)]
-        savers = [keep(Checkpointer(Path(directory), manager=m, fill_after=timedelta(seconds=0.5))) for m in both]
+    directory = keep(tempfile.TemporaryDirectory())
+    server = keep(LighthouseServer("127.0.0.1:0", min_replicas=2))
+    both = [group(f"group_{i}", server, 2) for i in range(2)]
+    savers = [keep(Checkpointer(Path(directory.name), manager=m, fill_after=timedelta(seconds=0.5))) for m in both]
 
-        def step(i: int) -> None:
-            both[i].start_quorum()
-            both[i].allreduce(torch.ones(8)).wait()
-            both[i].should_commit()
+    def step(i: int) -> None:
+        both[i].start_quorum()
+        both[i].allreduce(torch.ones(8)).wait()
+        both[i].should_commit()
 
-        at_once(lambda: step(0), lambda: step(1))
-        savers[0].save()
-        yield
-        for saver in savers:
-            saver.shutdown()
-        for manager in both:
-            manager.shutdown()
+    at_once(lambda: step(0), lambda: step(1))
+    savers[0].save()
+    yield
+    for saver in savers:
+        saver.shutdown()
+    for manager in both:
+        manager.shutdown()
 
 
 def a_peer_reader() -> Iterator[None]:
@@ -321,6 +360,9 @@ CLASSES: dict[str, Callable[[], Iterator[None]]] = {
     "LocalSGD": lambda: outer_loops(LocalSGD),
     "Checkpointer": a_checkpointer,
     "Checkpointer, waiting for another group": a_save_that_waits_for_another,
+    "Checkpointer, beside a handler at exit": a_checkpointer_and_a_handler_at_exit,
+    "HTTPTransport, dropped": a_transport_that_was_dropped,
+    "ProcessGroupGloo, whose store is gone": a_group_whose_store_is_gone,
     "PeerReader": a_peer_reader,
 }
 
@@ -337,14 +379,16 @@ class _Lingers:
 
 def end(name: str, way: str) -> None:
     """Use a class, and come back to the caller, who is to end the process, or raise."""
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("torchft_ckpt").setLevel(logging.ERROR)
+    logging.getLogger("torchft_ckpt.threads").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     keep(_Lingers())
     scene = keep(CLASSES[name]())
     next(scene)
     if way == "raise":
-        raise RuntimeError(MESSAGE)
+        scene.throw(RuntimeError(MESSAGE))
     if way == "shutdown":
         next(scene, None)
 
@@ -394,6 +438,7 @@ def main() -> None:
         return
     for name in torchft_ckpt.__all__:
         getattr(torchft_ckpt, name)
+    gc.freeze()  # or each process looks at all of that when it ends
     num_wrong = 0
     for name in arguments.classes or CLASSES:
         wrong = []

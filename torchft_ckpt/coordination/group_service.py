@@ -103,7 +103,7 @@ class GroupService:
             raise AddressInUseError(
                 f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
             ) from error
-        except CoordinationError:
+        except BaseException:  # an interrupt too: nobody else could end the thread
             self.shutdown("its manager service could not start")
             raise
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from torchft_ckpt.threads import Thread
+from torchft_ckpt.threads import Thread, end_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class LoopThread:
         self._owner = os.getpid()
         self._thread = Thread(self._run, name)
         self._thread.start()
+        end_at_exit(self.stop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for it. Call from any other thread."""

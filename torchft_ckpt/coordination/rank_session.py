@@ -75,6 +75,9 @@ class RankSession:
                 raise AuthenticationError(message, address) from error
             message = f"group rank {group_rank} cannot reach its manager service (group rank 0) at {address}: {error}"
             raise GroupBrokenError(message, address) from error
+        except BaseException:  # an interrupt too: nobody else could end the thread
+            self.shutdown("it could not connect")
+            raise
 
     def send(self, message: RankToGroup) -> None:
         """Send a message. Any thread; returns at once."""

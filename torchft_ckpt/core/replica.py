@@ -371,7 +371,7 @@ class ReplicaState:
             load=load or compare,
             load_before_forward=(load or compare) and formed.role in (Role.INLINE, Role.LEARNER),
             compare=compare and formed.role is Role.JOINER,
-            transfer_wait_s=self._transfer_wait_s(formed) if self._compares else 0.0,
+            transfer_wait_s=self._transfer_wait_s(formed, compare) if self._compares else 0.0,
             serve=bool(formed.destinations),
         )
 
@@ -389,10 +389,10 @@ class ReplicaState:
             self.unverified = self._on_probation = True
         return was_on_probation
 
-    def _transfer_wait_s(self, formed: QuorumFormed) -> float:
+    def _transfer_wait_s(self, formed: QuorumFormed, compare: bool) -> float:
         """Those that contribute wait for this replica's collectives; half of what they grant is left for those themselves."""
         most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
-        return min(FIRST_WAIT_S, most_s) if self._last_comparison is None else most_s
+        return min(FIRST_WAIT_S, most_s) if not compare or self._last_comparison is None else most_s
 
     def configure_finished(self) -> None:
         """The process group of the open quorum is ready."""

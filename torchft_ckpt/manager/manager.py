@@ -34,7 +34,6 @@ from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState,
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
-    CoordinationError,
     GroupBrokenError,
     MaxRetriesExceededError,
     ProcessGroupAbortedError,
@@ -214,6 +213,8 @@ class Manager:
         self._counted: list[Counted] = []
         """The versions of parameters when the step began, where its state may have to be captured later."""
         self._is_load_pending = False
+        self._load_failure: StateMismatchError | StateDictLoadError | None = None
+        """Of a load before the forward pass, to be raised at the vote."""
         self._vote: CommitVote | None = None
         self._batches_committed = 0
         self._commit_failures = 0
@@ -254,7 +255,7 @@ class Manager:
         self._link: GroupService | RankSession
         try:
             self._link = self._connect(heartbeat_interval)
-        except CoordinationError:
+        except BaseException:  # an interrupt too: nobody else could end them
             self._stop_threads(wait=True)
             if checkpoint_transport is None:
                 self._transport.shutdown()
@@ -569,9 +570,23 @@ class Manager:
             plan = self._talk.plan()
             if not self._is_load_pending or plan is None:
                 return
-            # One that failed is for the vote: an error before the collectives would break them for all.
-            if plan.load_before_forward or self._has_arrived(plan):
+            if plan.load_before_forward:
                 self._load(before_forward=True)
+            elif self._has_arrived(plan):
+                self._load_in_time()
+
+    def _load_in_time(self) -> None:
+        """Load before the forward pass what could be loaded beside it.
+
+        What fails is left for the vote: an error before the collectives would break them for all.
+        """
+        try:
+            self._load(before_forward=True, is_required=False)
+        except Exception as error:  # noqa: BLE001 - raised, or reported, at the vote
+            self._is_load_pending = True
+            if isinstance(error, StateMismatchError | StateDictLoadError):
+                self._load_failure = error
+            logger.info("%s does not load its state before this step is computed: %s", self.replica_id(), error)
 
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
@@ -598,6 +613,7 @@ class Manager:
         """Abandon the step that is open, if there is one."""
         self._join_quorum_thread()
         self._vote = None
+        self._load_failure = None
         if self._collectives.has_open():
             # They must not end in the middle of the next one.
             self._talk.note_error(ProcessGroupAbortedError("the step was abandoned", self.replica_id()))
@@ -882,12 +898,18 @@ class Manager:
         formed = self._replica.quorum
         return limit if formed is None else max(limit, timedelta(seconds=formed.patience_s))
 
-    def _load(self, before_forward: bool) -> None:
-        """Wait for the state and load it; a transfer that fails costs this replica the step and no more."""
+    def _load(self, before_forward: bool, *, is_required: bool = True) -> None:
+        """Wait for the state and load it; a transfer that fails costs this replica the step and no more.
+
+        Where it is not required yet, it raises what a transport raises.
+        """
         plan = self._talk.plan()
         if plan is None:
             return
         self._is_load_pending = False
+        failure, self._load_failure = self._load_failure, None
+        if failure is not None:
+            raise failure
         if plan.compare:
             self._take_comparison(plan.formed, before_forward)
             return
@@ -895,7 +917,10 @@ class Manager:
             self._take_state(as_group=self._launch.group_world_size > 1)
         except (StateMismatchError, StateDictLoadError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
+        except Exception as error:
+            if not is_required:
+                raise
+            # Whatever a transport raises: not healed yet, and no more.
             logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
             self.report_error(error)
             return
@@ -1278,13 +1303,13 @@ class Manager:
         """
         if self._is_shut_down or os.getpid() != self._owner:
             return
-        self._is_shut_down = True
         self._talk.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
         self._link.shutdown("it was shut down")
         self._pg.abort()
         self._stop_threads(wait)
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
+        self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
 
     def _stop_threads(self, wait: bool) -> None:
         self._worker.shutdown(timeout_s=5.0 if wait else 0.0)

@@ -40,7 +40,7 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     TorchftCkptError,
 )
-from torchft_ckpt.network import leave_to_parent
+from torchft_ckpt.network import keep_for_ever, leave_to_parent
 from torchft_ckpt.threads import Thread, end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Session:
         self._closers: list[Callable[[], object]] = []
         self._connections_die = False
         self._released = threading.Event()
+        self._exits = threading.Event()
         self._owner = os.getpid()
         self._thread = Thread(self._run_connect, f"pg-connect {label}")
         self._reaper = Thread(self._reap, f"pg-reap {label}")
@@ -265,14 +266,20 @@ class Session:
         with self._changed:
             self._changed.wait_for(lambda: self._num_calls == 0)
             self._changed.wait_for(lambda: not self._works, _GRACE_S)
+            forgotten = [work.inner for work in self._works] if self._connections_die else []
         if self._connections_die:
             self._finish_works()
         attempt = 0
-        while self._thread.is_alive():
+        while self._thread.is_alive() and not self._exits.is_set():
             for interrupt in list(self._interrupts):
                 interrupt()
             self._thread.join(_REAP_INTERVALS_S[min(attempt, len(_REAP_INTERVALS_S) - 1)])
             attempt += 1
+        # To drop the group takes until its operations are over: here that can be waited for no longer than the process goes on.
+        while not all(work.is_completed() for work in forgotten):
+            if self._exits.wait(_REAP_INTERVALS_S[-1]):
+                keep_for_ever(self._slot)
+                return
         started = time.monotonic()
         self._slot.clear()
         self._finish_works()
@@ -283,6 +290,7 @@ class Session:
 
     def _end_at_exit(self) -> None:
         """An operation in flight must not hold the process until its timeout; the reaper is waited for."""
+        self._exits.set()
         self.end(ProcessGroupAbortedError(f"{self.label}: the process exits"))
 
     def _finish_works(self) -> None:
@@ -298,7 +306,7 @@ class SessionWork(Work):
     def __init__(self, session: Session, work: Work) -> None:
         super().__init__()
         self._session = session
-        self._work = work
+        self.inner = work
         self._over = threading.Event()
         self._error: ProcessGroupError | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -346,14 +354,14 @@ class SessionWork(Work):
         """
         if self._future is None:
             try:
-                return self._work.wait(timeout)
+                return self.inner.wait(timeout)
             except RuntimeError as error:
                 raise self._session.fail(error) from error.with_traceback(None)
         if not self._over.wait(timeout.total_seconds() if timeout > timedelta(0) else None):
             raise TimeoutError(f"{self._session.label}: an operation is not over after {timeout.total_seconds():.3f} s")
         if self._error is not None:
             raise copy.copy(self._error)
-        return self._work.wait()  # returns at once, and orders the current stream after the operation
+        return self.inner.wait()  # returns at once, and orders the current stream after the operation
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future with the list of result tensors.
@@ -361,19 +369,19 @@ class SessionWork(Work):
         Raises:
             RuntimeError: the backend has none for this operation.
         """
-        return self._work.get_future() if self._future is None else self._future
+        return self.inner.get_future() if self._future is None else self._future
 
     def is_completed(self) -> bool:
         """Whether the operation is over, with or without success."""
-        return self._over.is_set() if self._future is not None else self._work.is_completed()
+        return self._over.is_set() if self._future is not None else self.inner.is_completed()
 
     def is_success(self) -> bool:
         """Whether the operation is over and succeeded."""
-        return self.is_completed() and self._error is None and self._work.is_success()
+        return self.is_completed() and self._error is None and self.inner.is_success()
 
     def synchronize(self) -> None:
         """Make the current stream wait for the operation."""
-        self._work.synchronize()
+        self.inner.synchronize()
 
 
 def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupError:

@@ -24,13 +24,14 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.errors import ProcessGroupConfigureError
-from torchft_ckpt.threads import Thread
+from torchft_ckpt.threads import Thread, end_at_exit
 
 _NUM_IDLE_MAX = 8
 _PROBE_AFTER_S = 0.2
 # How long a thread that waits at the store may not notice that it need not. Nobody waits for that thread, and torch
 # writes a line to stderr for each.
 _WAIT_SLICE_S = 1.0
+_ATTEMPT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class StoreConnection:
 
 
 class _Pending:
-    """One attempt to connect, on a daemon thread that ends with the attempt."""
+    """One attempt to connect, on a thread that ends with the attempt, or a few seconds after the process is to exit."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._host = host
@@ -82,24 +83,43 @@ class _Pending:
         self.done = threading.Event()
         self.connection: StoreConnection | None = None
         self.error: Exception | None = None
+        self._is_over = False
         self._thread = Thread(self._run, f"store-connect {host}:{port}")
         self._thread.start()
+        end_at_exit(self._end)
+
+    def _end(self) -> None:
+        self._is_over = True
 
     def _run(self) -> None:
+        until = time.monotonic() + self._timeout_s
         try:
             peers, local_host = _resolve(self._host, self._port)
-            client = TCPStore(
-                host_name=self._host,
-                port=self._port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._timeout_s),
-            )
+            client = None
+            while client is None:
+                client = self._attempt(until)
+            client.set_timeout(timedelta(seconds=self._timeout_s))
             self.connection = StoreConnection(client=client, peers=peers, local_host=local_host)
         except (OSError, RuntimeError) as error:
             self.error = error.with_traceback(None)
         finally:
             self.done.set()
+
+    def _attempt(self, until: float) -> TCPStore | None:
+        """Connect, for a few seconds at most: torch does not let go before. None: try again."""
+        left_s = until - time.monotonic()
+        try:
+            return TCPStore(
+                host_name=self._host,
+                port=self._port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(min(_ATTEMPT_S, left_s), 0.01)),
+            )
+        except (OSError, RuntimeError):
+            if self._is_over or left_s <= _ATTEMPT_S:
+                raise
+            return None
 
 
 class StorePool:

@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.serving.limits import ClientLimits, ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
-from torchft_ckpt.threads import Thread, Threads
+from torchft_ckpt.threads import Thread, Threads, end_at_exit
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class CheckpointServer:
         self._stopping = threading.Event()
         self._thread = Thread(self._run, "torchft_ckpt-serve")
         self._thread.start()
+        end_at_exit(self.stop)
         self._call(self._start, _START_TIMEOUT_S)
 
     def publish(self, snapshot: Snapshot, *, lease_s: float) -> None:

@@ -1,12 +1,14 @@
-"""Work on a few threads, or on one where there are no more."""
+"""The threads of the library: work that is spread over a few of them, pools, and what they do at the end."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
+from typing import Any
 
 import pytest
 
-from torchft_ckpt.threads import in_threads
+from torchft_ckpt.threads import Thread, Threads, end_at_exit, in_threads
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 50])
@@ -60,3 +62,54 @@ def test_an_interrupt_is_not_taken_for_an_error_of_the_work() -> None:
             fail(number)
 
         in_threads(both, range(2), 2)
+
+
+def test_what_the_garbage_collector_drops_meanwhile_may_start_a_thread_to_end_itself() -> None:
+    """A process group that is dropped does so, wherever the collector happens to run."""
+    started = []
+
+    class Dropped:
+        def end(self) -> None: ...
+
+        def __del__(self) -> None:
+            thread = Thread(lambda: None, "ends")
+            thread.start()
+            started.append(thread)
+
+    def drop_many() -> None:
+        for _ in range(2000):
+            dropped: Any = Dropped()
+            dropped.itself = dropped
+            end_at_exit(dropped.end)
+
+    worker = threading.Thread(target=drop_many, daemon=True)
+    worker.start()
+    worker.join(30)
+    assert not worker.is_alive()
+    assert started
+
+
+def test_a_pool_that_is_shut_down_does_what_was_submitted_and_takes_no_more() -> None:
+    pool = Threads("pool", 2)
+    futures = [pool.submit(pow, 2, exponent) for exponent in range(5)]
+    pool.shutdown()
+    assert [future.result() for future in futures] == [1, 2, 4, 8, 16]
+    with pytest.raises(RuntimeError, match="pool was shut down"):
+        pool.submit(int)
+
+
+def test_what_a_pool_has_not_begun_is_cancelled_and_who_waits_for_it_is_told() -> None:
+    pool = Threads("pool")
+    begun, end = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        end.wait(20)
+
+    blocked, waits = pool.submit(block), pool.submit(int)
+    begun.wait(20)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert wait([waits], 20).done == {waits}
+    assert waits.cancelled()
+    end.set()
+    assert blocked.result(20) is None
