@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -197,3 +198,11 @@ def test_inside_of_durable_imports_point_down_too(floor: int) -> None:
 def test_decoders_are_made_when_a_module_is_imported() -> None:
     """msgspec looks at a class when it first decodes one; two threads that do so at once crash the process."""
     assert not [module for module in MODULES if "msgspec.json.decode(" in (PACKAGE / f"{module}.py").read_text()]
+
+
+def test_all_threads_are_of_the_class_that_ends_before_the_interpreter_does() -> None:
+    """But in `testing`, whose threads are those of a test."""
+    others = [module for module in MODULES if module.split("/")[0] not in ("threads", "testing")]
+    for module in others:
+        text = (PACKAGE / f"{module}.py").read_text()
+        assert not re.search(r"threading\.Thread\(|(Thread|Process)PoolExecutor", text), module
