@@ -125,7 +125,10 @@ def train_torchs(plan: Plan, **options: Any) -> list[Any]:
         wrapped = parallel.DistributedDataParallel(
             made[rank], process_group=group, find_unused_parameters=True, init_sync=False
         )
-        return train(made[rank], wrapped, plan, rank, **options)
+        result = train(made[rank], wrapped, plan, rank, **options)
+        # Before the group: torch's reducer would drop it with the interpreter lock held, for which the group's thread may wait.
+        del wrapped
+        return result
 
     return run_replicas(2, run)
 
