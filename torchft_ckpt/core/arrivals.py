@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Loading(str, Enum):
-    """What the ranks of a group are told about a state that they fetch."""
+    """Tells the ranks of a group when to load a state that they fetch."""
 
     NOW = "now"
     """All of them have it: load it. Whoever was told `LATER` before loads it before the vote."""
@@ -21,7 +21,9 @@ class Loading(str, Enum):
 
 
 class Arrivals:
-    """Who of a group has fetched the state of the open step. Each method returns what all ranks are to be told, if anything.
+    """Knows which ranks of a group have fetched the state of the open step.
+
+    Each method returns what all ranks are to be told, if anything.
 
     Args:
         world_size: number of ranks in the group.

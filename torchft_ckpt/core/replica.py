@@ -109,7 +109,7 @@ class StepPlan:
     compare: bool = False
     """It has the name of the state that is here, and is to be loaded where it differs."""
     transfer_wait_s: float = 0.0
-    """How long the training thread waits before its forward pass for a transfer that may also end beside it."""
+    """The training thread waits so long before its forward pass for a transfer that may also end beside it."""
     serve: bool
     """`formed.destinations` want this replica's state."""
 

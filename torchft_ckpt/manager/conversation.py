@@ -35,11 +35,9 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     Refused,
     StallReport,
-    StateArrived,
     StateLate,
     StateLocated,
     StateVersion,
-    clip,
 )
 from torchft_ckpt.core.replica import Comparison, Phase, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
@@ -93,7 +91,7 @@ class Conversation:
         self._is_stall_reported = False
         self._cleared: int | None = None
         self._loading: list[LoadState] = []
-        """What was heard of when the group's ranks load what they fetch: at most two of them."""
+        """The messages that say when the group's ranks load what they fetch: at most two in a step."""
 
     # ------------------------------------------------------------------------------------------------- the step begins
 
@@ -172,14 +170,8 @@ class Conversation:
             self._located = None
             asked = self._asked_where = self.replica.locate()
         send(asked)
-        with self._changed:
-            while self._located is None:
-                self._raise_if_fatal()
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    return None
-                self._changed.wait(left_s)
-            return self._located
+        self._wait_for(lambda: self._located is not None, until)
+        return self._located
 
     def caught_up(self, version: StateVersion) -> None:
         """The newest state was loaded, outside of a quorum."""
@@ -242,18 +234,15 @@ class Conversation:
         with self._lock:
             self.replica.load_finished(formed.version, before_forward=before_forward)
 
-    def arrived(self, formed: QuorumFormed, failure: str, send: Callable[[RankToGroup], None]) -> None:
-        """Tell the other ranks of this group that the state is here, or why it will not be."""
-        send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
-
     def loads_before_forward(self, formed: QuorumFormed, within_s: float, send: Callable[[RankToGroup], None]) -> bool:
         """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
 
         All ranks return the same.
         """
-        if not self._hear_of_loading(within_s, lambda: bool(self._loading)):
+        give_up_at = time.monotonic() + within_s
+        if not self._wait_for(lambda: bool(self._loading), give_up_at):
             send(StateLate(request_id=formed.request_id))
-            self._hear_of_loading(GIVE_UP_GRACE_S, lambda: bool(self._loading))
+            self._wait_for(lambda: bool(self._loading), give_up_at + GIVE_UP_GRACE_S)
         return bool(self._loading) and self._loading[0].loading is Loading.NOW
 
     def await_loading(self, limit: timedelta) -> None:
@@ -263,7 +252,8 @@ class Conversation:
             SourceLostError: one of them will not have it, so none of them loads it.
             TransferTimeoutError: not all of them said so in time.
         """
-        if not self._hear_of_loading(limit.total_seconds(), lambda: self._last_heard() is not Loading.LATER):
+        give_up_at = time.monotonic() + limit.total_seconds()
+        if not self._wait_for(lambda: self._last_heard() is not Loading.LATER, give_up_at):
             raise TransferTimeoutError(
                 f"not all ranks of this group had fetched the state within {limit.total_seconds():g} s", self.replica_id
             )
@@ -272,17 +262,6 @@ class Conversation:
 
     def _last_heard(self) -> Loading:
         return self._loading[-1].loading if self._loading else Loading.LATER
-
-    def _hear_of_loading(self, within_s: float, is_heard: Callable[[], bool]) -> bool:
-        until = time.monotonic() + within_s
-        with self._changed:
-            while not is_heard():
-                self._raise_if_fatal()
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-            return True
 
     def state_changes(self) -> None:
         """Somebody is about to change the state."""
@@ -429,9 +408,9 @@ class Conversation:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
         give_up_at = time.monotonic() + limit.total_seconds()
-        if not self._wait_for_answer(give_up_at):
+        if not self._wait_for(lambda: self._answer is not None, give_up_at):
             send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
-            self._wait_for_answer(give_up_at + GIVE_UP_GRACE_S)
+            self._wait_for(lambda: self._answer is not None, give_up_at + GIVE_UP_GRACE_S)
         with self._lock:
             answer = self._answer
             if isinstance(answer, CommitDecided):
@@ -452,9 +431,13 @@ class Conversation:
         logger.warning("%s: %s", self.replica_id, unknown)
         return Outcome.DISCARD, vote.reason or "the decision is not known"
 
-    def _wait_for_answer(self, until: float) -> bool:
+    def _wait_for(self, is_heard: Callable[[], bool], until: float) -> bool:
+        """Wait at most until a moment on the monotonic clock; return whether it was heard.
+
+        Raises: what this group cannot go on after.
+        """
         with self._changed:
-            while self._answer is None:
+            while not is_heard():
                 self._raise_if_fatal()
                 left_s = until - time.monotonic()
                 if left_s <= 0:

@@ -29,7 +29,7 @@ from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
-from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateVersion
+from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateArrived, StateVersion, clip
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -690,7 +690,7 @@ class Manager:
     def _say_fetched(self, formed: QuorumFormed, failure: str = "") -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
         if self._launch.group_world_size > 1 and formed.role is not Role.HEALTHY:
-            self._talk.arrived(formed, failure, self._link.send)
+            self._link.send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
 
     def _serve(self, formed: QuorumFormed, captured: StateToServe | None) -> None:
         if self._offer.is_of(formed.version):
