@@ -209,7 +209,6 @@ def main() -> None:
     finally:
         manager.shutdown()
         transport.shutdown()
-    os._exit(0)  # all is shut down; to free what was forked takes the interpreter some seconds
 
 
 if __name__ == "__main__":
