@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -109,3 +110,24 @@ def test_a_group_that_is_over_leaves_and_does_not_come_back(group: Group, caplog
         group.rank.shutdown("it is done")
         assert not group.connects_again()
     assert caplog.records == []
+
+
+def test_a_group_that_is_told_to_leave_in_the_instant_in_which_an_attempt_fails_leaves(group: Group) -> None:
+    """Up to Python 3.11 `wait_for` passes on how the attempt ended, and forgets that it was cancelled."""
+    client = group.service._client
+    tries = threading.Event()
+
+    async def connect() -> None:
+        tries.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise ConnectionRefusedError from None
+
+    client._connect = connect  # type: ignore[assignment, method-assign]
+    group.lighthouse.shutdown()
+    assert tries.wait(LIMIT_S)
+    leaving = threading.Thread(target=group.service.shutdown, args=("it is over",), daemon=True)
+    leaving.start()
+    leaving.join(LIMIT_S)
+    assert not leaving.is_alive()

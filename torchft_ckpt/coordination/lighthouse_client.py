@@ -233,10 +233,12 @@ class LighthouseClient:
             channel = again
 
     async def _reconnect(self) -> Channel | None:
+        """Return the next connection; None where this group leaves or is refused."""
         attempt = 0
         loop = asyncio.get_running_loop()
         lost_at = loop.time()
-        while True:
+        # Being cancelled is not enough: up to Python 3.11 `wait_for` forgets that where an attempt ends in the same instant.
+        while not self._is_leaving:
             await self._may_connect.wait()
             try:
                 channel = await self._connect()
@@ -255,11 +257,12 @@ class LighthouseClient:
                 self._on_refused(error)
                 return None
             else:
-                if not self._may_connect.is_set():  # told to stay away while it was connecting
+                if self._is_leaving or not self._may_connect.is_set():  # told to stay away while it was connecting
                     channel.abort()
                     continue
                 logger.info("connected to the lighthouse at %s again after %.1f s", self.address, loop.time() - lost_at)
                 return channel
+        return None
 
     async def _beat(self, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
