@@ -63,6 +63,7 @@ class Replica:
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         address = lighthouse if isinstance(lighthouse, str) else lighthouse.address()
         options.setdefault("min_replica_size", 1)
+        options.setdefault("join_budget", timedelta(seconds=60))  # a busy machine may hold up one that joins
         self.manager = Manager(
             ProcessGroupGloo(timeout=SHORT),
             options.pop("load_state_dict", self.load),
