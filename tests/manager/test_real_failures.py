@@ -84,7 +84,7 @@ def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_
 
 def test_survivors_wait_for_a_slow_joiner_no_longer_than_the_budget(tmp_path: Path) -> None:
     transfer_s = 60
-    with running_job(tmp_path, pause_s=PAUSE_S, join_budget_s=0.5) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S, join_budget_s=2.0) as job:  # less is too little on a busy machine
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
