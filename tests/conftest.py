@@ -1,5 +1,7 @@
 """For all tests: one that fails shows the last lines of its processes, and names that nobody knows are looked up quickly.
 
+Drawn examples have no deadline: on a busy machine any of them may take long.
+
 torch's store looks up the name of each address that connects. For 127.0.0.1 at a socket of both families that is
 `::ffff:127.0.0.1`, which is in no /etc/hosts, so a name server is asked, and a packet that is lost costs glibc 5 s.
 """
@@ -11,9 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.processes import forget, last_lines
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+settings.register_profile("no wall clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no wall clock")
 
 
 @pytest.hookimpl(hookwrapper=True)
