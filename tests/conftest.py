@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from support.processes import forget, last_lines
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-settings.register_profile("no wall clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no wall clock")
+with suppress(ImportError):  # it is not in the environments of scripts/test-torchft and scripts/test-xla
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("no wall clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no wall clock")
 
 
 @pytest.hookimpl(hookwrapper=True)
