@@ -21,6 +21,9 @@ class OptimizerWrapper(Optimizer):
     Call `zero_grad` before the forward pass and `step` after the backward pass. While the wrapped optimizer steps, the
     write lock of the manager's state is held, and given back also where the step raises.
 
+    A loop may wrap several with one manager. They share a step, and its one decision, where all backward passes come before the
+    first `step`. One whose `zero_grad` comes after the others' `step` has a step of its own.
+
     Learning-rate schedulers and whatever else takes an optimizer takes this one. Hooks are the wrapped optimizer's: they get that
     one, and step hooks run where the step counts. It is not copied or pickled; its state dict is that of the wrapped one.
 
@@ -46,9 +49,10 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, unless one is open in which nothing has happened (`Manager.start_quorum`); then clear the gradients.
 
-        In a state dict function, clear them and no more.
+        It joins a step that another wrapped optimizer has begun and nobody has decided. In a state dict function, clear them and
+        no more.
         """
-        if not self.manager.is_in_state_dict_fn:
+        if not self.manager.is_in_state_dict_fn and self.manager.begins_step(self):
             self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
@@ -67,6 +71,7 @@ class OptimizerWrapper(Optimizer):
         if self.manager.is_in_state_dict_fn:
             self.optim.step()  # as torch's get_optimizer_state_dict does, to make state
             return
+        self.manager.takes_step(self)
         if not self.manager.should_commit():
             return
         try:

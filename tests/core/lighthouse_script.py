@@ -158,17 +158,23 @@ class Member:
             decoded = decode_to_lighthouse(encode(message), self.replica_id)
             self.job.handle(Received(self.connection, decoded))
 
-    def asks(self, *, can_serve: bool | None = None, allow_heal: bool = True, shrink_only: bool = False) -> None:
+    def asks(
+        self,
+        *,
+        can_serve: bool | None = None,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        num_collectives: int = 0,
+    ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
-        self.says(
-            self.replica.begin(
-                allow_heal=allow_heal,
-                shrink_only=shrink_only,
-                can_serve=serve,
-                store_address=f"{self.replica_id}/store",
-            )
+        request = self.replica.begin(
+            allow_heal=allow_heal,
+            shrink_only=shrink_only,
+            can_serve=serve,
+            store_address=f"{self.replica_id}/store",
         )
+        self.says(msgspec.structs.replace(request, num_collectives=num_collectives))
 
     def loads(self) -> None:
         """Its transfer ends well: before the forward pass where that was waited for, else beside it."""

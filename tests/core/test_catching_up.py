@@ -231,7 +231,7 @@ def test_one_that_dies_in_the_phase_is_not_waited_for() -> None:
     a.asks_as(patience_s=2400.0)
     b.asks_as(patience_s=2400.0)
 
-    assert a.hears() == ["quorum 2 step 2 healthy"]
+    assert a.hears() == ["broken by c:1, lost", "quorum 2 step 2 healthy"]
 
 
 # ---------------------------------------------------------------------------------------------------- ranks of a group

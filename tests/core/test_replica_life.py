@@ -299,11 +299,12 @@ def test_a_quorum_that_breaks_fails_the_step_and_wants_a_new_process_group() -> 
     assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
 
 
-def test_a_quorum_that_breaks_after_the_vote_aborts_nothing_and_wants_a_new_process_group() -> None:
+def test_a_quorum_that_breaks_after_the_vote_costs_no_step_and_wants_a_new_process_group() -> None:
     state = replica()
     begun(state)
     state.vote()
-    assert not state.broken(BROKEN)
+    assert state.broken(BROKEN), "what was issued after the vote is aborted"
+    assert not state.can_reduce
     assert state.decided(decision(Outcome.COMMIT)) is Outcome.COMMIT
     assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
 

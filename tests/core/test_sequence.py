@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.messages import CollectiveWait, CommitVote
+from torchft_ckpt.core.messages import CollectiveWait
 from torchft_ckpt.core.sequence import Clearance, KnownSequences, may_start, why_apart
 
 KNOWN, COMPARE, ASK = Clearance.KNOWN, Clearance.COMPARE, Clearance.ASK
@@ -91,14 +91,10 @@ def wait(index: int, digest: str = "x", *, deviates: bool = False) -> Collective
     return CollectiveWait(quorum_id=1, step=0, index=index, digest=digest, deviates=deviates, what=digest)
 
 
-def vote(count: int, *, approve: bool = True) -> CommitVote:
-    return CommitVote(quorum_id=1, epoch="e", step=0, approve=approve, num_collectives=count)
-
-
 def test_who_waits_for_more_than_another_issued_in_all_waits_in_vain() -> None:
-    assert why_apart({"a": wait(2)}, {"b": vote(2)}) is not None
-    assert why_apart({"a": wait(2)}, {"b": vote(3)}) is None
-    assert why_apart({"a": wait(2)}, {"a": vote(2)}) is None
+    assert why_apart({"a": wait(2)}, {"b": 2}) is not None
+    assert why_apart({"a": wait(2)}, {"b": 3}) is None
+    assert why_apart({"a": wait(2)}, {"a": 2}) is None
 
 
 def test_two_in_different_collectives_are_apart_where_one_has_not_started() -> None:
@@ -160,3 +156,106 @@ def test_all_are_cleared_when_the_last_of_them_asks() -> None:
     assert a.hears() == b.hears() == []
     c.waits_in(1, deviates=True)
     assert a.hears() == b.hears() == c.hears() == ["cleared collective 1"]
+
+
+# ------------------------------------------------------------------------------- between the decision and the next step
+
+
+def three_after_a_step() -> tuple[Job, list[Member]]:
+    job, members = three_in_a_step()
+    for member in members:
+        member.votes(num_collectives=2)
+    for member in members:
+        assert member.hears() == ["commit"]
+    return job, members
+
+
+def test_who_goes_on_without_a_collective_ends_it_for_those_who_wait_in_it_and_no_step_is_lost() -> None:
+    _, (a, b, c) = three_after_a_step()
+    a.waits_in(2)
+    b.asks(num_collectives=2)
+    assert a.hears() == c.hears() == ["broken by b:1"]
+    assert not a.replica.can_reduce
+    a.asks(num_collectives=3)
+    c.asks(num_collectives=2)
+    assert a.hears() == b.hears() == c.hears() == ["quorum 2 step 1 healthy"], "with a new process group"
+
+
+def test_it_is_all_the_same_whether_the_wait_comes_first_or_the_request() -> None:
+    _, (a, b, _) = three_after_a_step()
+    b.asks(num_collectives=2)
+    a.waits_in(2)
+    assert a.hears() == ["broken by b:1"]
+
+
+def test_who_has_finished_a_collective_first_and_goes_on_is_not_to_blame_for_those_who_are_still_in_it() -> None:
+    _, (a, b, c) = three_after_a_step()
+    b.asks(num_collectives=3)
+    a.waits_in(2)
+    assert a.hears() == []
+    a.asks(num_collectives=3)
+    c.asks(num_collectives=3)
+    assert a.hears() == ["quorum 1 step 1 healthy"], "with the same process group"
+
+
+def test_whose_process_group_failed_meets_nobody_in_it_any_more() -> None:
+    _, (a, b, _) = three_after_a_step()
+    b.replica.collectives_failed()
+    a.waits_in(2)
+    b.asks(num_collectives=3)
+    assert a.hears() == ["broken by b:1"]
+
+
+def test_what_was_waited_for_before_the_vote_is_forgotten_after_it() -> None:
+    _, (a, b, c) = three_in_a_step()
+    a.waits_in(1)
+    for member in (a, b, c):
+        member.votes(num_collectives=2)
+    b.asks(num_collectives=2)
+    assert a.hears() == ["commit"]
+
+
+def test_one_that_waits_in_a_collective_after_its_vote_blames_nobody_before_the_decision() -> None:
+    _, (a, b, c) = three_in_a_step()
+    a.votes(num_collectives=2)
+    b.votes(num_collectives=2)
+    a.waits_in(2)
+    assert a.hears() == []
+    c.votes(num_collectives=2)
+    assert a.hears() == b.hears() == c.hears() == ["commit"]
+    b.asks(num_collectives=2)
+    assert a.hears() == ["broken by b:1"], "what it said before the decision holds after it"
+
+
+def test_one_that_dies_or_falls_silent_after_the_decision_ends_what_the_others_wait_for() -> None:
+    for dies in (True, False):
+        job, (a, b, c) = three_after_a_step()
+        a.asks(num_collectives=2)
+        if dies:
+            c.dies()
+        else:
+            c.is_stopped = True
+            job.passes(job.settings.heartbeat_timeout_s + 1.0)
+        assert [words for words in b.hears() if "broken" in words] == ["broken by c:1, lost"]
+        assert [words for words in a.hears() if "broken" in words] == [], "it is in no collective"
+        assert (b.replica.can_reduce, b.replica.version.step) == (False, 1)
+
+
+def test_who_was_cut_off_after_the_decision_hears_that_nobody_waits_for_it() -> None:
+    _, (a, b, _) = three_after_a_step()
+    a.is_cut_off()
+    assert b.hears() == ["broken by a:1, lost"]
+    a.connects()
+    assert a.hears() == ["broken by a:1, lost"]
+
+
+def test_a_decision_says_whether_collectives_can_follow_it() -> None:
+    _, (a, b, c) = three_after_a_step()
+    assert a.replica.can_reduce
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    b.votes()
+    c.votes(error="the loss is not a number")
+    assert a.hears()[-1] == b.hears()[-1] == "discard"
+    assert not a.replica.can_reduce, "its sums would be waited for in vain: c has left them"

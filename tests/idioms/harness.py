@@ -80,8 +80,10 @@ class MortalManager(Manager):
             raise Died
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
+        is_again = self._is_committed is not None
         committed = super().should_commit(timeout)
-        self.life.note_vote(self, committed)
+        if not is_again:
+            self.life.note_vote(self, committed)
         return committed
 
 

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.nn import parallel
 
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.process_group.base import Tensors
 from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 
@@ -77,6 +78,7 @@ class PlainManager:
         self._place = 0
         self._step = 0
         self._is_open = False
+        self.sharing = SharedStep()
         self._batches_committed = 0
         self.extras: dict[str, Callable[[], Any]] = {}
         self.state_dict_lock = StateDictLock()
@@ -86,8 +88,14 @@ class PlainManager:
         return self._place >= len(self._plan)
 
     @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    @property
     def iteration(self) -> Iteration:
-        return self._plan[min(self._place, len(self._plan) - 1)]
+        """The open one, or between two of them the one that was decided last."""
+        place = self._place if self._is_open or self._place == 0 else self._place - 1
+        return self._plan[min(place, len(self._plan) - 1)]
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any], **_: Any
@@ -112,6 +120,8 @@ class PlainManager:
 
     def should_commit(self) -> bool:
         iteration = self.iteration
+        if not self._is_open and self._place:
+            return iteration.committed  # asked for again
         self._place += 1
         self._is_open = False
         if iteration.committed:
@@ -120,6 +130,13 @@ class PlainManager:
         return iteration.committed
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> CompletedWork:
+        if self.sharing.is_due:
+            self.sharing.begins()
+            self.start_quorum()
+        return self.reduce(tensor, reduce_op)
+
+    def reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType) -> CompletedWork:
+        """Reduce in the step that is open or was decided last, whoever is ahead of it."""
         iteration = self.iteration
         if iteration.committed:  # else nobody looks at it, and who is there in it is not known
             tensor.copy_(self._hub.reduce(self._group, tensor, iteration, reduce_op))
@@ -176,7 +193,7 @@ def _average(manager, bucket):  # type: ignore[no-untyped-def]  # torch reads an
 def drop_unused(manager: PlainManager, parameters: Sequence[nn.Parameter]) -> None:
     """Take the gradients of zeros from who used a parameter that no contributor used; to an optimizer they are not none."""
     used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    manager.allreduce(used, ReduceOp.SUM)
+    manager.reduce(used, ReduceOp.SUM)
     for parameter, num_groups in zip(parameters, used.tolist(), strict=True):
         if not num_groups:
             parameter.grad = None
@@ -188,11 +205,13 @@ def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> 
 
     @functools.wraps(zero_grad)
     def begin(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        manager.start_quorum()
+        if manager.sharing.clears(optimizer, is_decided=not manager.is_open):
+            manager.start_quorum()
         zero_grad(set_to_none)
 
     @functools.wraps(step)
     def end(_: torch.optim.Optimizer, closure: None = None) -> None:
+        manager.sharing.steps(optimizer)
         if manager.iteration.committed:
             drop_unused(manager, [p for group in optimizer.param_groups for p in group["params"]])
         if manager.should_commit():

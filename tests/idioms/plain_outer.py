@@ -97,6 +97,7 @@ class PlainOuterLoop:
             return
         self._place = 0
         while not self._manager.is_over:
+            self._manager.start_quorum()
             contributes = self._manager.is_participating()
             for value in self._taken:
                 self._manager.allreduce(value)

@@ -32,6 +32,11 @@ class Votes:
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         guard_steps(optimizer, lambda: self.said.append("locked"), self.allow_state_dict_read)
 
+    def begins_step(self, optimizer: object) -> bool:
+        return True
+
+    def takes_step(self, optimizer: object) -> None: ...
+
     def start_quorum(self) -> None: ...
 
     def should_commit(self) -> bool:

@@ -47,8 +47,10 @@ def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Pa
     assert_equal_ends(reports)
 
 
-def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path) -> None:
-    with running_job(tmp_path, pause_s=PAUSE_S) as job:
+@pytest.mark.parametrize("logs_loss", [False, True], ids=["", "averages the loss between two steps"])
+def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path, logs_loss: bool) -> None:
+    """No collective ends by its timeout here: whoever waits in one is told."""
+    with running_job(tmp_path, pause_s=PAUSE_S, logs_loss=logs_loss, timeout_s=3600) as job:
         groups = start_three(job)
         for group in groups:
             group.wait_for_step(5)
@@ -62,6 +64,10 @@ def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path) -> N
         healed_before = groups[1].steps()[-1]["healed"]
         groups[1].signal(signal.SIGCONT)
         groups[1].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["healed"] > healed_before)
+        if logs_loss:
+            logged = [step["logged"] for group in groups for step in group.steps() if step["committed"]]
+            assert set(logged) <= {1.0, -1.0}, "the average over those who contribute, or none"
+            assert logged.count(1.0) > len(logged) / 2
         assert_equal_ends(job.finish())
 
 

@@ -80,7 +80,7 @@ def main() -> None:
     transport.control, transport.cancelled = control, threading.Event()
     try:
         manager = Manager(
-            ProcessGroupGloo(timeout=timedelta(seconds=30)),
+            ProcessGroupGloo(timeout=timedelta(seconds=options.get("timeout_s", 30))),
             load_state_dict,
             state_dict,
             min_replica_size=options.get("min_replica_size", 2),
@@ -89,7 +89,7 @@ def main() -> None:
             replica_id=options["replica_id"],
             lighthouse_addr=options["lighthouse"],
             checkpoint_transport=transport,
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=options.get("timeout_s", 30)),
             join_budget=timedelta(seconds=options.get("join_budget_s", 5.0)),
         )
     except TorchftCkptError as error:
@@ -124,6 +124,11 @@ def main() -> None:
             contributed = manager.is_participating()
             loss.backward()
             optimizer.step()
+            average = float(contributed)
+            if options.get("logs_loss"):
+                average_of_all = torch.tensor([average])
+                is_good = manager.allreduce(average_of_all).wait()
+                average = average_of_all.item() if is_good else -1.0
             after = manager.statistics()
             report(
                 "step",
@@ -132,6 +137,7 @@ def main() -> None:
                 discarded=after.num_discarded > before.num_discarded,
                 contributed=contributed,
                 participants=manager.num_participants(),
+                logged=average,
                 quorum=after.quorum_id,
                 healed=after.num_healed,
                 digest=digest(model, inner) if options.get("digest_each_step") else "",

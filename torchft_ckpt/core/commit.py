@@ -129,6 +129,11 @@ class Tally:
         approved = vote is not None and vote.approve and not self._has_other_collectives(vote)
         return Outcome.COMMIT if approved else Outcome.LEFT_BEHIND
 
+    def is_after_vote(self, replica_id: str, index: int) -> bool:
+        """Whether a collective of a member, counted from 0, came after its vote: it is none that the vote is about."""
+        vote = self.votes.get(replica_id)
+        return vote is not None and index >= vote.num_collectives
+
     def _has_other_collectives(self, vote: CommitVote) -> bool:
         """Whether it issued others than the voter that approved first."""
         return self.first_approval is not None and vote.collectives != self.votes[self.first_approval].collectives

@@ -358,6 +358,7 @@ class GroupState:
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             unverified=any(request.unverified for request in requests),
+            num_collectives=min(request.num_collectives for request in requests),
             contributes=all(request.contributes for request in requests),
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),

@@ -199,7 +199,14 @@ class Ledger:
             outcome = Outcome.LEFT_BEHIND
         if outcome is Outcome.COMMIT:
             self._told_to_commit(replica_id, key)
-        return CommitDecided(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step, outcome=outcome, reason=reason)
+        return CommitDecided(
+            quorum_id=vote.quorum_id,
+            epoch=vote.epoch,
+            step=vote.step,
+            outcome=outcome,
+            broken=tally is None or tally.broken,
+            reason=reason,
+        )
 
     def declined(self, replica_id: str) -> StepKey | None:
         """A member asks for the next step: if it was told to commit the last one it shows that state now, or never had it.

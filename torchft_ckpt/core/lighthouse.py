@@ -305,10 +305,14 @@ class LighthouseState:
         )
 
     def _reopen(self, hello: Hello, connection: str) -> Iterator[Instruction]:
-        """A member comes back with a step open: that was cut off with it, unless an earlier life's members decide it."""
-        if hello.last_outcome is not None or hello.last_quorum_id == 0:
+        """A member comes back: the collectives of its quorum are cut off, and so is a step that it has open.
+
+        Where the quorum is of an earlier life, its members may go on in it, or decide its step.
+        """
+        if hello.last_quorum_id == 0:
             return
-        if hello.last_epoch != self.epoch and not self._recollection.is_over:
+        is_over = hello.last_outcome is not None or not self._recollection.is_over
+        if hello.last_epoch != self.epoch and is_over:
             return
         reason = "this replica group was cut off from the lighthouse in this step"
         broken = QuorumBroken(quorum_id=hello.last_quorum_id, replica_id=hello.replica_id, lost=True, reason=reason)
@@ -391,6 +395,7 @@ class LighthouseState:
             member.asked_at = now
         member.request, member.is_looking = request, False
         member.told_reason = ""
+        yield from self._end_late_waits()
         yield from self._shows(member, request.version, now)
         self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
@@ -406,6 +411,7 @@ class LighthouseState:
         member.request, member.has_left_step = None, True
         self._waiting.pop(replica_id, None)
         self._back.discard(replica_id)
+        yield from self._end_late_waits()
         yield from self._shows(member, message.version, now)
         located = locate_state(
             member,
@@ -892,6 +898,8 @@ class LighthouseState:
         if approvers and not followers:
             tally.verdict, tally.reason = Verdict.DISCARD, "all who approved gave up waiting for the decision"
         committed = tally.verdict is Verdict.COMMIT
+        if not committed and any(self._is_listening(m) for m in tally.roles if m not in tally.votes):
+            tally.broken = True  # who has not voted is told to leave its collectives
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
         self._ledger.remember(key, tally, outcome, tally.reason)
@@ -928,9 +936,11 @@ class LighthouseState:
                     epoch=self.epoch,
                     step=current.step,
                     outcome=tally.outcome(replica_id),
+                    broken=tally.broken,
                     reason=clip(tally.reason),
                 )
                 yield Send(member.connection, decided)
+        yield from self._end_late_waits()
 
     def _is_listening(self, replica_id: str) -> bool:
         """Whether it waits for the decision: it lives, and has not gone on from this step."""
@@ -953,13 +963,15 @@ class LighthouseState:
         current = self.round
         if (
             current is None
-            or current.tally.decided
             or (current.quorum_id, current.step) != (wait.quorum_id, wait.step)
             or member.replica_id not in current.tally.roles
             or wait.group_rank >= member.hello.group_world_size
         ):
             return
         current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
+        if current.tally.decided:
+            yield from self._end_late_waits()
+            return
         yield from self._judge_waits(current, now)
         if current.tally.decided:
             return
@@ -974,14 +986,34 @@ class LighthouseState:
 
     def _judge_waits(self, current: Round, now: float) -> Iterator[Instruction]:
         """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
+        ended = {replica_id: vote.num_collectives for replica_id, vote in current.tally.votes.items() if vote.approve}
         for group_rank in current.waits:
-            apart = why_apart(self._living_waits(current, group_rank), current.tally.votes)
+            waits = self._living_waits(current, group_rank)
+            of_step = {m: wait for m, wait in waits.items() if not current.tally.is_after_vote(m, wait.index)}
+            apart = why_apart(of_step, ended)
             if apart is not None:
                 culprit, reason = apart
                 if current.tally.roles.get(culprit) is Role.JOINER:
                     self._fail_join([culprit], now - current.formed_at, now)
                 current.tally.give_up(reason)
                 yield from self._announce(current, now, culprit=culprit)
+                return
+
+    def _end_late_waits(self) -> Iterator[Instruction]:
+        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
+        current = self.round
+        if current is None or not current.waits or not current.tally.decided or current.tally.broken:
+            return  # where they are broken all have been told
+        tally = current.tally
+        living = {replica_id: self.members[replica_id] for replica_id in tally.roles if replica_id in self.members}
+        ended = {replica_id: member.num_collectives for replica_id, member in living.items() if not member.is_in_step}
+        for group_rank in current.waits:
+            waits = self._living_waits(current, group_rank)
+            late = {m: wait for m, wait in waits.items() if tally.is_after_vote(m, wait.index) and m not in ended}
+            apart = why_apart(late, ended)
+            if apart is not None:
+                tally.broken = True
+                yield from self._break_collectives(current, apart[0], lost=False, reason=apart[1])
                 return
 
     def _living_waits(self, current: Round, group_rank: int) -> dict[str, CollectiveWait]:
@@ -1045,12 +1077,14 @@ class LighthouseState:
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         current = self.round
         if current is not None and replica_id in current.tally.roles and replica_id not in current.tally.lost:
-            was_decided = current.tally.decided
-            current.tally.lose(replica_id, reason)
-            if not was_decided:
-                if current.tally.roles[replica_id] is Role.JOINER:
-                    self._fail_join([replica_id], now - current.formed_at, now)
+            tally = current.tally
+            was_decided, was_broken = tally.decided, tally.broken
+            tally.lose(replica_id, reason)
+            if not was_decided and tally.roles[replica_id] is Role.JOINER:
+                self._fail_join([replica_id], now - current.formed_at, now)
+            if not (was_decided and was_broken):  # else they know
                 yield from self._break_collectives(current, replica_id, lost=True, reason=f"{replica_id}: {reason}")
+            if not was_decided:
                 yield from self._after_vote(current, now)
         if not self.members:
             self._evaluate_at = None
@@ -1060,9 +1094,10 @@ class LighthouseState:
             yield from self._reconsider(now)
 
     def _break_collectives(self, current: Round, culprit: str, *, lost: bool, reason: str) -> Iterator[Instruction]:
+        """Tell all who may be in a collective of this quorum, also after the vote, that it cannot finish."""
         broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
         for replica_id in current.tally.roles:
-            if replica_id != culprit and replica_id in self.members and replica_id not in current.tally.votes:
+            if replica_id != culprit and self._is_listening(replica_id):
                 yield Send(self.members[replica_id].connection, broken)
 
     # ------------------------------------------------------------------------------------------- after our own restart
@@ -1085,7 +1120,7 @@ class LighthouseState:
                     approve = replica_id in settled.approvers
                     mine = Outcome.LEFT_BEHIND if outcome is Outcome.COMMIT and not approve else outcome
                     decided = CommitDecided(
-                        quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, reason=reason
+                        quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, broken=True, reason=reason
                     )
                     yield Send(self.members[replica_id].connection, decided)
         if was_held and self._waiting and self._recollection.hold(now) is None:

@@ -47,6 +47,12 @@ class Member:
         return self.request is None and not self.has_left_step
 
     @property
+    def num_collectives(self) -> int:
+        """In how many collectives of its step the others can meet it still, where it has gone on from it."""
+        request = self.request
+        return 0 if request is None or request.needs_new_quorum else request.num_collectives
+
+    @property
     def asked(self) -> QuorumRequest:
         """Its open request, where it is known to have one."""
         if self.request is None:

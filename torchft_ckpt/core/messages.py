@@ -21,7 +21,7 @@ import msgspec
 from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_QUOTE_CHARS = 600
 
@@ -134,6 +134,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     unverified: bool = False
     """It made the step to `version` while it healed: its training loop may have used the state from before. It has the name
     of the state, and its bits are not known to be equal yet."""
+    num_collectives: Count = 0
+    """How many it issued in the step before this one, with those after the decision; of a group: the fewest that one of its
+    ranks issued."""
     contributes: bool = True
     """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
     gathers: bool = False
@@ -190,7 +193,10 @@ class StallReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank waits in a collective of the step for longer than usual, or asks whether it may start one: see `core.sequence`."""
+    """A rank waits in a collective of the step for longer than usual, or asks whether it may start one: see `core.sequence`.
+
+    Those between the decision and the next request are of the step too; they are counted on.
+    """
 
     quorum_id: Count
     step: Count
@@ -310,6 +316,8 @@ class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
     step: Count
     outcome: Outcome
+    broken: bool = False
+    """The collectives of this quorum cannot be used any more, not even between this step and the next one."""
     reason: Text = ""
 
 

@@ -11,6 +11,8 @@ simulation drives it in the same way.
     TRAINING   load_finished              TRAINING    the state is the quorum's: it may contribute (inline) or vote (joiner)
     TRAINING   comparison_finished        TRAINING    the state of that name that was here already is the quorum's, or is not
     TRAINING   fail, broken               TRAINING    the step cannot count; `broken`: abort what is in flight
+    VOTED,     broken                     as it was   abort what was issued after the vote: the step stands
+    IDLE
     TRAINING   vote                       VOTED       send the returned `CommitVote`
     VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on
     VOTED      decided(other)             IDLE        do not step it
@@ -169,6 +171,24 @@ class ReplicaState:
     def is_in_step(self) -> bool:
         """A step was begun, and not voted on yet."""
         return self.phase in (Phase.ASKING, Phase.TRAINING)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No step is open: the last one has been decided."""
+        return self.phase is Phase.IDLE
+
+    @property
+    def is_voted_on(self) -> bool:
+        """The step was voted on, or has been decided."""
+        return self.phase in (Phase.VOTED, Phase.IDLE) and self.quorum is not None
+
+    @property
+    def can_reduce(self) -> bool:
+        """Collectives may start: those of the open step while it can count, and those between its vote and the next step, which
+        change nothing about it, while the process group can be used."""
+        if self.is_in_step:
+            return self.error is None
+        return self.is_voted_on and not self._is_broken and not self.is_learner
 
     @property
     def waits_for_quorum(self) -> bool:
@@ -447,10 +467,11 @@ class ReplicaState:
         """The lighthouse says that a quorum broke. Returns whether what is in flight has to be aborted."""
         if self.quorum is None or message.quorum_id != self.quorum.quorum_id:
             return False
-        if self.phase is not Phase.TRAINING:
+        if self.phase is Phase.ASKING:
             self.configured = None
             return False
-        self.fail(message.reason)
+        if self.phase is Phase.TRAINING:
+            self.fail(message.reason)
         self.collectives_failed()
         return True
 
@@ -483,7 +504,7 @@ class ReplicaState:
             reason=reason[:1000],
         )
         if self._vote.broken:
-            self.configured = None
+            self.collectives_failed()
         return self._vote
 
     def learned(self) -> Outcome:
@@ -512,6 +533,8 @@ class ReplicaState:
             outcome = Outcome.LEFT_BEHIND
         self.phase = Phase.IDLE
         self._last_outcome = outcome
+        if decided.broken:
+            self.collectives_failed()
         if outcome is Outcome.COMMIT:
             step = decided.step + 1
             self.unverified = self.unverified and not self._is_exact
@@ -550,7 +573,7 @@ class ReplicaState:
             return
         self.phase = Phase.IDLE
         self._last_outcome = None
-        self.configured = None
+        self.collectives_failed()
         self._stay_joiner()
 
     def hello(self, replica_id: str, group_world_size: int) -> Hello:

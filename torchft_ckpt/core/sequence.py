@@ -13,7 +13,8 @@ collective starts only when it is known that every other group issues the same o
   waits for another.
 
 What a member waits for, or has asked for, reaches the lighthouse as a `CollectiveWait`, what it has issued with its vote.
-`why_apart` compares them.
+`why_apart` compares them. A metric that is averaged between the decision and the next request is a collective of the decided
+step. Such collectives are always compared, and what a member has issued of them comes with its next request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from enum import Enum
 
-from torchft_ckpt.core.messages import CollectiveWait, CommitVote
+from torchft_ckpt.core.messages import CollectiveWait
 
 MAX_KNOWN = 65536
 """Collectives that are remembered. With more of them all memory is dropped, on all members in the same step."""
@@ -78,6 +79,11 @@ class KnownSequences:
         """A word for all of them in their order; empty where there was none."""
         return self._digests[-1] if self._digests else ""
 
+    @property
+    def num_late(self) -> int:
+        """How many of them came after the vote."""
+        return 0 if self._num_voted is None else len(self._digests) - self._num_voted
+
     def voted(self) -> None:
         """The step was voted on. What is issued before the next one begins is compared, and not learned."""
         if self._num_voted is None:
@@ -98,19 +104,19 @@ class KnownSequences:
             before = digest
 
 
-def why_apart(waits: Mapping[str, CollectiveWait], votes: Mapping[str, CommitVote]) -> tuple[str, str] | None:
+def why_apart(waits: Mapping[str, CollectiveWait], ended: Mapping[str, int]) -> tuple[str, str] | None:
     """Return whose collectives cannot meet those of the others, and why; None while all of them still may.
 
     Args:
         waits: the latest wait of each member that lives, of one rank, by replica id.
-        votes: the votes for the step, by replica id.
+        ended: those that have ended the step, by replica id: after how many collectives.
     """
     for waiting, wait in waits.items():
-        for voter, vote in votes.items():
-            if voter != waiting and vote.approve and vote.num_collectives <= wait.index:
-                return voter, (
-                    f"{waiting} waits in collective {wait.index + 1} of the step ({wait.what}), and {voter} has ended the step"
-                    f" after {vote.num_collectives}: the loops of the groups differ"
+        for other, num_collectives in ended.items():
+            if other != waiting and num_collectives <= wait.index:
+                return other, (
+                    f"{waiting} waits in collective {wait.index + 1} of the step ({wait.what}), and {other} has ended the step"
+                    f" after {num_collectives}: the loops of the groups differ"
                 )
         for other, another in waits.items():
             if another.index == wait.index and another.digest != wait.digest and wait.deviates:

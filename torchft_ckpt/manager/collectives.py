@@ -2,7 +2,8 @@
 
 What goes wrong in a collective is noted, the tensor is handed on as it is, and the step is discarded at the vote: no
 exception reaches the training loop, no replica waits for one that is gone. The averaging runs where the collective
-completes, so it overlaps with the backward pass.
+completes, so it overlaps with the backward pass. What goes wrong in one that was issued after the vote changes nothing about the
+step: only its own `wait` says so.
 
 A collective starts when it is clear that all groups issue the same one (`clearing.py`): at once where that is known. One that a
 member waits in for longer than usual is reported, so that nobody waits for a group that will not come.
@@ -59,7 +60,7 @@ class ManagedWork(Work):
 
     Args:
         future: completes with the tensor, whether the collective went well or not.
-        failed: whether the step has failed.
+        failed: whether the step or this collective has failed.
     """
 
     def __init__(self, future: Future[torch.Tensor], failed: Callable[[], bool]) -> None:
@@ -68,7 +69,7 @@ class ManagedWork(Work):
         self._failed = failed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the averaged tensor. False: the step has failed, the tensor must not be used.
+        """Wait for the averaged tensor. False: this collective or its step has failed, the tensor must not be used.
 
         `timeout` is there for the interface: how long a collective may take is the manager's `timeout`.
         """
@@ -156,6 +157,12 @@ class Collectives:
             failed: whether the step has failed.
             codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.
         """
+        errors: list[Exception] = []
+
+        def note(error: Exception) -> None:
+            errors.append(error)
+            self._on_error(error)
+
         issued = self._clearing.issue(tensor, op, divisor, codec)
         with self._lock:
             now = time.monotonic()
@@ -165,12 +172,12 @@ class Collectives:
             self._watch.entered(now)
             self._arm()
             self._look_later()
-        future = self._start(issued, tensor, op, divisor, timeout, failed, codec)
+        future = self._start(issued, tensor, op, divisor, timeout, failed, codec, note)
         if future is None:
-            return done_work(tensor, failed)
+            return done_work(tensor, lambda: True)
         with self._lock:
             self._open.append(future)
-        return ManagedWork(future, failed)
+        return ManagedWork(future, lambda: bool(errors) or failed())
 
     def _start(
         self,
@@ -181,6 +188,7 @@ class Collectives:
         timeout: timedelta,
         failed: Callable[[], bool],
         codec: Codec | None,
+        on_error: Callable[[Exception], None],
     ) -> Future[torch.Tensor] | None:
         """Start, or queue; None if that failed, which has been noted."""
         options = AllreduceOptions()
@@ -192,7 +200,7 @@ class Collectives:
 
         def start() -> Future[torch.Tensor]:
             work = self._process_group.allreduce([tensor], options)
-            return work.get_future().then(lambda done: self._finish(done.value, tensor, divisor))
+            return work.get_future().then(lambda done: self._finish(done.value, tensor, divisor, on_error))
 
         def clear() -> None:
             if is_clear:
@@ -207,7 +215,8 @@ class Collectives:
                 clear()
                 start().then(lambda done: later.set_result(tensor))
             except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
-                self._failed(error)
+                self._finished()
+                on_error(error)
                 later.set_result(tensor)
 
         try:
@@ -217,14 +226,15 @@ class Collectives:
                     clear()
                     allreduce_quantized(self._process_group, tensor, codec, divisor=divisor, timeout=timeout)
 
-                self._lane.run(lambda: later.set_result(self._finish(reduce, tensor, None)), tensor)
+                self._lane.run(lambda: later.set_result(self._finish(reduce, tensor, None, on_error)), tensor)
                 return later
             if not is_clear:
                 self._lane.run(start_later, tensor)
                 return later
             return later if self._lane.run_if_busy(start_later, tensor) else start()
         except Exception as error:  # noqa: BLE001 - as above
-            self._failed(error)
+            self._finished()
+            on_error(error)
             return None
 
     def has_open(self) -> bool:
@@ -239,20 +249,22 @@ class Collectives:
         for future in futures:
             future.wait()
 
-    def _finish(self, result: Callable[[], object], tensor: torch.Tensor, divisor: int | None) -> torch.Tensor:
+    def _finish(
+        self,
+        result: Callable[[], object],
+        tensor: torch.Tensor,
+        divisor: int | None,
+        on_error: Callable[[Exception], None],
+    ) -> torch.Tensor:
         try:
             result()
             if divisor is not None:
                 tensor.div_(divisor)
         except Exception as error:  # noqa: BLE001 - as above
-            self._on_error(error)
+            on_error(error)
         finally:
             self._finished()
         return tensor
-
-    def _failed(self, error: Exception) -> None:
-        self._finished()
-        self._on_error(error)
 
     def _finished(self) -> None:
         with self._lock:

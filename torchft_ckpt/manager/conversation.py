@@ -290,11 +290,16 @@ class Conversation:
         return self._error
 
     def has_failed(self) -> bool:
-        """Return whether the open step cannot count any more."""
-        return self._error is not None or self.replica.error is not None
+        """Return whether collectives are of no use now: the open step cannot count any more, or, when it has been voted on, the
+        process group cannot be used any more."""
+        return not self.replica.can_reduce
+
+    def is_voted_on(self) -> bool:
+        """Return whether the step has been voted on: nothing that goes wrong from now on changes how it ends."""
+        return self.replica.is_voted_on
 
     def skips_collective(self) -> bool:
-        """Return whether a collective has to be left out, because the step has failed.
+        """Return whether a collective has to be left out (`has_failed`).
 
         The others wait for it in vain then: the process group cannot be used again.
         """
@@ -310,13 +315,16 @@ class Conversation:
             self._note_error(error)
 
     def note_collective_error(self, error: Exception) -> None:
-        """A collective failed: the step is over, and the process group with it."""
+        """A collective failed: the process group cannot be used again, and a step that was not voted on yet cannot count."""
         with self._lock:
             is_first = self._error is None
             self._note_error(error)
             self.replica.collectives_failed()
+            ends = (
+                "it was issued after the vote, the step stands" if self.is_voted_on() else "the step will be discarded"
+            )
         if is_first:
-            logger.info("%s: a collective failed, the step will be discarded: %s", self.replica_id, error)
+            logger.info("%s: a collective failed, %s: %s", self.replica_id, ends, error)
 
     def note_stall(self) -> StallReport | None:
         """A collective waits too long for a joiner. Returns what to send, once in a step."""
@@ -329,10 +337,10 @@ class Conversation:
         return StallReport(quorum_id=formed.quorum_id, step=formed.version.step)
 
     def note_wait(self, issued: Issued, *, deviates: bool = False) -> CollectiveWait | None:
-        """A collective of the step is waited in, or (`deviates`) for. Returns what to send, None where no step is open."""
+        """A collective of the step is waited in, or (`deviates`) for. Returns what to send, None where there is no step."""
         with self._lock:
             formed = self.replica.quorum
-            if formed is None or self.replica.phase is not Phase.TRAINING:
+            if formed is None or self.replica.phase is Phase.ASKING:
                 return None
             return CollectiveWait(
                 quorum_id=formed.quorum_id,
@@ -471,6 +479,7 @@ class Conversation:
         elif isinstance(message, CommitDecided):
             if replica.is_open(message):
                 self._answer = message
+                return f"they are broken: {message.reason}" if message.broken else "", False
             else:
                 return "", replica.overtaken(message)
         elif isinstance(message, CommitUnknown):

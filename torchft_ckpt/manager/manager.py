@@ -30,6 +30,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, State
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateArrived, StateVersion, clip
+from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -216,6 +217,9 @@ class Manager:
         self._load_failure: StateMismatchError | StateDictLoadError | None = None
         """Of a load before the forward pass, to be raised at the vote."""
         self._vote: CommitVote | None = None
+        self._is_committed: bool | None = None
+        """How the step was decided; None: it is open."""
+        self._sharing = SharedStep()
         self._batches_committed = 0
         self._commit_failures = 0
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
@@ -530,6 +534,7 @@ class Manager:
             layout=layout.digest,
             layout_text=layout.text if self._launch.group_rank == 0 else None,
             frozen=self._asked_with[1],
+            num_collectives=self._clearing.count,
         )
         self._link.send(request)
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience or timedelta(0))
@@ -557,9 +562,31 @@ class Manager:
         last = self._last_wishes
         is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
+        self._begin_due_step()
         if is_ready and not is_outer and self._replica.begins_with_load and not self._replica.is_in_step:
-            self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
+            self._begin_as_before()
         self._has_computed = self._has_computed or self._replica.is_in_step
+
+    def begins_step(self, optimizer: object) -> bool:
+        """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
+
+        Several that are wrapped share a step: the rule is in `core.optimizers`.
+        """
+        return self._sharing.clears(optimizer, is_decided=self._replica.is_between_steps)
+
+    def takes_step(self, optimizer: object) -> None:
+        """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it."""
+        if self._sharing.steps(optimizer):
+            self._begin_as_before()
+
+    def _begin_due_step(self) -> None:
+        if self._sharing.is_due:
+            self._sharing.begins()
+            self._begin_as_before()
+
+    def _begin_as_before(self) -> None:
+        last = self._last_wishes
+        self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
 
     def _settle(self, has_to_wait: bool) -> None:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
@@ -610,14 +637,15 @@ class Manager:
         return may_keep and self._asked_with == (self._registry.layout().digest, self._registry.frozen())
 
     def _leave_step(self) -> None:
-        """Abandon the step that is open, if there is one."""
+        """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
         self._join_quorum_thread()
-        self._vote = None
+        self._vote = self._is_committed = None
         self._load_failure = None
         if self._collectives.has_open():
             # They must not end in the middle of the next one.
-            self._talk.note_error(ProcessGroupAbortedError("the step was abandoned", self.replica_id()))
-            self._pg.abort()
+            if not self._replica.is_between_steps:
+                self._talk.note_error(ProcessGroupAbortedError("the step was abandoned", self.replica_id()))
+                self._pg.abort()
             self._collectives.wait_all()
         if self._is_load_pending:
             self._healing.cancel()
@@ -765,6 +793,10 @@ class Manager:
         and the tensor must not be used. A replica that does not contribute (healing, spare) changes nothing: it adds zeros to a
         sum or an average, and the lowest or highest value to a maximum or minimum.
 
+        Between `should_commit` and the next `start_quorum`, a metric say, it belongs to the step just decided: to its quorum and
+        its divisor, also where it was discarded. What goes wrong then discards no step; `wait` returns False. All groups issue
+        it, or it ends half a second after the others have gone on.
+
         Args:
             tensor: any shape; a floating point dtype for an average.
             should_quantize: send a byte an element: "int8" (which True means too) or "fp8", with a scale for each 512. All
@@ -773,7 +805,7 @@ class Manager:
             reduce_op: `ReduceOp.AVG`, or any that the process group knows; AVG or SUM where it is quantised.
 
         Returns:
-            work; its future completes with the tensor and never fails.
+            work; its future completes with the tensor and never fails. Its `wait` is False where the tensor must not be used.
 
         Raises:
             ValueError: an average of integers; no such quantisation, or not of this reduction or dtype.
@@ -785,6 +817,7 @@ class Manager:
             raise ValueError(f"{what} needs a floating point tensor, got {tensor.dtype}")
         if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
+        self._begin_due_step()
         if self._talk.error() is None:
             self.wait_quorum()
         if self._talk.skips_collective():
@@ -797,9 +830,22 @@ class Manager:
             op=ReduceOp.SUM if is_average else reduce_op,
             divisor=self.num_participants() if is_average else None,
             timeout=self._at_least_patience(self._timeouts.collective),
-            failed=self._talk.has_failed,
+            failed=self._has_failed_late if self._talk.is_voted_on() else self._talk.has_failed,
             codec=codec,
         )
+
+    def _has_failed_late(self) -> bool:
+        """Whether a collective that no vote follows has failed, which the device may know only when it is done."""
+        self._ask_device()
+        return self._talk.has_failed()
+
+    def _ask_device(self, *, synchronize: bool = True) -> None:
+        """Note what has gone wrong on the device or in the process group."""
+        if synchronize and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        error = self._pg.errored()
+        if error is not None:
+            self._talk.note_collective_error(error)
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
@@ -844,7 +890,8 @@ class Manager:
 
         Call it once a step on the training thread of every rank, after the backward pass. All replica groups get the same
         answer, but for those that heal and are not ready in time. It waits for the open collectives, for the state where
-        this replica heals, and for the decision.
+        this replica heals, and for the decision. Called again before the next `start_quorum`, for a second optimizer say, it
+        returns the same answer and counts nothing.
 
         Args:
             timeout: how long to wait for the decision, instead of `timeout` of the constructor.
@@ -854,16 +901,30 @@ class Manager:
             MaxRetriesExceededError: with `max_retries` set.
             StateDictLoadError: a `load_state_dict` function raised; this replica's state is undefined until it heals.
             StateMismatchError: the source's state is not one that this replica can load.
+            ConfigError: it is called again, and something was averaged since the decision, which that is not about.
         """
         self.wait_quorum()
+        if self._is_committed is not None:
+            return self._ask_again()
         vote = self._vote or self._cast_vote(synchronize=True)
         limit = self._at_least_patience(config.not_negative(timeout) or self._timeouts.collective)
         if self._replica.is_learner:
             outcome, reason = self._talk.learned()
         else:
             outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
+        self._is_committed = outcome is Outcome.COMMIT
         self._finish_step(vote, outcome, reason)
-        return outcome is Outcome.COMMIT
+        return self._is_committed
+
+    def _ask_again(self) -> bool:
+        if self._clearing.num_late and self._is_committed:
+            self._talk.load_torn()  # by the first optimizer it is of the next step, by the others of this one
+            raise ConfigError(
+                f"step {self.current_step() - 1} was decided when its first optimizer stepped, and {self._clearing.num_late}"
+                " collectives were issued since, which no vote is about. Do all backward passes of a step before the first"
+                " optimizer steps, or call zero_grad of one after the others have stepped, which begins a step of its own"
+            )
+        return bool(self._is_committed)
 
     def cast_vote(self) -> None:
         """Vote on the step already, if all of its collectives are done; `should_commit` then only asks for the decision.
@@ -881,11 +942,7 @@ class Manager:
 
     def _cast_vote(self, *, synchronize: bool) -> CommitVote:
         self._collectives.wait_all()
-        if synchronize and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        error = self._pg.errored()
-        if error is not None:
-            self._talk.note_collective_error(error)
+        self._ask_device(synchronize=synchronize)
         if self._is_load_pending:
             self._load(before_forward=False)
         vote = self._vote = self._talk.vote(*self._clearing.vote())

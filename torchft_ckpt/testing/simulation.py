@@ -41,6 +41,8 @@ QUIET_PHASES = 15
 STEPS_VARY_BY_S = 0.09
 """See `TrainerSettings.compute_s`."""
 OPERATOR_PATIENCE_S = 5.0
+LATE_LIMIT_S = 1.5
+"""Where groups are killed and no more, nobody waits longer for those who do not come to a collective between two steps."""
 RECONNECT_S = 4.0
 """A connection is up again within this, once it can be."""
 
@@ -156,6 +158,8 @@ class Simulation:
                 min_replica_size=plan.min_replica_size, heal_inline=plan.heal_inline, join_budget_s=plan.join_budget_s
             ),
             num_allreduces=plan.num_allreduces,
+            num_late=plan.num_late,
+            late_limit_s=LATE_LIMIT_S if set(plan.faults) <= {Fault.KILL_GROUP, Fault.KILL_RANK} else None,
             decision_timeout_s=plan.decision_timeout_s,
         )
         restored = self._checkpoint if self.rng.random() < plan.restore_rate else None

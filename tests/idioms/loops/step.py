@@ -281,6 +281,68 @@ def two_optimizers(job: Job) -> None:
                 optimizer.step()
 
 
+@idiom(
+    "Two optimizers, each in a wrapper of its own",
+    STEP,
+    "They share a step: the first `zero_grad` begins it and the first `step` decides it. Both backward passes come before that.",
+    was="the second never stepped",
+)
+def two_wrappers(job: Job) -> None:
+    model = mlp()
+    first = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=1e-2)
+    job.manager(*states(model=model, first=first, second=second))
+    ddp, both = job.ddp(model), [job.optimizer(first), job.optimizer(second)]
+    while job.goes_on():
+        for optimizer in both:
+            optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        for optimizer in both:
+            optimizer.step()
+
+
+@idiom(
+    "Two optimizers in wrappers, each stepped and cleared before the other",
+    STEP,
+    "The next step begins when the last of them is cleared.",
+    was="the second never stepped",
+)
+def two_wrappers_in_turn(job: Job) -> None:
+    model = mlp()
+    first = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=1e-2)
+    job.manager(*states(model=model, first=first, second=second))
+    ddp, both = job.ddp(model), [job.optimizer(first), job.optimizer(second)]
+    for optimizer in both:
+        optimizer.zero_grad()
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@idiom(
+    "Average the loss over the groups after each step, for the log (torchtitan)",
+    STEP,
+    "It belongs to the step just decided. `wait()` is False where a group died meanwhile: the tensor is not to be used then.",
+    was="every second step was discarded, and what was averaged was wrong in between",
+)
+def loss_for_the_log(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        loss = torch.tensor([float(job.group)])
+        is_good = manager.allreduce(loss).wait()
+        if is_good is not False and manager.num_participants() == 2 and loss.item() != 0.5:
+            raise ArithmeticError(f"the average of 0 and 1 is {loss.item()}")
+
+
 @idiom("A container of optimizers that is an optimizer itself, in the wrapper (torchtitan)", STEP)
 def optimizers_container(job: Job) -> None:
     class Container(torch.optim.Optimizer):

@@ -29,6 +29,8 @@ class Moods:
     no_heal: float = 0.0
     impatience: float = 0.0
     """Gives up waiting for the decision early."""
+    skips_late: float = 0.0
+    """A group goes on without a collective that others issue between two steps: loops that differ, not a trouble."""
     slowness: float = 1.0
     uses_state: float = 0.0
     """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
@@ -76,6 +78,8 @@ class Scenario:
     transfer_failure_rate: float = 0.0
     torn_rate: float = 0.0
     collective_stall_rate: float = 0.0
+    num_late: int = 0
+    """Collectives of each rank between two steps."""
     fault_rate: float = 0.0
     """Faults per event."""
     faults: dict[Fault, float] = field(default_factory=dict)
@@ -118,8 +122,10 @@ def draw_scenario(rng: Random) -> Scenario:
             no_heal=sometimes(0.15, 0.3),
             impatience=sometimes(0.3, 0.5),
             uses_state=rng.choice((0.0, 0.5, 1.0)),
+            skips_late=sometimes(0.3, 0.05),
         ),
         decision_timeout_s=rng.choice((0.5, 2.0)),
+        num_late=rng.choice((0, 0, 1, 3)),
     )
 
 
@@ -134,6 +140,7 @@ def draw_outer_scenario(rng: Random) -> Scenario:
         transfer_s=rng.choice(((0.02, 0.15), (0.1, 0.5), (0.1, 2.0))),
         fault_rate=plan.fault_rate * rng.choice((0.3, 1.0)),
         chaos_s=rng.uniform(4.0, 12.0) * max(1.0, phase_s / 2),
+        num_late=0,
         outer=OuterPlan(
             phase_s=phase_s,
             spread=rng.choice((1.0, 1.7, 1.7, 3.0)),

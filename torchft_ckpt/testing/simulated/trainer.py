@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from torchft_ckpt.core.messages import (
+    CollectiveWait,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -42,6 +43,9 @@ from torchft_ckpt.testing.simulated.transfers import Arrival, Snapshot, Transfer
 if TYPE_CHECKING:
     from torchft_ckpt.testing.simulated.chaos import Moods
 
+REPORT_WAIT_S = 0.5
+"""A collective between two steps that takes longer is reported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
@@ -52,6 +56,10 @@ class TrainerSettings:
     quorum_timeout_s: float = 4.0
     decision_timeout_s: float = 2.0
     num_allreduces: int = 1
+    num_late: int = 0
+    """Collectives between the decision and the next step."""
+    late_limit_s: float | None = None
+    """A rank that waits longer in one of them that fails was not told in time."""
 
 
 class Trainer:
@@ -101,6 +109,8 @@ class Trainer:
         self._handle: Handle | None = None
         self._plan: StepPlan | None = None
         self._results: list[tuple[object, ...]] = []
+        self._num_late = 0
+        """How many it has issued between the last decision and the next step."""
         self._arrival: tuple[Arrival, object] | None = None
         self._is_loading = False
         self._is_cancelled = False
@@ -126,7 +136,10 @@ class Trainer:
             store_address="store",
             compares=self.uses_state,
         )
-        self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
+        num_collectives = len(self._results) + self._num_late
+        self._send(
+            msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
+        )
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
 
     def _ask_again(self, turn: int) -> None:
@@ -143,7 +156,7 @@ class Trainer:
         self._oracle.formed(self, formed)
         self._plan = plan
         self.pending = None
-        self._results = []
+        self._results, self._num_late = [], 0
         turn = self._turn
         self._watch.begin_step(self._stall_budget_s(formed))
         if plan.serve:
@@ -267,7 +280,7 @@ class Trainer:
     def _vote(self, turn: int) -> None:
         if turn != self._turn or self.replica.phase is not Phase.TRAINING:
             return
-        vote = self.replica.vote()
+        vote = self.replica.vote(num_collectives=len(self._results))
         if vote.approve and len(self._results) != self._settings.num_allreduces:
             self._oracle.fail(f"{self.address} approves without the sum: {vote}")
         self._send(vote)
@@ -285,8 +298,40 @@ class Trainer:
 
     def _next(self) -> None:
         self._turn += 1
-        turn = self._turn
-        self._later(self._rng.uniform(0.001, 0.01), lambda: self.begin() if turn == self._turn else None)
+        self._reduce_late(self._turn)
+
+    def _reduce_late(self, turn: int) -> None:
+        """Between two steps: average something for the log, unless this loop does not care for it now; then begin the next."""
+        replica, index = self.replica, len(self._results) + self._num_late
+        is_skipped = Random(f"{self.replica_id} {replica.version.step} {index}").random() < self._moods.skips_late
+        is_done = self._num_late >= self._settings.num_late or is_skipped  # by all ranks of a group alike
+        if is_done or self._handle is None or replica.quorum is None or not replica.can_reduce:
+            self._later(self._rng.uniform(0.001, 0.01), lambda: self.begin() if turn == self._turn else None)
+            return
+        wait = CollectiveWait(
+            quorum_id=replica.quorum.quorum_id, step=replica.quorum.version.step, index=index, digest=str(index)
+        )
+        began_at, is_open = self._clock.now, True
+
+        def report() -> None:
+            if is_open and turn == self._turn:
+                self._send(wait)
+
+        def done(result: tuple[object, ...] | None) -> None:
+            nonlocal is_open
+            is_open = False
+            waited_s, limit_s = self._clock.now - began_at, self._settings.late_limit_s
+            if turn != self._turn:
+                return
+            if result is None:
+                replica.collectives_failed()
+                if limit_s is not None and waited_s > limit_s:
+                    self._oracle.fail(f"{self.address} waited {waited_s:.2f} s for {wait}, and nobody came")
+            self._reduce_late(turn)
+
+        self._num_late += 1
+        self._later(REPORT_WAIT_S, report)
+        self._collectives.allreduce(self._handle, replica.quorum.version.step, ("late", index), done)
 
     # -------------------------------------------------------------------------------------------------------- healing
 
@@ -361,6 +406,8 @@ class Trainer:
 
     def _decided(self, decided: CommitDecided) -> None:
         before = self.replica.version
+        if decided.broken and self._handle is not None and self.replica.is_open(decided):
+            self._collectives.abort(self._handle)
         outcome = self.replica.decided(decided)
         if outcome is None:
             if self.replica.overtaken(decided):

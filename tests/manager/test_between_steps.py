@@ -1,0 +1,131 @@
+"""Collectives between the decision on a step and the next `start_quorum`: a loss or a metric, averaged for the log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_manager_in_process import Replica, shutdown, together
+
+from torchft_ckpt import LighthouseServer, Optimizer
+from torchft_ckpt.errors import ConfigError
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Replica]]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda name: Replica(server, name, min_replica_size=2), ["a", "b"]))
+    yield replicas
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def place(replica: Replica) -> float:
+    return 0.0 if replica.manager.replica_id().startswith("a") else 1.0
+
+
+def test_a_metric_averaged_after_each_step_has_the_value_of_all_groups_and_costs_no_step(pair: list[Replica]) -> None:
+    def train(replica: Replica) -> list[tuple[bool, bool, float]]:
+        seen = []
+        for _ in range(4):
+            committed = replica.step()
+            loss = torch.tensor([place(replica)])
+            seen.append((committed, replica.manager.allreduce(loss).wait(), loss.item()))
+        return seen
+
+    assert together(pair, train) == [[(True, True, 0.5)] * 4] * 2
+    assert [replica.manager.statistics().quorum_id for replica in pair] == [1, 1]
+
+
+def test_what_is_in_flight_when_the_next_step_begins_ends_first(pair: list[Replica]) -> None:
+    def train(replica: Replica) -> list[tuple[bool, float]]:
+        seen = []
+        for _ in range(3):
+            committed = replica.step()
+            loss = torch.tensor([place(replica)])
+            work = replica.manager.allreduce(loss)
+            replica.optimizer.zero_grad()
+            seen.append((committed and work.wait(), loss.item()))
+        return seen
+
+    assert together(pair, train) == [[(True, 0.5)] * 3] * 2
+
+
+def test_a_metric_of_a_discarded_step_is_right_or_says_that_it_is_not(pair: list[Replica]) -> None:
+    together(pair, Replica.step)
+
+    def lose(replica: Replica) -> tuple[bool, bool]:
+        replica.optimizer.zero_grad()
+        if place(replica) == 1.0:
+            replica.manager.report_error(ArithmeticError("the loss is not a number"))
+        committed = replica.manager.should_commit()
+        loss = torch.tensor([place(replica)])
+        is_good = replica.manager.allreduce(loss).wait()
+        return committed, not is_good or loss.item() == 0.5
+
+    assert together(pair, lose) == [(False, True)] * 2
+    assert together(pair, Replica.step) == [True, True]
+
+
+def test_a_group_that_goes_on_without_it_ends_it_for_the_others_and_the_next_step_counts(pair: list[Replica]) -> None:
+    a, _ = pair
+    together(pair, Replica.step)
+
+    def log_and_go_on(replica: Replica) -> tuple[bool, str]:
+        work = replica.manager.allreduce(torch.ones(1)) if replica is a else None
+        why = str(replica.manager.errored()) if work is not None and not work.wait() else ""
+        return replica.step(), why
+
+    (a_committed, why), (b_committed, _) = together(pair, log_and_go_on)
+    assert (a_committed, b_committed) == (True, True)
+    assert "has ended the step after" in why
+    assert [replica.manager.statistics().num_discarded for replica in pair] == [0, 0]
+
+
+def test_a_group_that_leaves_ends_it_for_the_others_and_costs_no_step(pair: list[Replica]) -> None:
+    a, b = pair
+    together(pair, Replica.step)
+    leaves = threading.Timer(0.2, b.manager.shutdown)
+    leaves.start()
+    work = a.manager.allreduce(torch.ones(1))
+    assert work.wait() is False
+    assert b.manager.replica_id() in str(a.manager.errored())
+    assert a.manager.statistics().num_discarded == 0
+    leaves.join()
+
+
+def test_a_decision_that_is_asked_for_again_is_the_same_and_counts_nothing(pair: list[Replica]) -> None:
+    def twice(replica: Replica) -> tuple[bool, bool, bool]:
+        replica.optimizer.zero_grad()
+        return tuple(replica.manager.should_commit() for _ in range(3))  # type: ignore[return-value]
+
+    assert together(pair, twice) == [(True, True, True)] * 2
+    assert [(r.manager.current_step(), r.manager.statistics().num_committed) for r in pair] == [(1, 1), (1, 1)]
+    assert together(pair, Replica.step) == [True, True]
+
+
+def test_gradients_that_no_vote_is_about_are_refused_before_a_second_optimizer_steps_on_them(
+    pair: list[Replica],
+) -> None:
+    """Both clear, the first computes and steps, and only then the second computes: its averages come after the decision."""
+
+    def train(replica: Replica) -> str:
+        second = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+        replica.optimizer.zero_grad()
+        second.zero_grad()
+        for optimizer in (replica.optimizer, second):
+            replica.manager.allreduce(torch.ones(3)).wait()
+            if optimizer is second:
+                with pytest.raises(
+                    ConfigError, match="Do all backward passes of a step before the first optimizer steps"
+                ):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return str(replica.manager._replica.torn)
+
+    assert together(pair, train) == ["True", "True"]
