@@ -165,6 +165,7 @@ class Member:
         allow_heal: bool = True,
         shrink_only: bool = False,
         num_collectives: int = 0,
+        can_load: bool = True,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
@@ -174,7 +175,7 @@ class Member:
             can_serve=serve,
             store_address=f"{self.replica_id}/store",
         )
-        self.says(msgspec.structs.replace(request, num_collectives=num_collectives))
+        self.says(msgspec.structs.replace(request, num_collectives=num_collectives, can_load=can_load))
 
     def loads(self) -> None:
         """Its transfer ends well: before the forward pass where that was waited for, else beside it."""

@@ -786,3 +786,25 @@ def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_th
         member.votes(error="aborted")
     job.step(a, c)
     assert (a.formed.store_address, a.formed.standby_store_address) == ("c:1/store", "a:1/store")
+
+
+def test_who_would_have_to_heal_and_can_load_nothing_is_refused_by_name_and_the_others_train_on() -> None:
+    job = Job(least=1)
+    a = job.join("a")
+    a.asks(can_load=False)
+    a.votes()
+    assert a.hears() == ["quorum 1 step 0 healthy", "commit"]
+    b = job.join("b")
+    b.asks(can_load=False)
+    a.asks(can_load=False)
+    assert b.hears() == ["refused: no state"]
+    assert b.connection is None
+    assert a.hears() == ["quorum 1 step 1 healthy"], "with its process group"
+
+
+def test_groups_that_start_with_equal_weights_can_do_without_loading() -> None:
+    job = Job(least=2)
+    a, b = (job.join(name, init_sync=False) for name in "ab")
+    for member in (a, b):
+        member.asks(can_load=False)
+    assert a.hears() == b.hears() == ["quorum 1 step 0 healthy"]

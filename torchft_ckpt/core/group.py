@@ -353,6 +353,7 @@ class GroupState:
             init_sync=any(request.init_sync for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
             allow_heal=all(request.allow_heal for request in requests),
+            can_load=all(request.can_load for request in requests),
             heal_inline=all(request.heal_inline for request in requests),
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),

@@ -529,7 +529,28 @@ class LighthouseState:
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1], is_warning=True)
             return
+        helpless = [p.replica_id for p in assignment.parts if p.role in (Role.INLINE, Role.JOINER)]
+        helpless = [replica_id for replica_id in helpless if not self.members[replica_id].asked.can_load]
+        if helpless:
+            yield from self._refuse_to_heal(helpless, assignment, now)
+            return
         yield from self._form(assignment, self._learners(others, now), verdict.reason, now)
+
+    def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
+        """Send those away that would have to load a state and cannot; the others form their quorum without them."""
+        holders = name_some(part.replica_id for part in assignment.parts if part.role is Role.HEALTHY)
+        for replica_id in helpless:
+            reason = (
+                f"{replica_id} has to load the state of step {assignment.version.step} from {holders}, and has no state dict"
+                " functions: pass load_state_dict and state_dict to Manager, or call register_state_dict_fn. Groups that start"
+                " with equal weights need them only when one comes back: Manager(init_sync=False)"
+            )
+            connection = self.members[replica_id].connection
+            yield Send(connection, Refused(code="no state", reason=clip(reason)))
+            yield from self._lose(
+                replica_id, "it has no state dict functions and would have to heal", now, is_on_purpose=True
+            )
+            yield Close(connection)
 
     def _gathering(self) -> set[str]:
         return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
@@ -646,6 +667,7 @@ class LighthouseState:
             for member in (self.members[m] for m in self._waiting if m in others)
             if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
             and member.asked.allow_heal
+            and member.asked.can_load
             and now >= member.learns_from
             and (not self._ledger.is_valid(member.version) or member.version.step < self.newest_step)
         ]

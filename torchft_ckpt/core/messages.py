@@ -124,6 +124,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     init_sync: bool = True
     shrink_only: bool = False
     allow_heal: bool = True
+    can_load: bool = True
+    """False: no functions are registered that could load a state: it trains as long as it need not heal."""
     heal_inline: bool = False
     """Heal before the forward pass, always."""
     waits_for_quorum: bool = False

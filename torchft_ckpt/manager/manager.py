@@ -97,7 +97,8 @@ class Manager:
 
     Args:
         pg: the process group across replica groups; the manager configures it.
-        load_state_dict: loads what `state_dict` of another replica returned; None: `register_state_dict_fn` is used.
+        load_state_dict: loads what `state_dict` of another replica returned; None: `register_state_dict_fn` is used. A group
+            that has neither trains as long as it need not heal; then it is refused, by name, and the others train on.
         state_dict: returns the state to recover from: model, optimizer, whatever must be equal on all replicas.
         min_replica_size: the fewest contributing replica groups with which a step counts.
         use_async_quorum: find the quorum, and heal, beside the forward pass. A replica that heals so contributes nothing
@@ -493,8 +494,6 @@ class Manager:
             self._settle(has_to_wait=self._talk.wants()[0])
             return
         self._leave_step()
-        if self._registry.is_empty:
-            raise ConfigError("no state dict functions are registered: pass them, or use register_state_dict_fn")
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
@@ -534,6 +533,7 @@ class Manager:
             layout=layout.digest,
             layout_text=layout.text if self._launch.group_rank == 0 else None,
             frozen=self._asked_with[1],
+            can_load=not self._registry.is_empty,
             num_collectives=self._clearing.count,
         )
         self._link.send(request)

@@ -186,8 +186,8 @@ def other_keys(job: Job) -> None:
 @idiom(
     "No state functions at all",
     STATE,
-    "There would be nothing to heal from.",
-    refused="ConfigError",
+    "A group trains so as long as it need not heal. One that starts beside others or comes back is refused; the others train on.",
+    refused="RefusedError",
     says="no state dict functions",
 )
 def nothing_registered(job: Job) -> None:
