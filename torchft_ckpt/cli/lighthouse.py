@@ -17,7 +17,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `lighthouse`, `status` and `allow-step-loss`; each sets `run`, which returns the exit status."""
     lighthouse = commands.add_parser("lighthouse", help="run a lighthouse until SIGTERM or Ctrl-C")
     lighthouse.add_argument("--min-replicas", type=int, required=True, help="the fewest replica groups that may train")
-    lighthouse.add_argument("--bind", default="0.0.0.0:29510", help="HOST:PORT, port 0 for any (default: %(default)s)")
+    lighthouse.add_argument(
+        "--bind", default="[::]:29510", help="HOST:PORT, port 0 for any; [::] is IPv6 and IPv4 (default: %(default)s)"
+    )
     lighthouse.add_argument(
         "--join-timeout-ms",
         type=int,
