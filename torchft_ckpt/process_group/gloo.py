@@ -27,7 +27,7 @@ from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Session
 from torchft_ckpt.process_group.sockets import create_gloo_device
 from torchft_ckpt.process_group.store import StoreAddress
-from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
+from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper, set_default_timeout
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
@@ -101,12 +101,13 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         if global_ranks:
             options.global_ranks_in_group = global_ranks
         backend = TorchProcessGroupGloo(store, rank, world_size, options)
+        session.keep(backend)
         group = TorchProcessGroup(store, rank, world_size)
         group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
         for kind in _device_types():
             group._register_backend(torch.device(kind), TorchProcessGroup.BackendType.GLOO, backend)
         backend._set_sequence_number_for_group()
-        group.set_timeout(self._timeout)
+        set_default_timeout(group, self._timeout)
         return group
 
 
