@@ -412,6 +412,19 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
 # ------------------------------------------------------------------------------------------------- bad input, clear error
 
 
+@pytest.mark.parametrize(
+    "call", [lambda m: m.wait_quorum(), lambda m: m.allreduce(torch.ones(2))], ids=["wait", "allreduce"]
+)
+def test_what_needs_a_quorum_says_that_start_quorum_was_not_called(
+    lighthouse: LighthouseServer, call: Callable[[Manager], object]
+) -> None:
+    replica = Replica(lighthouse, "group")
+    with pytest.raises(RuntimeError, match="before the first start_quorum"):
+        call(replica.manager)
+    assert replica.step()
+    shutdown(replica)
+
+
 def test_an_unreachable_lighthouse_is_named() -> None:
     with reserved_port() as port:
         with pytest.raises(LighthouseUnreachableError, match=f"no lighthouse answers at 127.0.0.1:{port}"):

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 
 from torchft_ckpt import config
-from torchft_ckpt.errors import ProcessGroupConfigureError
+from torchft_ckpt.errors import ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Session
 from torchft_ckpt.process_group.sockets import create_gloo_device
@@ -74,6 +74,8 @@ class ProcessGroupGloo(ProcessGroupWrapper):
             hostname = self._hostname or connection.local_host
             try:
                 return self._connect_gloo(session, store, hostname, rank, world_size, deadline, global_ranks)
+            except ProcessGroupError:  # the session has ended meanwhile
+                raise
             except RuntimeError as error:
                 raise ProcessGroupConfigureError(
                     "all ranks came to the store, but one of them died since or cannot be reached at the address that "
