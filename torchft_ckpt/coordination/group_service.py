@@ -21,6 +21,7 @@ from aiohttp import web
 from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_client import LighthouseClient
 from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
@@ -221,6 +222,7 @@ class GroupService:
         except ProtocolError as error:
             logger.warning("%s", error)
             reason = "it broke the protocol"
+            channel.send(refuse_unreadable(data, error, ours="the manager service", party=party))
         finally:
             channel.close()
             if rank is not None:

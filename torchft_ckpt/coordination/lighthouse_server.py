@@ -20,6 +20,7 @@ from aiohttp import web
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.lighthouse import (
     Close,
     ConnectionClosed,
@@ -31,7 +32,7 @@ from torchft_ckpt.core.lighthouse import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Refused, decode_to_lighthouse
+from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
 from torchft_ckpt.network import (
     advertised_host,
@@ -156,7 +157,7 @@ class LighthouseServer:
         except ProtocolError as error:
             logger.warning("%s", error)
             reason = "it broke the protocol"
-            channel.send(Refused(code="protocol", reason=str(error)[:1000]))
+            channel.send(refuse_unreadable(data, error, ours="the lighthouse", party=party))
         finally:
             channel.close()
             del self._channels[name]
