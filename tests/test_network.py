@@ -19,6 +19,7 @@ from torchft_ckpt.network import (
     leave_to_parent,
     listen,
     route_source,
+    wildcard_for,
     without_mapping,
 )
 
@@ -95,6 +96,10 @@ def test_a_name_is_listened_on_at_all_its_addresses_that_are_here_and_on_one_por
 def test_an_address_of_ipv6_is_not_named_where_only_ipv4_is_listened_on() -> None:
     with pytest.raises(ConfigError, match=r"peers are told ::1, but 0.0.0.0 listens on IPv4 alone"):
         LighthouseServer("0.0.0.0:0", min_replicas=1, hostname="::1")
+
+
+def test_who_is_reached_by_a_name_listens_on_both_families() -> None:
+    assert [wildcard_for(host) for host in ("10.0.0.1", "fd00::2", "localhost")] == ["0.0.0.0", "::", "::"]
 
 
 def test_who_comes_by_ipv4_to_a_socket_of_both_families_is_named_as_usual() -> None:
