@@ -1,13 +1,109 @@
-"""Which address is advertised, and who knows the token."""
+"""Where servers listen, which address is advertised, and who knows the token."""
 
 from __future__ import annotations
 
 import os
+import socket
 import weakref
+from collections.abc import Callable
 
 import pytest
 
-from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, leave_to_parent, route_source
+from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt.config import parse_host_port
+from torchft_ckpt.errors import AddressInUseError, ConfigError
+from torchft_ckpt.network import (
+    advertised_host,
+    bearer_matches,
+    join_host_port,
+    leave_to_parent,
+    listen,
+    route_source,
+    wildcard_for,
+    without_mapping,
+)
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this machine")
+
+
+def lighthouse_everywhere() -> tuple[str, Callable[[], None]]:
+    server = LighthouseServer(bind="[::]:0", min_replicas=1)
+    return server.address(), server.shutdown
+
+
+def transport_everywhere() -> tuple[str, Callable[[], None]]:
+    transport: HTTPTransport[object] = HTTPTransport(bind="::")
+    return transport.metadata(), transport.shutdown
+
+
+servers = pytest.mark.parametrize("start", [lighthouse_everywhere, transport_everywhere])
+
+
+def is_served(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+@needs_ipv6
+@servers
+def test_a_server_bound_to_all_of_ipv6_serves_ipv4_too_and_the_address_that_it_names(
+    start: Callable[[], tuple[str, Callable[[], None]]],
+) -> None:
+    named, shutdown = start()
+    host, port = parse_host_port(named, what="address")
+    assert {place: is_served(place, port) for place in ("127.0.0.1", "::1", host)} == {
+        "127.0.0.1": True,
+        "::1": True,
+        host: True,
+    }
+    shutdown()
+
+
+@servers
+def test_where_there_is_no_ipv6_it_serves_ipv4(
+    start: Callable[[], tuple[str, Callable[[], None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    named, shutdown = start()
+    host, port = parse_host_port(named, what="address")
+    assert [is_served(place, port) for place in ("127.0.0.1", host, "::1")] == [True, True, False]
+    shutdown()
+
+
+@needs_ipv6
+def test_a_name_is_listened_on_at_all_its_addresses_that_are_here_and_on_one_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_a_name = [(socket.AF_INET6, 1, 6, "", ("::1", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", 0))]
+    elsewhere = [(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", lambda *_, **__: [*elsewhere, *of_a_name])
+        listeners = listen("a name", 0, 8)
+        patched.setattr(socket, "getaddrinfo", lambda *_, **__: elsewhere)
+        with pytest.raises(AddressInUseError, match="cannot listen on elsewhere:0: Cannot assign requested address"):
+            LighthouseServer("elsewhere:0", min_replicas=1)
+    ports = [listener.getsockname()[1] for listener in listeners]
+    assert ports == [ports[0]] * 2 and is_served("::1", ports[0]) and is_served("127.0.0.1", ports[0])
+    with pytest.raises(OSError):
+        listen("127.0.0.1", ports[0], 8)
+    for listener in listeners:
+        listener.close()
+
+
+def test_an_address_of_ipv6_is_not_named_where_only_ipv4_is_listened_on() -> None:
+    with pytest.raises(ConfigError, match=r"peers are told ::1, but 0.0.0.0 listens on IPv4 alone"):
+        LighthouseServer("0.0.0.0:0", min_replicas=1, hostname="::1")
+
+
+def test_who_is_reached_by_a_name_listens_on_both_families() -> None:
+    assert [wildcard_for(host) for host in ("10.0.0.1", "fd00::2", "localhost")] == ["0.0.0.0", "::", "::"]
+
+
+def test_who_comes_by_ipv4_to_a_socket_of_both_families_is_named_as_usual() -> None:
+    assert [without_mapping("::ffff:127.0.0.1"), without_mapping("fd00::2")] == ["127.0.0.1", "fd00::2"]
 
 
 def test_the_advertised_address_follows_argument_environment_bind_and_route(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore of this replica group, as torchrun sets |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
+
+What torchft reads besides and nothing here does is in `NOT_READ`; a `Manager` says so where it is set.
 """
 
 from __future__ import annotations
@@ -42,6 +44,16 @@ STORE_PORT = ("MASTER_PORT",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
 
+_NO_OTEL = "nothing is sent to OpenTelemetry; what happens is in the log, under the loggers below torchft_ckpt"
+NOT_READ = {
+    "TORCHFT_WATCHDOG_TIMEOUT_SEC": "there is no watchdog that ends the process; what hangs is ended by its own timeout",
+    "TORCHFT_TRIGGER_FR_ON_ABORT": "an abort does not make torch's flight recorder write a dump",
+    "TORCHFT_USE_OTEL": _NO_OTEL,
+    "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": _NO_OTEL,
+    "TORCH_FR_DUMP_TEMP_FILE": "torch reads it, but it gets no path for each quorum: a later dump replaces an earlier one",
+}
+"""Environment variables that torchft reads, and why they change nothing here."""
+
 
 def resolve(
     argument: T | None,
@@ -68,6 +80,12 @@ def resolve(
                     f"environment variable {variable}={value!r} cannot be used: {error}", party=variable
                 ) from error
     return default
+
+
+def not_read(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return those of `NOT_READ` that are set and ask for something, with the reason."""
+    environ = os.environ if environ is None else environ
+    return {name: why for name, why in NOT_READ.items() if environ.get(name, "").lower() not in ("", "false")}
 
 
 D = TypeVar("D", bound="timedelta | None")

@@ -1,43 +1,46 @@
 """Every error that this library raises on purpose, in one tree.
 
     TorchftCkptError
-    |-- ConfigError                     an argument or environment variable cannot be used (also a ValueError)
-    |-- CoordinationError               lighthouse, manager service, or a rank of this group
-    |   |-- LighthouseUnreachableError  nobody answered at the lighthouse's address within the connect timeout
-    |   |-- AddressInUseError           the port that a service was told to bind is taken
+    |-- ConfigError                     an argument or environment variable cannot be used (a ValueError)
+    |-- CoordinationError               lighthouse, manager service, or a rank of this group (a RuntimeError)
+    |   |-- LighthouseUnreachableError  nobody answered at the lighthouse's address in the connect timeout (a ConnectionError)
+    |   |-- AddressInUseError           the port that a service was told to bind is taken (an OSError)
     |   |-- AuthenticationError         the other side refused our token, or we refused theirs
     |   |-- ProtocolVersionError        the two sides speak different versions
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
-    |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1)
+    |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1) (a TimeoutError)
+    |   |-- NoQuorumError               a call that needs a quorum came before the first `start_quorum`
     |   |-- GroupBrokenError            a rank of this replica group is gone: the group must be restarted as a whole
     |   `-- CommitUnknownError          the vote was sent, its outcome is not known
-    |-- CheckpointError                 moving or holding state
-    |   |-- LockTimeoutError            the state dict lock was not free in time (also a TimeoutError)
+    |-- CheckpointError                 moving or holding state (a RuntimeError)
+    |   |-- LockTimeoutError            the state dict lock was not free in time (a TimeoutError)
     |   |-- StateFormatError            received bytes break a rule of the state format
-    |   |-- UnsupportedValueError       our own state dict holds something that the format cannot carry
+    |   |-- UnsupportedValueError       our own state dict holds something that the format cannot carry (a TypeError)
     |   |-- StateMismatchError          a whole and correct state that does not fit this replica
     |   |   `-- LayoutMismatchError     the same tensors, but in other shards than here
     |   |-- StateDictLoadError          the user's load_state_dict function raised
-    |   |-- StorageError                a file system or object store failed (also an OSError)
+    |   |-- StorageError                a file system or object store failed (an OSError)
     |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or its bytes are not those that were written
-    |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (of that step)
+    |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (of that step) (a FileNotFoundError)
     |   |-- SaveInFlightError           a save was not begun, because the one before it has not ended
     |   |-- StateChangedError           a tensor was written to while its state was being served or saved, and not under the lock
     |   `-- TransferError               a transfer did not finish; nothing was applied
-    |       |-- SourceLostError         the source closed the connection or could not be reached
+    |       |-- SourceLostError         the source closed the connection or could not be reached (a ConnectionError)
     |       |-- SourceRefusedError      the source answered, with a refusal (other step, no token, not serving)
     |       |   `-- LeaseRevokedError   it freed what we still needed: this receiver was too slow for its memory
-    |       |-- TransferStalledError    no byte arrived for the stall timeout
-    |       |-- TransferTimeoutError    the overall deadline passed
+    |       |-- TransferStalledError    no byte arrived for the stall timeout (a TimeoutError)
+    |       |-- TransferTimeoutError    the overall deadline passed (a TimeoutError)
     |       |-- TransferCancelledError  this side gave the transfer up
     |       `-- DigestMismatchError     a block arrived whose digest is not the announced one
-    |-- ProcessGroupError
+    |-- ProcessGroupError               (a RuntimeError, as torch's own)
     |   |-- ProcessGroupAbortedError    a collective ended because the group was aborted
     |   |-- CollectiveFailedError       a collective failed by itself: a peer was lost or did not answer in time
     |   |-- CollectivesDifferError      the groups issued different collectives in a step, which is discarded
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
-    `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (also a RuntimeError)
+    `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (a RuntimeError)
+
+In brackets: what Python and torch raise in such a case, which these errors are as well; so are those below them in the tree.
 
 `ReplicaDivergenceWarning` is no error: the state that was received is that of the primary source, but another source of the
 same step holds other bits.
@@ -71,15 +74,15 @@ class ConfigError(TorchftCkptError, ValueError):
     """An argument or an environment variable cannot be used; nothing was started."""
 
 
-class CoordinationError(TorchftCkptError):
+class CoordinationError(TorchftCkptError, RuntimeError):
     """Base of what goes wrong between this process and its lighthouse or group."""
 
 
-class LighthouseUnreachableError(CoordinationError):
+class LighthouseUnreachableError(CoordinationError, ConnectionError):
     """Nobody answered at the lighthouse's address within the connect timeout."""
 
 
-class AddressInUseError(CoordinationError):
+class AddressInUseError(CoordinationError, OSError):
     """The address that a service was told to bind is taken by another process."""
 
 
@@ -99,8 +102,12 @@ class RefusedError(CoordinationError):
     """The lighthouse will not have this replica group; trying again unchanged cannot help."""
 
 
-class QuorumTimeoutError(CoordinationError):
+class QuorumTimeoutError(CoordinationError, TimeoutError):
     """No quorum was formed in the time that the caller allowed; no state was changed."""
+
+
+class NoQuorumError(CoordinationError):
+    """A call that needs a quorum came before the first `start_quorum`; nothing was sent."""
 
 
 class GroupBrokenError(CoordinationError):
@@ -111,7 +118,7 @@ class CommitUnknownError(CoordinationError):
     """The vote was sent but its outcome is not known; the replica heals at the next quorum if others committed."""
 
 
-class CheckpointError(TorchftCkptError):
+class CheckpointError(TorchftCkptError, RuntimeError):
     """Base of what goes wrong in holding or moving state.
 
     Of a receive in place, `state_overwritten` says whether memory of the state was written to before it failed: then that
@@ -140,7 +147,7 @@ class StateFormatError(CheckpointError):
     """Received bytes break a rule of the state format; nothing was applied."""
 
 
-class UnsupportedValueError(CheckpointError):
+class UnsupportedValueError(CheckpointError, TypeError):
     """Our own state dict holds a value that the format cannot carry; the message has its path in the tree."""
 
 
@@ -164,7 +171,7 @@ class CheckpointDamagedError(CheckpointError):
     """A durable checkpoint is not whole, or its bytes are not those that were written; nothing of it was applied."""
 
 
-class CheckpointNotFoundError(CheckpointError):
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no whole durable checkpoint, or none of the step that was asked for; the message says what was skipped."""
 
 
@@ -182,7 +189,7 @@ class TransferError(CheckpointError):
     """A transfer did not finish; nothing was applied and it may be tried again."""
 
 
-class SourceLostError(TransferError):
+class SourceLostError(TransferError, ConnectionError):
     """The source closed the connection early or could not be reached."""
 
 
@@ -194,11 +201,11 @@ class LeaseRevokedError(SourceRefusedError):
     """The source's budget for copies was exceeded, and this receiver was the slowest: what it still needed was freed."""
 
 
-class TransferStalledError(TransferError):
+class TransferStalledError(TransferError, TimeoutError):
     """No byte arrived for the stall timeout."""
 
 
-class TransferTimeoutError(TransferError):
+class TransferTimeoutError(TransferError, TimeoutError):
     """The overall deadline of the transfer passed."""
 
 
@@ -210,7 +217,7 @@ class DigestMismatchError(TransferError):
     """A block arrived whose digest is not the announced one; it was thrown away."""
 
 
-class ProcessGroupError(TorchftCkptError):
+class ProcessGroupError(TorchftCkptError, RuntimeError):
     """Base of what goes wrong in the training process group."""
 
 

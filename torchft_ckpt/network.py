@@ -1,4 +1,4 @@
-"""Which address a process advertises, and whether a peer knows the token. Plain sockets, no torch, no aiohttp.
+"""Where a process listens, which address it advertises, whether a peer knows the token. Plain sockets, no torch, no aiohttp.
 
 The address that a server advertises is the one that its peers can reach fastest: an argument, else the environment
 (`TORCHFT_CKPT_HOSTNAME`), else the address of the interface that routes to a peer that is known already (the lighthouse,
@@ -7,7 +7,9 @@ say). Never the bare host name, which may resolve to the slowest network card, o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import hmac
 import ipaddress
 import os
@@ -15,9 +17,12 @@ import socket
 import weakref
 
 from torchft_ckpt import config
+from torchft_ckpt.errors import ConfigError
 
-# Routed like any outside address; nothing is ever sent to it (RFC 5737, documentation addresses).
+# Routed like any outside address; nothing is ever sent to them (RFC 5737 and RFC 3849, documentation addresses).
 _OUTSIDE = ("192.0.2.1", 9)
+_OUTSIDE_IPV6 = ("2001:db8::1", 9)
+_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 def advertised_host(argument: str | None = None, *, bound: str = "", towards: str | None = None) -> str:
@@ -26,13 +31,53 @@ def advertised_host(argument: str | None = None, *, bound: str = "", towards: st
     Args:
         argument: what the user asked for; an empty string counts as nothing.
         bound: the address that is listened on; taken where it is one, and not all of them.
-        towards: `host:port` of a peer; without one, the interface that routes to the outside.
+        towards: `host:port` of a peer; without one, the interface that routes to the outside, by IPv4 where it can.
+
+    Raises:
+        ConfigError: it is one of IPv6, where only IPv4 is listened on.
     """
     host = config.resolve(argument or None, config.HOSTNAME, "" if is_wildcard(bound) else bound, str)
     if host:
+        if ":" in host and bound == "0.0.0.0":
+            message = f"peers are told {host}, but {bound} listens on IPv4 alone; bind to :: or to {host}"
+            raise ConfigError(message, party="hostname")
         return host
-    target = _OUTSIDE if towards is None else config.parse_host_port(towards, what="peer address")
-    return route_source(target[0], target[1] or 9) or "127.0.0.1"
+    if towards is not None:
+        target = config.parse_host_port(towards, what="peer address")
+        return route_source(target[0], target[1] or 9) or "127.0.0.1"
+    outside = [_OUTSIDE, _OUTSIDE_IPV6] if ":" in bound else [_OUTSIDE]
+    return next(filter(None, (route_source(*target) for target in outside)), "127.0.0.1")
+
+
+def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Listen at every address of a host, on one port; return the sockets, which do not block.
+
+    Args:
+        host: an address or a name; `::` is all of IPv6 and of IPv4, by one socket, and `0.0.0.0` where that cannot be.
+        port: 0 for any free one.
+        backlog: connections that may wait to be accepted.
+
+    Raises:
+        OSError: it is no address of this machine, or the port is taken; nothing is listened on.
+    """
+    is_dual = ":" in host and is_wildcard(host) and socket.has_dualstack_ipv6()
+    if ":" in host and is_wildcard(host) and not is_dual:
+        host = "0.0.0.0"
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        for number, (family, _, _, _, address) in enumerate(found, 1):
+            place = (address[0], listeners[0].getsockname()[1] if listeners else port, *address[2:])
+            try:
+                listener = socket.create_server(place, family=family, backlog=backlog, dualstack_ipv6=is_dual)
+            except OSError as error:  # a name may have an address of a family that this machine lacks
+                if error.errno in _NOT_HERE and (listeners or number < len(found)):
+                    continue
+                raise
+            opened.enter_context(listener).setblocking(False)
+            listeners.append(listener)
+        opened.pop_all()
+    return listeners
 
 
 def route_source(host: str, port: int) -> str | None:
@@ -61,8 +106,16 @@ def is_wildcard(host: str) -> bool:
 
 
 def wildcard_for(host: str) -> str:
-    """Return the address to listen on so that peers reach this process at `host`."""
-    return "::" if ":" in host else "0.0.0.0"
+    """Return the address to listen on so that peers reach this process at `host`: a name may be of either family."""
+    try:
+        return "::" if ipaddress.ip_address(host).version == 6 else "0.0.0.0"
+    except ValueError:
+        return "::"
+
+
+def without_mapping(address: str) -> str:
+    """Return a peer's address as it is written in its own family: a socket of both shows those of IPv4 in IPv6's clothes."""
+    return address.removeprefix("::ffff:")
 
 
 def join_host_port(host: str, port: int) -> str:
@@ -137,4 +190,6 @@ if hasattr(os, "register_at_fork"):
 
 def in_use_hint(error: OSError) -> str:
     """Say what to do about a bind that failed."""
+    if isinstance(error, socket.gaierror):
+        return f"{error.strerror}; choose an address of this machine"
     return f"{os.strerror(error.errno) if error.errno else error}; choose another port, or 0 for any free one"

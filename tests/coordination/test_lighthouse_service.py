@@ -184,10 +184,18 @@ def test_shutdown_ends_the_thread_and_frees_the_port() -> None:
 
 
 @pytest.mark.processes
-def test_the_command_runs_without_torch_and_ends_on_sigterm() -> None:
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        ["--min-replicas", "1"],
+        ["--min_replicas", "1", "--join_timeout_ms", "1", "--quorum_tick_ms", "1", "--heartbeat_timeout_ms", "1000"],
+    ],
+    ids=["ours", "torchft's"],
+)
+def test_the_command_runs_without_torch_and_ends_on_sigterm(spelled: list[str]) -> None:
     probe = (
         "import sys; from torchft_ckpt.__main__ import main;"
-        "code = main(['lighthouse', '--min-replicas', '1', '--bind', '127.0.0.1:0']);"
+        f"code = main(['lighthouse', '--bind', '127.0.0.1:0', *{spelled!r}]);"
         "sys.exit(code or ('torch' in sys.modules))"
     )
     process = start([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True)

@@ -30,7 +30,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager import conversation
+from torchft_ckpt.manager import conversation, launch
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -413,6 +413,19 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
 # ------------------------------------------------------------------------------------------------- bad input, clear error
 
 
+@pytest.mark.parametrize(
+    "call", [lambda m: m.wait_quorum(), lambda m: m.allreduce(torch.ones(2))], ids=["wait", "allreduce"]
+)
+def test_what_needs_a_quorum_says_that_start_quorum_was_not_called(
+    lighthouse: LighthouseServer, call: Callable[[Manager], object]
+) -> None:
+    replica = Replica(lighthouse, "group")
+    with pytest.raises(RuntimeError, match="before the first start_quorum"):
+        call(replica.manager)
+    assert replica.step()
+    shutdown(replica)
+
+
 def test_an_unreachable_lighthouse_is_named() -> None:
     with reserved_port() as port:
         with pytest.raises(LighthouseUnreachableError, match=f"no lighthouse answers at 127.0.0.1:{port}"):
@@ -487,6 +500,20 @@ def test_an_argument_wins_over_the_environment(lighthouse: LighthouseServer, mon
     replica = Replica(lighthouse, "group", quorum_timeout=SHORT)
     assert replica.step()
     shutdown(replica)
+
+
+def test_what_torchft_reads_and_we_do_not_is_named_once(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_named", set())
+    monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "30")
+    monkeypatch.setenv("TORCHFT_USE_OTEL", "false")
+    with caplog.at_level(logging.WARNING, launch.__name__):
+        shutdown(Replica(lighthouse, "first"), Replica(lighthouse, "second"))
+    said = [record.getMessage() for record in caplog.records if record.name == launch.__name__]
+    assert [line.partition(":")[0] for line in said] == [
+        "TORCHFT_WATCHDOG_TIMEOUT_SEC is set, but torchft_ckpt does not read it"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ the end

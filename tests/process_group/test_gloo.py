@@ -229,7 +229,10 @@ def test_other_operations_reach_all_members(
 ) -> None:
     ring = gloo_ring(2)
     ring.configure()
-    assert ring.each(lambda rank, pg: bool(operate(pg).wait())) == [True, True]
+    outcomes = ring.each(lambda rank, pg: bool(operate(pg).wait()))
+    if any("ProcessGroupGloo does not support" in str(outcome) for outcome in outcomes):
+        pytest.skip("the Gloo of this torch does not have it")
+    assert outcomes == [True, True]
 
 
 def test_a_wrong_argument_is_the_callers_error_and_does_not_end_the_group(gloo_ring: Callable[[int], Ring]) -> None:

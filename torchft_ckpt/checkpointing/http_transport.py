@@ -65,7 +65,8 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: limit for the lock, and default of what has no limit of its own.
         num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport.
         hostname: address that peers are told; default: `TORCHFT_CKPT_HOSTNAME`, else that of the outward interface.
-        bind: address to listen on; default: all of IPv4, or of IPv6 where the address that peers are told is one.
+        bind: address to listen on, `::` for both families; default: all of IPv4, or both where the address that peers are told
+            is one of IPv6 or a name.
         port: port to listen on; 0 lets the system choose.
         token: shared secret; default: `TORCHFT_CKPT_TOKEN`, else everybody who can connect is served.
         lock: the lock under which the trainer mutates the state; default: one of its own.

@@ -1,4 +1,7 @@
-"""The commands about the lighthouse: run one, ask one, let a job go on. None of them imports torch."""
+"""The commands about the lighthouse: run one, ask one, let a job go on. None of them imports torch.
+
+`lighthouse` takes its options in torchft's spelling too, with underscores.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,29 @@ from torchft_ckpt.network import join_host_port
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `lighthouse`, `status` and `allow-step-loss`; each sets `run`, which returns the exit status."""
     lighthouse = commands.add_parser("lighthouse", help="run a lighthouse until SIGTERM or Ctrl-C")
-    lighthouse.add_argument("--min-replicas", type=int, required=True, help="the fewest replica groups that may train")
-    lighthouse.add_argument("--bind", default="0.0.0.0:29510", help="HOST:PORT, port 0 for any (default: %(default)s)")
+    lighthouse.add_argument(
+        "--min-replicas", "--min_replicas", type=int, required=True, help="the fewest replica groups that may train"
+    )
+    lighthouse.add_argument(
+        "--bind", default="[::]:29510", help="HOST:PORT, port 0 for any; [::] is IPv6 and IPv4 (default: %(default)s)"
+    )
     lighthouse.add_argument(
         "--join-timeout-ms",
+        "--join_timeout_ms",
         type=int,
         default=60_000,
         help="how long those who ask for a quorum wait for living groups that have not asked (default: %(default)s)",
     )
     lighthouse.add_argument(
         "--heartbeat-timeout-ms",
+        "--heartbeat_timeout_ms",
         type=int,
         default=5_000,
         help="a group that is silent for so long is dead (default: %(default)s)",
     )
-    lighthouse.add_argument("--quorum-tick-ms", type=int, default=100, help="accepted for torchft's sake, not used")
+    lighthouse.add_argument(
+        "--quorum-tick-ms", "--quorum_tick_ms", type=int, default=100, help="accepted for torchft's sake, not used"
+    )
     lighthouse.add_argument("--hostname", help="address to advertise")
     lighthouse.add_argument(
         "--allow-step-loss",

@@ -6,6 +6,7 @@
     lighthouse_client  a group's one connection to it, kept up
     group_service      group rank 0: this group's ranks on one side, the lighthouse on the other
     rank_session       group ranks above 0: the connection to their group's service
+    versions           what is said to a party of another version that cannot be read
 
 They receive, hand to the core, carry out what it says and arm one timer. No torch is imported here.
 """

@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from torchft_ckpt.core.messages import Message, encode
-from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout
+from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout, without_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,14 @@ def request_socket(request: web.Request) -> socket.socket | None:
     return request.transport.get_extra_info("socket") if request.transport is not None else None
 
 
+def client_of(request: web.Request) -> str:
+    """Return the address that a request came from, for people."""
+    return without_mapping(request.remote or "an unknown address")
+
+
 def refuse_token(request: web.Request) -> web.Response:
     """Answer a request that does not carry the token."""
-    logger.warning("refused %s: wrong or missing token", request.remote)
+    logger.warning("refused %s: wrong or missing token", client_of(request))
     return web.json_response({"error": "wrong or missing token"}, status=401)
 
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 
 from aiohttp import web
 
-from torchft_ckpt.coordination.channel import Channel, refuse_token, request_socket
+from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_client import LighthouseClient
 from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
@@ -32,11 +34,12 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
 )
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, wildcard_for
+from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, listen, wildcard_for
 
 logger = logging.getLogger(__name__)
 
 DEAD_PEER_TIMEOUT_S = 10.0
+_BACKLOG = 128
 
 
 class GroupService:
@@ -94,15 +97,14 @@ class GroupService:
         try:
             if world_size > 1:
                 host = advertised_host(hostname, towards=self._client.address)
-                # One family, so one port: with both, each would get a port of its own.
-                bound = self._thread.run(self._listen(wildcard_for(host), port))
-                self._address = join_host_port(host, bound)
+                try:
+                    listeners = listen(wildcard_for(host), port, _BACKLOG)
+                except OSError as error:
+                    message = f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
+                    raise AddressInUseError(message) from error
+                self._thread.run(self._serve(listeners))
+                self._address = join_host_port(host, listeners[0].getsockname()[1])
             self._thread.run(self._client.start())
-        except OSError as error:
-            self.shutdown("its manager service could not start")
-            raise AddressInUseError(
-                f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
-            ) from error
         except BaseException:  # an interrupt too: nobody else could end the thread
             self.shutdown("its manager service could not start")
             raise
@@ -134,14 +136,14 @@ class GroupService:
 
     # --------------------------------------------------------------------------------------------------- on the loop
 
-    async def _listen(self, host: str, port: int) -> int:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         app = web.Application()
         app.add_routes([web.get("/v1/ranks", self._serve_rank)])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        for listener in listeners:
+            await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_ranks())
-        return int(self._runner.addresses[0][1])
 
     async def _watch_ranks(self) -> None:
         """Stay away from the lighthouse while a rank is silent."""
@@ -194,10 +196,10 @@ class GroupService:
     async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request)
-        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
-        await socket.prepare(request)
-        party = f"a rank at {request.remote}"
-        channel = Channel(socket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
+        websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
+        await websocket.prepare(request)
+        party = f"a rank at {client_of(request)}"
+        channel = Channel(websocket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
         rank: int | None = None
         reason = "its connection closed"
         try:
@@ -212,7 +214,7 @@ class GroupService:
                             refusal or Refused(code="config", reason=f"rank {message.group_rank} is connected")
                         )
                         break
-                    rank, party = message.group_rank, f"group rank {message.group_rank} at {request.remote}"
+                    rank, party = message.group_rank, f"group rank {message.group_rank} at {client_of(request)}"
                     self._channels[rank] = channel
                     self._heard_at[rank] = asyncio.get_running_loop().time()
                 elif rank is not None and not isinstance(message, Heartbeat):
@@ -220,6 +222,7 @@ class GroupService:
         except ProtocolError as error:
             logger.warning("%s", error)
             reason = "it broke the protocol"
+            channel.send(refuse_unreadable(data, error, ours="the manager service", party=party))
         finally:
             channel.close()
             if rank is not None:
@@ -227,4 +230,4 @@ class GroupService:
                 self._heard_at.pop(rank, None)
                 self._handle(RankLost(rank, reason))
             await channel.wait_closed()
-        return socket
+        return websocket

@@ -16,6 +16,7 @@ import aiohttp
 
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.versions import SAME_EVERYWHERE, other_version
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -191,11 +192,20 @@ class LighthouseClient:
         answer = await socket.receive(timeout=self._connect_timeout_s)
         if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
             raise LighthouseUnreachableError(f"the lighthouse at {self.address} closed the connection", self.address)
-        welcome = decode_from_lighthouse(answer.data, f"the lighthouse at {self.address}")
+        party = f"the lighthouse at {self.address}"
+        other = other_version(answer.data)
+        if other is not None:
+            message = f"{party} speaks protocol {other[0]}, this replica group {PROTOCOL_VERSION}; {SAME_EVERYWHERE}"
+            raise ProtocolVersionError(message, self.address)
+        try:
+            welcome = decode_from_lighthouse(answer.data, party)
+        except ProtocolError as error:
+            message = f"{error}; this replica group speaks protocol {PROTOCOL_VERSION}, {SAME_EVERYWHERE}"
+            raise ProtocolError(message, self.address) from error
         if isinstance(welcome, Refused):
             raise _refused(welcome, self.address)
-        if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL_VERSION:
-            raise ProtocolVersionError(f"the lighthouse at {self.address} speaks another protocol", self.address)
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"{party} did not answer a hello, but sent {type(welcome).__name__}", self.address)
         self.store_address = welcome.store_address
         self.heartbeat_timeout_s = welcome.heartbeat_timeout_s
         # A third of the lighthouse's patience at most, whatever interval was asked for.

@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
+import socket
 import uuid
 from dataclasses import asdict
 
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel, refuse_token, request_socket
+from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.lighthouse import (
     Close,
     ConnectionClosed,
@@ -31,19 +32,29 @@ from torchft_ckpt.core.lighthouse import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Refused, decode_to_lighthouse
+from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, keep_from_forked_children
+from torchft_ckpt.network import (
+    advertised_host,
+    bearer_matches,
+    in_use_hint,
+    join_host_port,
+    keep_from_forked_children,
+    listen,
+)
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
+
+_BACKLOG = 4096
 
 
 class LighthouseServer:
     """A lighthouse, embedded in this process.
 
     Args:
-        bind: `host:port` to listen on; port 0 takes any free one, `[::]:0` and `0.0.0.0:0` listen everywhere.
+        bind: `host:port` to listen on; port 0 takes any free one. `[::]:0` listens everywhere, by IPv6 and by IPv4 (by IPv4
+            alone where there is no IPv6), `0.0.0.0:0` by IPv4.
         min_replicas: the fewest replica groups that may train.
         join_timeout_ms: how long those who ask for a quorum wait for living groups that have not asked; 60000.
         quorum_tick_ms: accepted for torchft's sake, not used: the lighthouse acts on events, not on ticks.
@@ -54,7 +65,7 @@ class LighthouseServer:
 
     Raises:
         ConfigError: an argument cannot be used.
-        AddressInUseError: the port is taken.
+        AddressInUseError: the port is taken, or it is no address of this machine.
     """
 
     def __init__(
@@ -88,16 +99,17 @@ class LighthouseServer:
         self._channels: dict[str, Channel] = {}
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
-        self._thread = LoopThread("torchft_ckpt-lighthouse")
+        advertised = advertised_host(hostname, bound=host)
         try:
-            bound_port = self._thread.run(self._start(host, port))
+            listeners = listen(host, port, _BACKLOG)
         except OSError as error:
-            self._thread.stop()
             address = join_host_port(host, port)
             raise AddressInUseError(
                 f"the lighthouse cannot listen on {address}: {in_use_hint(error)}", address
             ) from error
-        self._address = "http://" + join_host_port(advertised_host(hostname, bound=host), bound_port)
+        self._address = "http://" + join_host_port(advertised, listeners[0].getsockname()[1])
+        self._thread = LoopThread("torchft_ckpt-lighthouse")
+        self._thread.run(self._start(listeners))
         end_at_exit(self.shutdown)
         logger.info("lighthouse listens on %s, min_replicas=%d", self._address, min_replicas)
 
@@ -114,20 +126,14 @@ class LighthouseServer:
 
     # ------------------------------------------------------------------------------------------------- on the loop
 
-    async def _start(self, host: str, port: int) -> int:
+    async def _start(self, listeners: list[socket.socket]) -> None:
         app = web.Application()
         app.add_routes([web.get("/v1/groups", self._serve_group), web.get("/", self._serve_status)])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=4096, reuse_address=os.name == "posix")
-        try:
-            await site.start()
-        except OSError:
-            await self._runner.cleanup()
-            raise
-        for listener in site._server.sockets if site._server is not None else ():  # type: ignore[attr-defined]
+        for listener in listeners:
+            await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
             keep_from_forked_children(listener)
-        return int(self._runner.addresses[0][1])
 
     async def _stop(self) -> None:
         if self._timer is not None:
@@ -139,10 +145,10 @@ class LighthouseServer:
     async def _serve_group(self, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request)
-        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
-        await socket.prepare(request)
-        name, party = next(self._names), f"the group at {request.remote}"
-        channel = Channel(socket, request_socket(request), party, self._settings.heartbeat_timeout_s)
+        websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
+        await websocket.prepare(request)
+        name, party = next(self._names), f"the group at {client_of(request)}"
+        channel = Channel(websocket, request_socket(request), party, self._settings.heartbeat_timeout_s)
         self._channels[name] = channel
         reason = "its connection closed"
         try:
@@ -151,13 +157,13 @@ class LighthouseServer:
         except ProtocolError as error:
             logger.warning("%s", error)
             reason = "it broke the protocol"
-            channel.send(Refused(code="protocol", reason=str(error)[:1000]))
+            channel.send(refuse_unreadable(data, error, ours="the lighthouse", party=party))
         finally:
             channel.close()
             del self._channels[name]
             self._handle(ConnectionClosed(name, reason))
             await channel.wait_closed()
-        return socket
+        return websocket
 
     def _handle(self, event: Event) -> None:
         loop = asyncio.get_running_loop()

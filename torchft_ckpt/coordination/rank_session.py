@@ -11,6 +11,7 @@ import aiohttp
 
 from torchft_ckpt.coordination.channel import Channel
 from torchft_ckpt.coordination.loop_thread import LoopThread
+from torchft_ckpt.coordination.versions import SAME_EVERYWHERE
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -127,7 +128,7 @@ class RankSession:
             async for data in channel.messages():
                 self._on_message(decode_group_to_rank(data, f"the manager service at {self._address}"))
         except ProtocolError as error:
-            reason = str(error)
+            reason = f"{error}; this rank speaks protocol {PROTOCOL_VERSION}, {SAME_EVERYWHERE}"
         if not self._is_leaving:
             self._on_message(GroupBroken(f"group rank 0 at {self._address} is gone: {reason}"[:1000]))
 

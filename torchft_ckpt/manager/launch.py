@@ -23,6 +23,9 @@ from torchft_ckpt.network import advertised_host, join_host_port, leave_to_paren
 
 logger = logging.getLogger(__name__)
 
+_named: set[str] = set()
+"""Variables that were named already: a process says it once, however many managers it makes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
@@ -83,6 +86,8 @@ def resolve_launch(
             f"rank={group_rank}, world_size={group_world_size}: expected 0 <= rank < world_size inside the replica group",
             party="rank",
         )
+    if group_rank == 0:
+        _name_what_is_not_read()
     lighthouse = config.resolve(lighthouse_addr, config.LIGHTHOUSE, "", str)
     if not lighthouse and group_rank == 0:
         raise ConfigError(
@@ -109,6 +114,13 @@ def resolve_launch(
         store=store,
         store_address=join_host_port(reachable, store.port),
     )
+
+
+def _name_what_is_not_read() -> None:
+    for variable, why in config.not_read().items():
+        if variable not in _named:
+            _named.add(variable)
+            logger.warning("%s is set, but torchft_ckpt does not read it: %s", variable, why)
 
 
 def _open_store(addr: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:

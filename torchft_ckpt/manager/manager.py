@@ -37,6 +37,7 @@ from torchft_ckpt.errors import (
     ConfigError,
     GroupBrokenError,
     MaxRetriesExceededError,
+    NoQuorumError,
     ProcessGroupAbortedError,
     ProcessGroupError,
     StateDictLoadError,
@@ -659,7 +660,9 @@ class Manager:
         Raises: as `start_quorum`.
         """
         if self._quorum_future is None:
-            raise ConfigError("start_quorum has to be called before wait_quorum (Optimizer.zero_grad does)")
+            raise NoQuorumError(
+                "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
+            )
         self._quorum_future.result()
 
     def _join_quorum_thread(self) -> None:

@@ -22,12 +22,12 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 
 from torchft_ckpt import config
-from torchft_ckpt.errors import ProcessGroupConfigureError
+from torchft_ckpt.errors import ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Session
 from torchft_ckpt.process_group.sockets import create_gloo_device
 from torchft_ckpt.process_group.store import StoreAddress
-from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
+from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper, set_default_timeout
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
@@ -74,6 +74,8 @@ class ProcessGroupGloo(ProcessGroupWrapper):
             hostname = self._hostname or connection.local_host
             try:
                 return self._connect_gloo(session, store, hostname, rank, world_size, deadline, global_ranks)
+            except ProcessGroupError:  # the session has ended meanwhile
+                raise
             except RuntimeError as error:
                 raise ProcessGroupConfigureError(
                     "all ranks came to the store, but one of them died since or cannot be reached at the address that "
@@ -101,12 +103,13 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         if global_ranks:
             options.global_ranks_in_group = global_ranks
         backend = TorchProcessGroupGloo(store, rank, world_size, options)
+        session.keep(backend)
         group = TorchProcessGroup(store, rank, world_size)
         group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
         for kind in _device_types():
             group._register_backend(torch.device(kind), TorchProcessGroup.BackendType.GLOO, backend)
         backend._set_sequence_number_for_group()
-        group.set_timeout(self._timeout)
+        set_default_timeout(group, self._timeout)
         return group
 
 

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import HashStore, Store, Work
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
-from torchft_ckpt.errors import CollectiveFailedError, ConfigError, ProcessGroupConfigureError
+from torchft_ckpt.errors import CollectiveFailedError, ConfigError, ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Phase, Session
 from torchft_ckpt.process_group.store import StoreAddress
@@ -164,6 +164,8 @@ class ProcessGroupNCCL(ProcessGroupWrapper):
         with rendezvous(session, address, rank, world_size, timeout_s) as (_, store):
             try:
                 return self._connect_nccl(session, store, rank, world_size, global_ranks)
+            except ProcessGroupError:  # the session has ended meanwhile
+                raise
             except RuntimeError as error:
                 raise ProcessGroupConfigureError(
                     "all ranks came to the store, but NCCL could not connect them: "

@@ -84,6 +84,7 @@ class Session:
         self._error: ProcessGroupError | None = None
         # The only reference to the inner group; emptied by the reaper.
         self._slot: list[TorchProcessGroup] = []
+        self._parts: list[object] = []
         self._num_calls = 0
         self._works: set[SessionWork] = set()
         self._interrupts: list[Callable[[], object]] = []
@@ -152,6 +153,15 @@ class Session:
             self._interrupts.append(interrupt)
             self._connections_die = self._connections_die or ends_connections
         self.raise_if_ended()
+
+    def keep(self, part: object) -> None:
+        """Drop a backend of the inner group after the group itself. Called by `connect`.
+
+        The destructor of a backend waits for its threads, which may want the interpreter lock. An older torch gives that
+        lock back where Python drops the backend, but not where it drops the group and the group the backend.
+        """
+        leave_to_parent(part)
+        self._parts.append(part)
 
     def raise_if_ended(self) -> None:
         """For `connect`, between its steps.
@@ -278,10 +288,11 @@ class Session:
         # To drop the group takes until its operations are over: here that can be waited for no longer than the process goes on.
         while not all(work.is_completed() for work in forgotten):
             if self._exits.wait(_REAP_INTERVALS_S[-1]):
-                keep_for_ever(self._slot)
+                keep_for_ever((self._slot, self._parts))
                 return
         started = time.monotonic()
         self._slot.clear()
+        self._parts.clear()
         self._finish_works()
         for close in self._closers:
             close()

@@ -35,6 +35,8 @@ _EPOLL_LINK = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)\b", re.MULTILINE)
 _NUM_DEVICE_ATTEMPTS = 5
 _MAX_DESCRIPTOR = 0x7FFFFFFF
+_KNOWS_LAZY_INIT = "lazy_init" in (TorchProcessGroupGloo.create_device.__doc__ or "")
+"""An older torch has no such argument: its Gloo always connects at once."""
 
 # Two devices that are created at once could not be told apart.
 _device_lock = threading.Lock()
@@ -116,7 +118,8 @@ def create_gloo_device(hostname: str, interface: str) -> tuple[object, GlooSocke
     """
 
     def create() -> object:
-        return TorchProcessGroupGloo.create_device(hostname=hostname, interface=interface, lazy_init=False)
+        connect_at_once = {"lazy_init": False} if _KNOWS_LAZY_INIT else {}
+        return TorchProcessGroupGloo.create_device(hostname=hostname, interface=interface, **connect_at_once)
 
     if not sys.platform.startswith("linux"):
         return create(), None

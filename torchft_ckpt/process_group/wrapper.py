@@ -39,6 +39,15 @@ def _accelerators() -> list[torch.device]:
     return [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
 
 
+def set_default_timeout(group: TorchProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of operations of torch's group whose options give none."""
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+        return
+    for kind in group._device_types:  # an older torch, which does it for each backend
+        group._get_backend(kind)._set_default_timeout(timeout)
+
+
 class ProcessGroupWrapper(ProcessGroup):
     """A process group around another one.
 
@@ -153,7 +162,7 @@ class ProcessGroupWrapper(ProcessGroup):
         with self._lock:
             session = self._session
         if session is not None:
-            session.apply(lambda pg: pg.set_timeout(timeout))
+            session.apply(lambda pg: set_default_timeout(pg, timeout))
 
     def _end(self, error: ProcessGroupError, successor: Session | None) -> None:
         """End the current session and put another in its place; `error` is what `errored()` says meanwhile."""

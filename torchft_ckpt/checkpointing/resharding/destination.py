@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import StateMismatchError, TransferError
+from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
 
@@ -90,6 +90,8 @@ class ShardedDestination:
                     self._target(held, number, box, entry) for number, box in enumerate(boxes)
                 ]
                 wants += [Want(entry.fqn, box, target) for box, target in zip(boxes, targets, strict=True)]
+        except CheckpointError:
+            raise
         except (MemoryError, RuntimeError) as error:
             raise TransferError(
                 f"no memory for the state that the source announces: {error}", party="memory"
@@ -106,6 +108,8 @@ class ShardedDestination:
         """
         try:
             return self._assemble(self._principal(group))
+        except CheckpointError:
+            raise
         except RuntimeError as error:  # of a device, say
             raise TransferError(f"what was received cannot be assembled: {error}", party="local_state") from error
 

@@ -12,9 +12,10 @@ import functools
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchft_ckpt.checkpointing.serving.limits import ClientLimits, GuardedConnection, raw_refusal
+from torchft_ckpt.network import without_mapping
 
 logger = logging.getLogger(__name__)
 _ACCEPTS_AT_ONCE = 32
@@ -30,7 +31,7 @@ class Acceptor:
     """Accepts connections from `start` until `stop`.
 
     Args:
-        listener: a listening socket that does not block; stays the caller's.
+        listeners: listening sockets that do not block; they stay the caller's.
         make_protocol: returns aiohttp's protocol for one connection.
         clients: where connections are counted.
         ssl_context: speak TLS with this one.
@@ -38,12 +39,12 @@ class Acceptor:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         make_protocol: Callable[[], asyncio.Protocol],
         clients: ClientLimits,
         ssl_context: ssl.SSLContext | None,
     ) -> None:
-        self._listener = listener
+        self._listeners = listeners
         self._make_protocol = make_protocol
         self._clients = clients
         self._ssl_context = ssl_context
@@ -54,11 +55,12 @@ class Acceptor:
     def start(self) -> None:
         """Accept from now on."""
         self._resuming = None
-        self._loop.add_reader(self._listener, self._accept)
+        for listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
 
     def stop(self) -> None:
         """Accept nothing more, and give up what is still being opened."""
-        self._loop.remove_reader(self._listener)
+        self._stop_reading()
         if self._resuming is not None:
             self._resuming.cancel()
         for task in self._opening:
@@ -74,20 +76,26 @@ class Acceptor:
             await asyncio.wait(self._opening, timeout=timeout_s)
         await self._clients.abort_all(timeout_s)
 
-    def _accept(self) -> None:
+    def _stop_reading(self) -> None:
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):  # then others have their turn
             try:
-                sock, address = self._listener.accept()
+                sock, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
                 self._clients.log.error("the checkpoint server cannot accept connections: %s", error)
-                self._loop.remove_reader(self._listener)
+                self._stop_reading()
+                if self._resuming is not None:
+                    self._resuming.cancel()
                 self._resuming = self._loop.call_later(_PAUSE_S, self.start)
                 return
-            client = str(address[0])
+            client = without_mapping(str(address[0]))
             if not self._clients.admit(client):
                 sock.close()
                 continue

@@ -25,6 +25,7 @@ from torchft_ckpt.checkpointing.serving.limits import ClientLimits, ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
+from torchft_ckpt.network import listen
 from torchft_ckpt.threads import Thread, Threads, end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class CheckpointServer:
 
     Args:
         shelf: what is served.
-        bind: address to listen on.
+        bind: address to listen on; `::` is that of both families.
         port: port to listen on; 0 lets the system choose.
         token: what clients must present as `Authorization: Bearer`; None lets everybody in.
         ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
@@ -71,8 +72,8 @@ class CheckpointServer:
         self._ssl_context = ssl_context
         self._limits = limits
         self._acceptor: Acceptor | None = None
-        self._listener = _listen(bind, port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listeners = _listen(bind, port)
+        self.port: int = self._listeners[0].getsockname()[1]
         self._loop = asyncio.new_event_loop()
         # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
         self._executor = Threads("torchft_ckpt-serve", _NUM_THREADS)
@@ -157,7 +158,7 @@ class CheckpointServer:
         self._loop.call_later(_SILENT_S / 4, self._lapse)
         if self._runner.server is None:  # only before `setup`
             raise OSError("aiohttp gave no server")
-        self._acceptor = Acceptor(self._listener, self._runner.server, clients, self._ssl_context)
+        self._acceptor = Acceptor(self._listeners, self._runner.server, clients, self._ssl_context)
         self._acceptor.start()
 
     async def _finish(self) -> None:
@@ -172,7 +173,8 @@ class CheckpointServer:
         except asyncio.TimeoutError:
             logger.warning("connections of the checkpoint server did not close in time")
         finally:
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             self._loop.stop()
 
     def _published(self, snapshot: Snapshot, lease_s: float) -> None:
@@ -222,25 +224,15 @@ class CheckpointServer:
             ) from error
 
 
-def _listen(bind: str, port: int) -> socket.socket:
+def _listen(bind: str, port: int) -> list[socket.socket]:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+        return listen(bind, port, _BACKLOG)
+    except socket.gaierror as error:
         raise ConfigError(f"bind={bind!r}: not an address of this machine: {error}", party="bind") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise AddressInUseError(
                 f"port {port} on {bind or 'all addresses'} is taken by another process; port=0 lets the system choose",
                 party=f"{bind}:{port}",
             ) from error
         raise ConfigError(f"cannot listen on {bind}:{port}: {error}", party="bind") from error
-    return listener

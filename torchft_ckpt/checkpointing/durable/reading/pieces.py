@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -60,7 +61,8 @@ class Target(NamedTuple):
     """Of the box."""
 
 
-class Cell(NamedTuple, Generic[_P]):
+@dataclass(frozen=True, slots=True)
+class Cell(Generic[_P]):
     """A box that is taken from one piece, and where it goes."""
 
     piece: _P
