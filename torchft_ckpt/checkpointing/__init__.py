@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
+from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
 from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
@@ -18,4 +19,5 @@ __all__ = [
     "TransferProgress",
     "XLAShardAdapter",
     "register_shard_adapter",
+    "register_state_class",
 ]

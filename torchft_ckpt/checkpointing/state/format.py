@@ -1,4 +1,4 @@
-"""The state format, version 2: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
+"""The state format, version 3: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
 
 This file specifies the format, writes manifests and checks those of others. It does not know how bytes travel.
 
@@ -6,7 +6,7 @@ Manifest
 --------
 UTF-8 JSON, one object with exactly these members:
 
-- `format`: the string `torchft_ckpt.state`. `version`: 2. A reader MUST refuse another version before it looks further.
+- `format`: the string `torchft_ckpt.state`. `version`: 3. A reader MUST refuse another version before it looks further.
 - `step`: the step that this state is the state of. `snapshot`: 1 to 64 of `[0-9A-Za-z._-]`, different for each serving.
 - `block_bytes`: length of a block, 4 KiB to 64 MiB. `total_bytes`: length of the byte space.
 - `segments`: list of `[offset, length]`, in order. Each MUST start at the end of the one before, rounded up to 64 (the first
@@ -22,14 +22,35 @@ UTF-8 JSON, one object with exactly these members:
 - `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest.
 
 A node is null, a boolean, a JSON integer, a finite JSON number with a fraction or exponent (a float), a string, an array of
-nodes (a list), or an object with exactly one member: `t` array of nodes: tuple; `d` array of `[key, node]` pairs: dict, no
-key twice; `n` the same: Counter; `x` index: tensor; `a` index: numpy array; `b` base64: bytes; `s` integers: torch.Size;
-`y` dtype name: torch.dtype; `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is
-not finite; `c` 32 hex digits: a complex number. A key is null, boolean, number, string, `i`, `f`, or `t` of keys.
+nodes (a list), or an object with exactly one member:
 
-What changes on the way: `OrderedDict` and `defaultdict` arrive as `dict`, `Parameter` as tensor, numpy scalars as Python
-numbers, a sharded tensor as the boxes that the process holds, an expanded view as a tensor of its own; memory on an
-accelerator arrives on the CPU. All else arrives equal in type and in every bit.
+- containers: `t` array of nodes: tuple. `d` array of `[key, node]` pairs: dict, no key twice; `n` the same: Counter. `o` `[pairs,
+  node]`: OrderedDict, with the `_metadata` that torch's modules give theirs, or null. `default` `[name, pairs]`: defaultdict; the
+  name is null or that of a built-in type or container (`tree` lists them). `deque` `[maxlen or null, nodes]`.
+- `set`, `frozenset`: array of elements, without tensors in them. Those that are equal count once.
+- tensors: `x` index: tensor; `a` index: numpy array.
+- numbers: `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is not finite; `c` 32 hex
+  digits: a complex number; `scalar` `[dtype, hex of its little-endian bytes]`: a numpy scalar; `decimal` text.
+- bytes in base64: `b` bytes, `bytearray`.
+- times: `date` `[year, month, day]`; `time` `[hour, minute, second, microsecond, fold, zone]`; `datetime` both together;
+  `timedelta` `[days, seconds, microseconds]`; `timezone` a zone. A zone is null or `[microseconds, name or null]`.
+- of torch: `s` integers: torch.Size; `y` dtype name: torch.dtype; `device` text: torch.device.
+- others: `path` text: the receiver's `pathlib.Path`; `purepath` `["posix" or "windows", text]`; `range`, `slice` of three
+  integers, or null in a slice.
+- `named` `[class, fields, nodes]`: a named tuple. `enum` `[class, members, [node] or []]`: a member of an enum, or the flags that
+  one is made of, with its value where that can be carried.
+
+A key is null, boolean, number, string, `i`, `f`, or `t` of keys. An element is a node that is hashable: no list, dict or
+bytearray, nor `t`, `named` or `frozenset` with one in it.
+
+The class of `named` and `enum` is a name. A receiver MUST NOT import it, nor look it up anywhere but in what it has: the class
+that its own state has at that place, else one that was registered (`classes`). If there is none, or it has other fields or
+members or another value, the state is refused before its bytes are received. Who only looks at a state takes tuples and plain
+values.
+
+What changes on the way: `Parameter` arrives as tensor, a `defaultdict` with a function of one's own as `dict`, an expanded view
+as a tensor of its own, a sharded tensor as the boxes that the process holds; memory on an accelerator arrives on the CPU. All
+else arrives equal in type and in every bit.
 
 Byte space
 ----------
@@ -58,7 +79,7 @@ from torchft_ckpt.core.boxes import are_told_apart
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_DIMS = 64
 MAX_CHUNKS = 64
 """Boxes of one tensor in one process: as many as it has devices, at most."""

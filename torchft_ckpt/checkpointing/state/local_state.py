@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
@@ -66,6 +67,8 @@ class LocalState:
             self._lies_apart = _lie_apart(self._held.values())
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = _optional_paths(state)
+            self.classes = KnownClasses(encoder.classes)
+            """What named tuples and enum members of a state that arrives are made of."""
 
     def paths(self) -> Iterable[str]:
         """Return the paths of the tensors that are here."""
