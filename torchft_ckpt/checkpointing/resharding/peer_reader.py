@@ -218,7 +218,9 @@ class _Content:
         """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
         places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
         by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
-        flat, paths = flatten_state_dict(below_root(decode_tree(manifest.tree, places, KnownClasses()), root))
+        flat, paths = flatten_state_dict(
+            below_root(decode_tree(manifest.tree, places, KnownClasses(), is_lenient=True), root)
+        )
         for name, value in flat.items():
             if name in self.paths:
                 continue

@@ -239,19 +239,26 @@ def _value_of(member: enum.Enum) -> list[Node]:
     return [] if encoder.tensors or encoder.classes else [node]
 
 
-def decode_tree(node: Node, tensors: Sequence[torch.Tensor], classes: KnownClasses | None = None) -> object:
+def decode_tree(
+    node: Node, tensors: Sequence[torch.Tensor], classes: KnownClasses | None = None, *, is_lenient: bool = False
+) -> object:
     """Return the state that a tree of nodes stands for.
 
     Args:
         node: the tree as JSON values.
         tensors: what the `x` and `a` nodes refer to.
-        classes: what named tuples and enum members are made of; `Unmade` stands for those that cannot be. None: who only looks
-            gets tuples for them, and plain values.
+        classes: what named tuples and enum members are made of. None: who only looks gets tuples for them, and plain values.
+        is_lenient: leave an `Unmade` for those that cannot be made, where not all of the state is wanted.
 
     Raises:
         StateFormatError: a node breaks a rule of the format.
+        StateMismatchError: there is no class for a named tuple or an enum.
     """
-    return _Decoder(lambda index: tensors[_check_index(index, len(tensors))], classes).decode(node, 0)
+    decoder = _Decoder(lambda index: tensors[_check_index(index, len(tensors))], classes)
+    state = decoder.decode(node, 0)
+    if not is_lenient:
+        refuse_unmade(decoder.unmade, party="local_state")
+    return state
 
 
 def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:

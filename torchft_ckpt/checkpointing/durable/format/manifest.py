@@ -42,7 +42,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
-from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
@@ -321,9 +321,7 @@ def decode_value(value: PlainValue, classes: KnownClasses | None = None) -> obje
     Raises:
         StateMismatchError: there is no class here for a named tuple or an enum, by its path.
     """
-    made = decode_tree(value.node, [_outline(tensor) for tensor in value.tensors], classes)
-    refuse_unmade(list(unmade_in(made)), party="local_state")
-    return made
+    return decode_tree(value.node, [_outline(tensor) for tensor in value.tensors], classes)
 
 
 def _check_inline(tensor: torch.Tensor, path: str) -> None:

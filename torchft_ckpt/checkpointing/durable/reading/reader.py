@@ -426,7 +426,7 @@ def _leaves_of(
     manifest: PartManifest, tensors: Sequence[torch.Tensor], classes: KnownClasses | None
 ) -> dict[str, tuple[object, Path]]:
     """Return the leaves of a part's tree that are no tensors, made of these tensors."""
-    state = decode_tree(manifest.tree, tensors, classes)
+    state = decode_tree(manifest.tree, tensors, classes, is_lenient=True)
     if not isinstance(state, dict):
         where = f"{manifest.checkpoint}/{manifest.name.manifest}"
         raise CheckpointDamagedError(f"{where} is of a state that is no dict", where)
