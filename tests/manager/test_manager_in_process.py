@@ -65,7 +65,7 @@ class Replica:
         address = lighthouse if isinstance(lighthouse, str) else lighthouse.address()
         options.setdefault("min_replica_size", 1)
         self.manager = Manager(
-            ProcessGroupGloo(timeout=SHORT),
+            options.pop("pg", None) or ProcessGroupGloo(timeout=SHORT),
             options.pop("load_state_dict", self.load),
             options.pop("state_dict", self.state),
             lighthouse_addr=address,

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -85,6 +85,8 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections_per_client: the same for one address.
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
         on_progress: called now and then with the progress of each receive, unless a call brings its own.
+        state_dict: returns the state that is here, as it would be sent, for receives that are given none: `recv_checkpoint`,
+            which is all that torchft's Manager calls. What arrives takes the layout and the classes of what is in it.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -114,6 +116,7 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections_per_client: int | None = None,
         max_requests_per_s: float | None = None,
         on_progress: ProgressCallback | None = None,
+        state_dict: Callable[[], T] | None = None,
     ) -> None:
         _check(num_chunks in range(MAX_STREAMS + 1), "num_chunks", num_chunks, f"0 to {MAX_STREAMS}")
         _check(timeout > timedelta(0), "timeout", timeout, "a positive duration")
@@ -134,6 +137,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._buffer_shelf = BufferShelf()
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
+        self._state_dict = state_dict
+        self._receives_in_place = False
         self._fetches: set[Fetch | ShardedFetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
@@ -242,7 +247,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""
-        return self._fetch([metadata], step, timeout, f"rank {src_rank}", None, False, None)
+        local = None if self._state_dict is None else self._state_dict()
+        return self._fetch([metadata], step, timeout, f"rank {src_rank}", local, self._receives_in_place, None)
 
     def fetch_checkpoint(
         self,
