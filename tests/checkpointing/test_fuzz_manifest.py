@@ -31,6 +31,7 @@ from torchft_ckpt.checkpointing.state.blocks import format_runs, parse_runs
 from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, decode_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.space import plan_space
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import StateFormatError, StateMismatchError
@@ -98,6 +99,13 @@ def manifest_of(state: object, block_bytes: int = 4096) -> Manifest:
 
 
 RICH = json.loads(encode_manifest(manifest_of(rich_state())))
+RICH["tensors"][0]["layout"] = {
+    "device": "cpu",
+    "mesh": [1, 2],
+    "names": ["a", "b"],
+    "placements": [[], [0]],
+    "stride": [1],
+}
 SMALL = json.loads(encode_manifest(manifest_of({"w": torch.arange(10.0), "v": [torch.ones(2, 8).t(), 1.5, None]})))
 
 
@@ -108,7 +116,7 @@ def read(data: bytes) -> bool:
     except StateFormatError:
         return False
     try:
-        destination = Destination(manifest, BufferShelf())
+        destination = Destination(manifest, BufferShelf(), local=LocalState({}))
     except StateMismatchError as error:
         assert "register_state_class" in str(error) or "here" in str(error)  # noqa: PT017 - of classes, and of nothing else
         return False

@@ -43,6 +43,9 @@ GOOD = {
 }
 
 
+LAYOUT = {"device": "cpu", "mesh": [2], "names": None, "placements": [[0]], "stride": [5, 1]}
+
+
 def changed(path: str, value: object) -> bytes:
     """Return the good manifest with one place changed."""
     manifest = copy.deepcopy(GOOD)
@@ -128,6 +131,12 @@ def test_the_good_manifest_is_read():
         ("tensors/0/shape", [-2, 5], "cannot be read"),
         ("tensors/0/shape", [1] * 65, "cannot be read"),
         ("tensors/0/chunks", [], "no tensor reaches"),
+        ("tensors/0/layout", {"mesh": [2]}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "mesh": [1] * 9}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "mesh": []}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "placements": [[-1]]}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "names": ["x" * 65]}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "group": "default"}, "cannot be read"),
         ("tensors/0/chunks", [GOOD["tensors"][0]["chunks"][0]] * 2, "two of its boxes overlap"),
         (f"{CHUNK}/sizes", [2, -5], "cannot be read"),
         (f"{CHUNK}/sizes", [2, 4], "no tensor reaches"),

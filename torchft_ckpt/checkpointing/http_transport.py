@@ -58,8 +58,8 @@ class HTTPTransport(CheckpointTransport[T]):
     """Serves the live state to peers and fetches theirs.
 
     Nothing is copied while it is served, until the trainer is about to mutate it: `disallow_checkpoint`, and every writer
-    of `lock`, first copies aside what receivers still need. Received tensors are plain, on the CPU, and in fresh memory,
-    unless they are received in place.
+    of `lock`, first copies aside what receivers still need. Received tensors are on the CPU and in fresh memory, unless
+    they are received in place; DTensors are on a mesh of this process, or the state is refused.
 
     Args:
         timeout: limit for the lock, and default of what has no limit of its own.
@@ -354,8 +354,8 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline=started + timeout.total_seconds(),
             options=self._options,
             shelf=self._buffer_shelf,
-            local_state=local_state,
-            in_place=in_place,
+            local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
+            in_place=in_place and local_state is not None,
             on_progress=on_progress or self._on_progress,
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
         )

@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
-from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest
@@ -87,7 +86,7 @@ class Destination:
     Args:
         manifest: a manifest that has been checked.
         shelf: where memory is taken from.
-        local: the state that is here, if there is one.
+        local: the state that is here. None is for who only looks: he gets the source's boxes, tuples and plain values.
         in_place: whether to receive into the tensors of `local`.
 
     Raises:
@@ -106,8 +105,9 @@ class Destination:
         self._starts = [offset for offset, _ in manifest.segments]
         self._lengths = [length for _, length in manifest.segments]
         self._local = local
-        self._classes = KnownClasses() if local is None else local.classes
-        check_classes(manifest.tree, [DTYPES[entry.dtype] for entry in manifest.tensors], self._classes)
+        self._classes = None if local is None else local.classes
+        if self._classes is not None:
+            check_classes(manifest.tree, [DTYPES[entry.dtype] for entry in manifest.tensors], self._classes)
         self._in_place = in_place
         self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
         self._old: list[memoryview | None] = []

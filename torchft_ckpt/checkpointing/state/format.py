@@ -13,7 +13,9 @@ UTF-8 JSON, one object with exactly these members:
   at 0). The last MUST end at `total_bytes`. So they neither overlap nor leave holes; the padding between them is zeros.
 - `tensors`: list of `{fqn, dtype, shape, chunks}`. `fqn` is the path in the tree, for people. `dtype` is torch's name.
   `shape` is the global shape. `chunks` are the boxes of it that the source holds: one, the whole, of a tensor that is not
-  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element.
+  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element. A DTensor has `layout`
+  as well: `{device, mesh, names, placements, stride}`, what `shards.MeshLayout` says. A receiver uses it where its own state has
+  no tensor of that name, and only with a mesh of its own on which this rank's part is just these chunks.
 - a chunk: `{offsets, sizes, segment, byte_offset, strides}`. The box MUST lie within the global shape. Its bytes start
   `byte_offset` into the segment, which MUST be a multiple of the item size. Where `strides` is null they are little-endian
   items in C order; else they are addressed with these strides (in items, not negative), and the box MUST NOT have more bytes
@@ -49,8 +51,8 @@ members or another value, the state is refused before its bytes are received. Wh
 values.
 
 What changes on the way: `Parameter` arrives as tensor, a `defaultdict` with a function of one's own as `dict`, an expanded view
-as a tensor of its own, a sharded tensor as the boxes that the process holds; memory on an accelerator arrives on the CPU. All
-else arrives equal in type and in every bit.
+as a tensor of its own; memory on an accelerator arrives on the CPU. A tensor that is sharded arrives with the layout of the one
+of that name that is here, or as a DTensor on a mesh of that shape, or is refused. All else arrives equal in type and every bit.
 
 Byte space
 ----------
@@ -73,6 +75,7 @@ import msgspec
 from torchft_ckpt.checkpointing.state.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.shards import MeshLayout
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.state.tree import check_tree
 from torchft_ckpt.core.boxes import are_told_apart
@@ -104,13 +107,14 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     strides: _Dims | None
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One tensor: its name, dtype, global shape, and the chunks that the source holds."""
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, omit_defaults=True):
+    """One tensor: its name, dtype, global shape, the chunks that the source holds, and how it is sharded if it is a DTensor."""
 
     fqn: str
     dtype: str
     shape: _Dims
     chunks: Annotated[list[Chunk], msgspec.Meta(max_length=MAX_CHUNKS)]
+    layout: MeshLayout | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +173,13 @@ def _entry(placed: PlacedTensor) -> TensorEntry:
         )
         for chunk in placed.chunks
     ]
-    return TensorEntry(fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=chunks)
+    return TensorEntry(
+        fqn=placed.path,
+        dtype=dtype_name(placed.dtype),
+        shape=list(placed.global_shape),
+        chunks=chunks,
+        layout=placed.layout,
+    )
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
