@@ -55,7 +55,7 @@ def fixed(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: fixed(item) for key, item in state.items()}
     if isinstance(state, SEQUENCES):
-        return rebuilt(copy.copy(state), fixed)
+        return rebuilt(state if isinstance(state, tuple) else copy.copy(state), fixed)
     return copy.copy(state) if isinstance(state, (set, bytearray)) else state
 
 

@@ -294,6 +294,8 @@ class Healing:
         self._is_in_place = False
         self._differences: Differences | None = None
         self.took_s = 0.0
+        self.needs_local = False
+        """What arrived without a state that is here could not be made: that has to be captured before the next one."""
 
     def start(
         self,
@@ -407,7 +409,17 @@ class Healing:
         logger.info("fetching step %d from %s", step, names)
         if isinstance(self._transport, CheckpointTransport):
             groups = [source.checkpoint_addresses for source in sources]
-            state = self._fetch_state(self._transport, groups, step, limit, None if local is None else {"user": local})
+            try:
+                state = self._fetch_state(
+                    self._transport, groups, step, limit, None if local is None else {"user": local}
+                )
+            except StateMismatchError as error:
+                if local is not None:
+                    raise
+                self.needs_local = True
+                raise CheckpointError(
+                    f"what is here was not captured before this step; it heals in the next: {error}"
+                ) from error
         else:  # one of torchft's own
             first = sources[0]
             metadata = next(iter(first.checkpoint_addresses[self._rank : self._rank + 1]), "")

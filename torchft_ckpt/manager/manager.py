@@ -517,8 +517,8 @@ class Manager:
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
         layout = self._registry.layout()
         is_sharded = layout.is_sharded
-        # What arrives for sharded tensors takes its layout from those that are here.
-        has_to_capture = has_to_capture or (is_sharded and self.is_behind)
+        # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
+        has_to_capture = has_to_capture or ((is_sharded or self._healing.needs_local) and self.is_behind)
         captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
         self._counted = [] if captured or can_capture_later else self._registry.count_writes()
         receiving = None if captured is None else captured.state
