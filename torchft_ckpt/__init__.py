@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ShardAdapter,
         TransferProgress,
         register_shard_adapter,
+        register_state_class,
     )
     from torchft_ckpt.checkpointing.durable.reading.directory import checkpoints_in, load_checkpoint
     from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode
@@ -63,6 +64,7 @@ _HOME = {
     "checkpoints_in": ("torchft_ckpt.checkpointing.durable.reading.directory", "checkpoints_in"),
     "load_checkpoint": ("torchft_ckpt.checkpointing.durable.reading.directory", "load_checkpoint"),
     "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
+    "register_state_class": ("torchft_ckpt.checkpointing", "register_state_class"),
     "set_all_reduce_hook": ("torchft_ckpt.fsdp", "set_all_reduce_hook"),
 }
 
@@ -95,6 +97,7 @@ __all__ = [
     "checkpoints_in",
     "load_checkpoint",
     "register_shard_adapter",
+    "register_state_class",
     "set_all_reduce_hook",
 ]
 

@@ -50,6 +50,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.ladder import Rung, choose_rung
@@ -489,7 +490,8 @@ class Checkpointer:
         Raises:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
                 (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
-            StateMismatchError: the state does not fit what is registered here.
+            StateMismatchError: the state does not fit what is registered here, or there is no class for a named tuple or an enum
+                in it (`register_state_class`).
             StorageError: the storage failed.
             CheckpointNotFoundError: there is none of that step, or all there are are damaged: the state here is torn then.
             StateDictLoadError: a registered function raised.
@@ -534,6 +536,7 @@ class Checkpointer:
             )
         try:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
+            own = self._own_of(outcome.checkpoint_reader, name, rank)
             load_saved(manager, outcome.made)
         except CheckpointError as error:
             if is_touched:  # so that it is not taken for a state, should the script go on
@@ -550,7 +553,6 @@ class Checkpointer:
         if gathering is None or gathering.member == 0:
             self._close_if_open(outcome.checkpoint)
         end_restore(manager, from_peers=False)
-        own = self._own_of(outcome.checkpoint_reader, name, rank)
         chosen = self._rung_of(outcome.checkpoint)
         found[Tier.LOCAL if chosen is Rung.LOCAL_DISK else Tier.STORAGE] = outcome.step
         reason = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
@@ -576,7 +578,7 @@ class Checkpointer:
                 reader.checkpoint.name.step,
             )
             return None
-        return reader.own(replica_id, rank)
+        return reader.own(replica_id, rank, KnownClasses())
 
     def _restored(self, rung: Rung, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
         kept = own if isinstance(own, dict) else {}

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import itertools
 import json
 import time
 import warnings
-from collections import Counter
-from datetime import timedelta
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path, PureWindowsPath
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,11 +28,13 @@ from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.state.blocks import format_runs, parse_runs
+from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, decode_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.space import plan_space
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.errors import StateFormatError
+from torchft_ckpt.errors import StateFormatError, StateMismatchError
 
 MAX_TOTAL_BYTES = 1 << 20
 MEMORY_BYTES = 96 * 1024 * 1024
@@ -41,6 +47,26 @@ FUZZ = settings(
 )
 
 
+class Pair(NamedTuple):
+    left: int
+    right: torch.Tensor
+
+
+class Kind(enum.Enum):
+    A = "a"
+    B = 2
+
+
+class Flags(enum.Flag):
+    X = 1
+    Y = 2
+    Z = 4
+
+
+for _kind in (Pair, Kind, Flags):
+    register_state_class(_kind)
+
+
 def rich_state() -> dict[object, object]:
     """Return a state that uses every kind of node and of chunk."""
     base = torch.arange(600, dtype=torch.float32)
@@ -49,6 +75,18 @@ def rich_state() -> dict[object, object]:
         "empty": [torch.empty(0, 4), torch.tensor(1.5, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bool)],
         "array": np.arange(12, dtype=np.int16).reshape(3, 4),
         1: {(1, ("a", None)): b"bytes", 2.5: 2**80, float("inf"): float("nan"), True: complex(1, -0.0)},
+        "sets": [{1, "a", (2, None), Decimal("0.5")}, frozenset([b"x", torch.float32, Kind.A]), set()],
+        "others": [
+            *(
+                OrderedDict(b=1, a=torch.ones(1)),
+                defaultdict(list, k=[1]),
+                deque([1, torch.ones(2)], 3),
+                Pair(1, torch.ones(1)),
+            ),
+            *(Kind.B, Flags.X | Flags.Z, np.float32(0.1), np.bool_(True), bytearray(b"ab"), range(3), slice(None, 2)),
+            *(datetime(2026, 1, 2, tzinfo=timezone.utc), date(1, 1, 1), timedelta(-1), torch.device("cuda:1")),
+            *(Path("a/b"), PureWindowsPath("c:/d")),
+        ],
         "more": [Counter("aab"), torch.Size([2, 0]), torch.float8_e4m3fn, None, -1, 0.1, "\u00e9\0"],
     }
 
@@ -61,16 +99,27 @@ def manifest_of(state: object, block_bytes: int = 4096) -> Manifest:
 
 
 RICH = json.loads(encode_manifest(manifest_of(rich_state())))
+RICH["tensors"][0]["layout"] = {
+    "device": "cpu",
+    "mesh": [1, 2],
+    "names": ["a", "b"],
+    "placements": [[], [0]],
+    "stride": [1],
+}
 SMALL = json.loads(encode_manifest(manifest_of({"w": torch.arange(10.0), "v": [torch.ones(2, 8).t(), 1.5, None]})))
 
 
 def read(data: bytes) -> bool:
-    """Decode and put together; whether it could be read. Everything but a `StateFormatError` comes out."""
+    """Decode and put together; whether it could be read. Everything but the errors of what is received comes out."""
     try:
         manifest = decode_manifest(data, max_total_bytes=MAX_TOTAL_BYTES)
     except StateFormatError:
         return False
-    destination = Destination(manifest, BufferShelf())
+    try:
+        destination = Destination(manifest, BufferShelf(), local=LocalState({}))
+    except StateMismatchError as error:
+        assert "register_state_class" in str(error) or "here" in str(error)  # noqa: PT017 - of classes, and of nothing else
+        return False
     for block in range(destination.num_blocks):
         stop = min((block + 1) * manifest.block_bytes, manifest.total_bytes)
         assert sum(len(piece) for piece in destination.views(block)) == stop - block * manifest.block_bytes
@@ -103,12 +152,36 @@ floats = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([-0.
 texts = st.text(max_size=8) | st.sampled_from(
     [
         *("", "abc", "torchft_ckpt.state", "float32", "bits8", "int4", "complex32", "torch.float32", "os.system"),
-        *("\0", "\u00e9", "x", "t", "d", "0" * 16, "7ff0000000000000", "f" * 32, "-0x1", "1_0", " 1"),
+        *(
+            "\0",
+            "\u00e9",
+            "x",
+            "t",
+            "d",
+            "0" * 16,
+            "7ff0000000000000",
+            "list",
+            "posix",
+            "cuda:1",
+            "1E9",
+            "A",
+            f"{__name__}.Kind",
+            "f" * 32,
+            "-0x1",
+            "1_0",
+            " 1",
+        ),
         *("YWJj", "YWJj\n", "9" * 5000, "q" * 70000),
     ]
 )
 scalars = st.none() | st.booleans() | numbers | floats | texts
-tags = st.sampled_from(["x", "a", "t", "d", "n", "b", "s", "y", "i", "f", "c", "zz", ""])
+tags = st.sampled_from(
+    [
+        *("x", "a", "t", "d", "n", "b", "s", "y", "i", "f", "c", "zz", "", "o", "default", "deque", "set", "frozenset"),
+        *("named", "enum", "scalar", "decimal", "bytearray", "date", "time", "datetime", "timedelta", "timezone"),
+        *("device", "path", "purepath", "range", "slice"),
+    ]
+)
 nodes = st.recursive(
     scalars,
     lambda inner: (
@@ -281,6 +354,13 @@ def test_an_array_of_a_dtype_that_numpy_has_not_is_refused_by_the_decoder() -> N
         b'{"b":"' + b"QUJD" * 300_000 + b'"}',
         b'{"s":[' + b"1," * 300_000 + b"1]}",
         b"[" + b"[]," * 200_000 + b"[]]",
+        b'{"set":[' + b",".join(b"%d" % number for number in range(200_000)) + b"]}",
+        b'{"frozenset":[' * 100_000,
+        b'{"set":[{"named":["a",["b"],[' * 50_000,
+        b'{"deque":[null,' * 100_000,
+        b'{"decimal":"' + b"9" * 1_000_000 + b'"}',
+        b'{"scalar":["float64","' + b"00" * 500_000 + b'"]}',
+        b'{"bytearray":"' + b"QUJD" * 300_000 + b'"}',
         b"[" + b'{"t":[]},' * 100_000 + b"[]]",
         b"[" + b'{"x":0},' * 100_000 + b'{"x":1}]',
     ],
@@ -294,16 +374,19 @@ def test_a_big_tree_is_read_or_named_in_time_and_memory_of_its_own_size(tree: by
     assert (time.monotonic() - started < 10, peak[0] < MEMORY_BYTES) == (True, True)
 
 
-def keyed(keys: list[object]) -> bytes:
-    tree = {"d": [[key, 0] for key in keys]}
+def keyed(keys: list[object], tag: str = "d") -> bytes:
+    tree = {tag: [[key, 0] for key in keys] if tag == "d" else keys}
     return json.dumps({**SMALL, "total_bytes": 0, "segments": [], "tensors": [], "tree": tree}).encode()
 
 
-@pytest.mark.parametrize("kind", ["big integers", "tuples"])
+@pytest.mark.parametrize("kind", ["big integers", "tuples", "elements of a set"])
 def test_keys_that_all_hash_alike_cost_no_more_than_others(kind: str) -> None:
     """Python's hash of numbers and tuples has no secret: a source could make a dict cost the square of its size."""
     count = 8192
-    if kind == "big integers":
+    if kind == "elements of a set":
+        alike = keyed([{"decimal": f"{index * (2**61 - 1)}"} for index in range(1, count + 1)], "set")
+        others = keyed([{"decimal": f"{index * (2**61 + 1)}"} for index in range(1, count + 1)], "set")
+    elif kind == "big integers":
         alike = keyed([{"i": f"{index * (2**61 - 1):x}"} for index in range(1, count + 1)])
         others = keyed([{"i": f"{index * (2**61 + 1):x}"} for index in range(1, count + 1)])
     else:

@@ -19,7 +19,7 @@ from torchft_ckpt.errors import StateFormatError
 
 GOOD = {
     "format": "torchft_ckpt.state",
-    "version": 2,
+    "version": 3,
     "step": 3,
     "snapshot": "abc",
     "block_bytes": 4096,
@@ -41,6 +41,9 @@ GOOD = {
     ],
     "tree": {"d": [["w", {"x": 0}], ["v", [{"x": 1}, 1.5, None]]]},
 }
+
+
+LAYOUT = {"device": "cpu", "mesh": [2], "names": None, "placements": [[0]], "stride": [5, 1]}
 
 
 def changed(path: str, value: object) -> bytes:
@@ -128,6 +131,12 @@ def test_the_good_manifest_is_read():
         ("tensors/0/shape", [-2, 5], "cannot be read"),
         ("tensors/0/shape", [1] * 65, "cannot be read"),
         ("tensors/0/chunks", [], "no tensor reaches"),
+        ("tensors/0/layout", {"mesh": [2]}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "mesh": [1] * 9}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "mesh": []}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "placements": [[-1]]}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "names": ["x" * 65]}, "cannot be read"),
+        ("tensors/0/layout", {**LAYOUT, "group": "default"}, "cannot be read"),
         ("tensors/0/chunks", [GOOD["tensors"][0]["chunks"][0]] * 2, "two of its boxes overlap"),
         (f"{CHUNK}/sizes", [2, -5], "cannot be read"),
         (f"{CHUNK}/sizes", [2, 4], "no tensor reaches"),
@@ -161,11 +170,44 @@ def test_the_good_manifest_is_read():
         ("tree", [{"x": 0}, {"x": 1}, {"d": [[[1], 1]]}], "one tag"),
         ("tree", [{"x": 0}, {"x": 1}, {"b": "not base64!"}], "cannot be read"),
         ("tree", [{"x": 0}, {"x": 1}, {"f": "zz"}], "unknown node"),
+        ("tree", [{"x": 0}, {"x": 1}, {"o": [[]]}], "not of that length"),
+        ("tree", [{"x": 0}, {"x": 1}, {"o": [[], 5]}], "metadata"),
+        ("tree", [{"x": 0}, {"x": 1}, {"default": ["eval", []]}], "unknown factory"),
+        ("tree", [{"x": 0}, {"x": 1}, {"default": [["list"], []]}], "unknown factory"),
+        ("tree", [{"x": 0}, {"x": 1}, {"deque": [1, [1, 2]]}], "more items than it takes"),
+        ("tree", [{"x": 0}, {"x": 1}, {"deque": [2**63, []]}], "more items than it takes"),
+        ("tree", [{"x": 0}, {"x": 1}, {"set": [{"x": 0}]}], "element of a set"),
+        ("tree", [{"x": 0}, {"x": 1}, {"set": [[]]}], "element of a set"),
+        ("tree", [{"x": 0}, {"x": 1}, {"set": [{"t": [{"d": []}]}]}], "element of a set"),
+        ("tree", [{"x": 0}, {"x": 1}, {"frozenset": [{"decimal": "sNaN"}]}], "cannot be one"),
+        ("tree", [{"x": 0}, {"x": 1}, {"decimal": "1e"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"decimal": "1E+99999999999999999999"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"decimal": "1" * 5000}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"datetime": [2026, 13, 1, 0, 0, 0, 0, 0, None]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"datetime": [2026, 1, 1]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"timezone": [10**15, None]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"timezone": "Europe/Berlin"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"timedelta": [10**18, 0, 0]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"device": "cuda:0; import os"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"device": "toaster"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"device": "cuda:999"}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"scalar": ["float64", "00"]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"scalar": ["object", "00" * 8]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"scalar": ["bool", "02"]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"range": [0, 1, 0]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"slice": [0, "1", None]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"purepath": ["amiga", "x"]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"path": 5}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"named": ["os.stat_result", ["a"], []]}], "another number of fields"),
+        ("tree", [{"x": 0}, {"x": 1}, {"named": ["a" * 600, [], []]}], "name"),
+        ("tree", [{"x": 0}, {"x": 1}, {"enum": ["os", [5], []]}], "name"),
+        ("tree", [{"x": 0}, {"x": 1}, {"enum": ["os", ["A"], [1, 2]]}], "several values"),
+        ("tree", [{"x": 0}, {"x": 1}, {"enum": ["os", ["A"], [{"x": 0}]]}], "a tensor is where none can be"),
         ("tree", [{"x": 0}, {"x": 1}, {"f": "zzzzzzzzzzzzzzzz"}], "cannot be read"),
         ("tree", [{"x": 0}, {"x": 1}, {"i": "0" * 5000}], "unknown node"),
         ("tree", [{"x": 0}, {"x": 1}, {"y": "eval"}], "unknown dtype"),
-        ("tree", [{"x": 0}, {"x": 1}, {"s": [-1]}], "unknown node"),
-        ("tree", [{"x": 0}, {"x": 1}, {"s": [1.5]}], "unknown node"),
+        ("tree", [{"x": 0}, {"x": 1}, {"s": [-1]}], "cannot be read"),
+        ("tree", [{"x": 0}, {"x": 1}, {"s": [1.5]}], "cannot be read"),
     ],
 )
 def test_each_broken_rule_is_a_state_format_error(path, value, complaint):

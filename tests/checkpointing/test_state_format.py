@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import math
 import struct
-from collections import Counter, OrderedDict, defaultdict
-from datetime import timedelta
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from datetime import date, datetime, time, timedelta, timezone
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.blocks import block_range, digest_of
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import decode_manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.tree import MAX_DEPTH
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.testing.transport_conformance import differences
@@ -34,10 +37,11 @@ def snapshot_of(state: object) -> Snapshot:
     )
 
 
-def round_trip(state: object) -> object:
-    """Send a state through manifest and blocks, without a network."""
+def round_trip(state: object, here: object = None) -> Any:
+    """Send a state through manifest and blocks, without a network. `here`: what the receiver has, if it has something."""
     snapshot = snapshot_of(state)
-    destination = Destination(decode_manifest(snapshot.manifest_bytes()), BufferShelf())
+    local = LocalState({} if here is None else here)
+    destination = Destination(decode_manifest(snapshot.manifest_bytes()), BufferShelf(), local=local)
     for block in range(snapshot.num_blocks):
         data = memoryview(snapshot.read(*block_range(block, snapshot.total_bytes, BLOCK_BYTES)))
         taken = 0
@@ -89,10 +93,40 @@ leaves = (
     | st.sampled_from(list(DTYPES.values()))
     | st.lists(st.integers(0, 2**40), max_size=4).map(torch.Size)
 )
+zones = st.none() | st.builds(
+    timezone, st.timedeltas(timedelta(hours=-23), timedelta(hours=23)), st.text(max_size=3).filter(str.isprintable)
+)
+scalars = (
+    st.datetimes(timezones=zones)
+    | st.times(timezones=zones)
+    | st.dates()
+    | st.timedeltas()
+    | st.decimals(allow_nan=False)
+    | st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta"), timezone.utc])
+    | st.builds(range, st.integers(-5, 5), st.integers(-(2**40), 2**40), st.integers(1, 3))
+    | st.sampled_from([Path("a/../b"), PurePosixPath("/x"), PureWindowsPath("c:\\y"), np.float32(0.1), np.int8(-3)])
+    | st.builds(np.float64, st.floats())
+    | st.builds(np.complex64, st.complex_numbers(max_magnitude=1e6))
+)
+elements = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | scalars.filter(lambda value: value == value),
+    lambda inner: st.lists(inner, max_size=2).map(tuple) | st.frozensets(inner, max_size=2),
+    max_leaves=4,
+)
 trees = st.recursive(
-    leaves,
+    leaves | scalars | st.binary(max_size=5).map(bytearray),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+        | st.dictionaries(keys, inner, max_size=4).map(lambda items: defaultdict(list, items))
+        | st.lists(inner, max_size=4).map(deque)
     ),
     max_leaves=20,
 )
@@ -190,17 +224,61 @@ def test_views_of_different_item_sizes_that_overlap_at_odd_places_arrive():
     assert differences(round_trip(state), state) == []
 
 
-def test_containers_arrive_as_the_specification_says():
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(st.sets(elements, max_size=6) | st.frozensets(elements, max_size=6))
+def test_any_set_arrives_as_the_set_it_was(values):
+    received = round_trip({"set": values})["set"]
+    assert (type(received), received) == (type(values), values)
+
+
+def test_containers_arrive_as_the_classes_that_they_were():
     state = {
-        "o": OrderedDict(a=1),
+        "o": OrderedDict(b=1, a=2),
         "d": defaultdict(list, b=[2]),
+        "e": defaultdict(None, b=[2]),
         "c": Counter({30: 2}),
+        "q": deque([torch.ones(2), {"x": 1}], maxlen=3),
         "s": torch.Size([2, 3]),
-        "n": np.float64(0.5),
+        "r": [slice(1, None, -1), range(4), bytearray(b"\0x"), timedelta(-3), date(2026, 1, 1), time(3, fold=1)],
+        "n": [np.float64(0.5), np.int16(-4), np.bool_(True)],
     }
     received = round_trip(state)
-    assert [type(value) for value in received.values()] == [dict, dict, Counter, torch.Size, float]
-    assert received == {"o": {"a": 1}, "d": {"b": [2]}, "c": Counter({30: 2}), "s": torch.Size([2, 3]), "n": 0.5}
+    assert differences(list(received["q"]), list(state["q"])) == []
+    assert (received["q"].maxlen, received["d"].default_factory, received["e"].default_factory) == (3, list, None)
+    for name in ("o", "d", "e", "c", "s", "r", "n"):
+        assert (type(received[name]), repr(received[name])) == (type(state[name]), repr(state[name]))
+    assert [type(value) for value in received["n"]] == [np.float64, np.int16, np.bool_]
+
+
+def test_a_defaultdict_with_a_function_of_ones_own_arrives_as_a_dict():
+    received = round_trip(defaultdict(lambda: 5, a=1))
+    assert (type(received), received) == (dict, {"a": 1})
+
+
+def test_the_versions_of_a_models_modules_arrive_with_its_state():
+    """Modules that load an old version of their state convert it: without the version they would convert that of today."""
+
+    class Versioned(torch.nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            self.loaded_version = local_metadata.get("version")
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    model = torch.nn.Sequential(Versioned(2, 2))
+    model.load_state_dict(round_trip(model.state_dict()))
+    assert model[0].loaded_version == 7
+
+
+def test_a_zone_whose_rules_are_in_a_file_is_refused_by_its_path():
+    zone = pytest.importorskip("zoneinfo").ZoneInfo
+    try:
+        berlin = zone("Europe/Berlin")
+    except LookupError:
+        pytest.skip("this machine has no time zones")
+    with pytest.raises(UnsupportedValueError, match="no fixed offset") as caught:
+        snapshot_of({"t": [datetime(2026, 1, 1, tzinfo=berlin)]})
+    assert caught.value.party == "t.0"
 
 
 def test_numpy_arrays_arrive_as_arrays():
@@ -241,13 +319,21 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Mode(enum.IntFlag):
+    FAST = 1
+    EXACT = 2
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
         ({"a": [1, {"b": object()}]}, "a.1.b"),
         ({"a": lambda: None}, "a"),
-        ({"a": {1, 2}}, "a"),
-        ({"a": Colour.RED}, "a"),
+        ({"a": {1, object}}, "a"),
+        ({"a": {torch.ones(1)}}, "a"),
+        ({"a": UserDict(b=1)}, "a"),
+        ({"a": Mode(4)}, "a"),
+        ({"k": {Colour.RED: 1}}, "k"),
         ({"a": "\ud800"}, "a"),
         ({"k": {b"bytes": 1}}, "k"),
         ({"s": torch.eye(3).to_sparse()}, "s"),
@@ -258,7 +344,9 @@ class Colour(enum.IntEnum):
     ],
 )
 def test_what_cannot_be_carried_is_refused_by_its_path(value, path):
-    with pytest.raises(UnsupportedValueError, match=r"cannot be carried|keys can be|not valid Unicode") as caught:
+    with pytest.raises(
+        UnsupportedValueError, match=r"cannot be carried|keys can be|not valid Unicode|without a name"
+    ) as caught:
         snapshot_of(value)
     assert caught.value.party == path
 

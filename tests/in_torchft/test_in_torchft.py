@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.ports import reserved_port
 from support.processes import note
 
 if importlib.util.find_spec("torchft") is None:
@@ -33,8 +35,9 @@ class Group:
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.events: list[Event] = []
-        self.result = directory / f"group_{options['group']}.pt"
-        self._log = directory / f"group_{options['group']}.log"
+        name = f"group_{options['group']}_{options.get('rank', 0)}"
+        self.result = directory / f"{name}.pt"
+        self._log = directory / f"{name}.log"
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         with self._log.open("wb") as stderr:
             self.process = subprocess.Popen(
@@ -144,3 +147,25 @@ def test_a_group_of_torchft_heals_through_our_transport_and_goes_on(
     assert done[0]["step"] == done[1]["step"]
     left, right = (torch.load(group.result, weights_only=True) for group in groups)
     assert differing_bits(left, right) == []
+
+
+def test_a_sharded_model_heals_to_dtensors_inside_torchfts_manager(tmp_path: Path, lighthouse: str) -> None:
+    """torchft's Manager hands no state of its own to the transport: what arrives lies on the mesh of the default group."""
+    options = {"lighthouse": lighthouse, "use_async_quorum": False, "steps_together": 5, "world_size": 2}
+    started: list[list[Group]] = []
+    with ExitStack() as ports:
+        try:
+            for group in range(2):
+                port = ports.enter_context(reserved_port())
+                started.append([Group(tmp_path, group=group, rank=rank, port=port, **options) for rank in range(2)])
+                started[0][0].wait_for(lambda event: event["event"] == "step" and event["step"] >= 3)
+            done = [[rank.wait_for(lambda event: event["event"] == "done") for rank in ranks] for ranks in started]
+        finally:
+            codes = [rank.end() for ranks in started for rank in ranks]
+    assert codes == [0] * 4, "\n".join(rank.log() for ranks in started for rank in ranks)
+    assert len({event["step"] for ranks in done for event in ranks}) == 1
+    for one, other in zip(*started, strict=True):
+        (sent,), (received,) = one.of("sending"), other.of("received")
+        assert sent["digest"] == received["digest"]
+        left, right = (torch.load(rank.result, weights_only=True) for rank in (one, other))
+        assert differing_bits(left, right) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import re
 import socket
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ class Replica:
         options.setdefault("min_replica_size", 1)
         options.setdefault("join_budget", timedelta(seconds=60))  # a busy machine may hold up one that joins
         self.manager = Manager(
-            ProcessGroupGloo(timeout=SHORT),
+            options.pop("pg", None) or ProcessGroupGloo(timeout=SHORT),
             options.pop("load_state_dict", self.load),
             options.pop("state_dict", self.state),
             lighthouse_addr=address,
@@ -283,9 +284,34 @@ def test_a_replica_that_could_not_take_a_committed_step_heals_instead_of_going_o
     server.shutdown()
 
 
+class Phase(enum.Enum):
+    WARM_UP = 1
+    DECAY = 2
+
+
+class Progress(NamedTuple):
+    phase: Phase
+    seen: set[int]
+
+
+def test_named_tuples_and_enums_heal_by_the_classes_of_the_state_that_is_here() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    progress = {"a": Progress(Phase.DECAY, {1, 2}), "b": Progress(Phase.WARM_UP, set())}
+    replicas = [Replica(server, name, min_replica_size=2) for name in ("a", "b")]
+    for name, replica in zip(progress, replicas, strict=True):
+        replica.manager.register_state_dict_fn(
+            "progress", lambda state, name=name: progress.update({name: state}), lambda name=name: progress[name]
+        )
+    assert together(replicas, Replica.step) == [True, True]
+    assert progress["a"] == progress["b"]
+    assert {(type(each), type(each.phase)) for each in progress.values()} == {(Progress, Phase)}
+    shutdown(*replicas)
+    server.shutdown()
+
+
 def test_a_state_that_cannot_be_moved_is_refused_by_its_path_when_the_job_starts() -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
-    replicas = [Replica(server, name, state_dict=lambda: {"odd": {1, 2}}, min_replica_size=2) for name in ("a", "b")]
+    replicas = [Replica(server, name, state_dict=lambda: {"odd": object()}, min_replica_size=2) for name in ("a", "b")]
 
     def start(replica: Replica) -> str:
         try:

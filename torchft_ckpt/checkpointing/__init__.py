@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.pg_transport import PGTransport
 from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
+from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
 from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
@@ -12,10 +14,12 @@ from torchft_ckpt.checkpointing.transport import CheckpointTransport
 __all__ = [
     "CheckpointTransport",
     "HTTPTransport",
+    "PGTransport",
     "ProgressBar",
     "ShardAdapter",
     "StateDictLock",
     "TransferProgress",
     "XLAShardAdapter",
     "register_shard_adapter",
+    "register_state_class",
 ]

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -58,8 +58,8 @@ class HTTPTransport(CheckpointTransport[T]):
     """Serves the live state to peers and fetches theirs.
 
     Nothing is copied while it is served, until the trainer is about to mutate it: `disallow_checkpoint`, and every writer
-    of `lock`, first copies aside what receivers still need. Received tensors are plain, on the CPU, and in fresh memory,
-    unless they are received in place.
+    of `lock`, first copies aside what receivers still need. Received tensors are on the CPU and in fresh memory, unless
+    they are received in place; DTensors are on a mesh of this process, or the state is refused.
 
     Args:
         timeout: limit for the lock, and default of what has no limit of its own.
@@ -86,6 +86,8 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections_per_client: the same for one address.
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
         on_progress: called now and then with the progress of each receive, unless a call brings its own.
+        state_dict: returns the state that is here, as it would be sent, for receives that are given none: `recv_checkpoint`,
+            which is all that torchft's Manager calls. What arrives takes the layout and the classes of what is in it.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -115,6 +117,7 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections_per_client: int | None = None,
         max_requests_per_s: float | None = None,
         on_progress: ProgressCallback | None = None,
+        state_dict: Callable[[], T] | None = None,
     ) -> None:
         _check(num_chunks in range(MAX_STREAMS + 1), "num_chunks", num_chunks, f"0 to {MAX_STREAMS}")
         _check(timeout > timedelta(0), "timeout", timeout, "a positive duration")
@@ -135,6 +138,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._buffer_shelf = BufferShelf()
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
+        self._state_dict = state_dict
+        self._receives_in_place = False
         self._fetches: set[Fetch | ShardedFetch] = set()
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
@@ -243,7 +248,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""
-        return self._fetch([metadata], step, timeout, f"rank {src_rank}", None, False, None)
+        local = None if self._state_dict is None else self._state_dict()
+        return self._fetch([metadata], step, timeout, f"rank {src_rank}", local, self._receives_in_place, None)
 
     def fetch_checkpoint(
         self,
@@ -349,8 +355,8 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline=started + timeout.total_seconds(),
             options=self._options,
             shelf=self._buffer_shelf,
-            local_state=local_state,
-            in_place=in_place,
+            local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
+            in_place=in_place and local_state is not None,
             on_progress=on_progress or self._on_progress,
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
         )

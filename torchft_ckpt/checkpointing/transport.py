@@ -32,6 +32,15 @@ class CheckpointTransport(Generic[T], ABC):
     another thread meanwhile; `cancel_recv` and `shutdown` may be called from any thread.
     """
 
+    @property
+    def needs_process_group(self) -> bool:
+        """Whether it sends and receives over the process group across replicas. False: over connections of its own.
+
+        If so, `Manager` connects the process group first; then `send_checkpoint` goes to those that receive from this replica,
+        and both calls may block until all of it is through, within the timeout. Who trains waits for them.
+        """
+        return False
+
     @abstractmethod
     def metadata(self) -> str:
         """Return what a peer must hand to its `recv_checkpoint` to reach this transport. It does not change."""

@@ -159,8 +159,9 @@ class StandingOffer:
             (not self._registry.is_kept_still and not moving)
             or self.is_of(version)
             or not isinstance(self._transport, CheckpointTransport)
+            or self._transport.needs_process_group
         ):
-            return  # torchft's own transports would copy all of it
+            return  # torchft's own transports would copy all of it, and one over the process group reaches nobody now
         state = {"user": self._registry.capture_to_serve().state, "torchft": own_state}
         try:
             self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)

@@ -6,12 +6,14 @@ transport knows to be equal already it need not have moved.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.core.replica import Comparison
@@ -52,7 +54,9 @@ def fixed(state: Any) -> Any:
     """Return a state with containers of its own: what is put into those of the training loop meanwhile does not appear in it."""
     if isinstance(state, Mapping):
         return {key: fixed(item) for key, item in state.items()}
-    return type(state)(map(fixed, state)) if type(state) in (list, tuple) else state
+    if isinstance(state, SEQUENCES):
+        return rebuilt(state if isinstance(state, tuple) else copy.copy(state), fixed)
+    return copy.copy(state) if isinstance(state, (set, bytearray)) else state
 
 
 class _Search:
@@ -75,7 +79,7 @@ class _Search:
                     self.compare(here[key], there[key], _join(path, key))
                 else:
                     self.weighty.append(_join(path, key))
-        elif type(here) in (list, tuple) and type(here) is type(there) and len(here) == len(there):
+        elif isinstance(here, SEQUENCES) and type(here) is type(there) and len(here) == len(there):
             for index, (one, other) in enumerate(zip(here, there, strict=True)):
                 self.compare(one, other, _join(path, index))
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
@@ -120,8 +124,11 @@ def _same_value(here: object, there: object) -> bool:
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
         is_alike = (here.shape, here.dtype) == (there.shape, there.dtype)
         return is_alike and here.tobytes() == there.tobytes()
+    here, there = (
+        value.item() if isinstance(value, np.generic) else value for value in (here, there)
+    )  # either may load as the other
     try:
-        # As they would travel: numpy's numbers arrive as Python's, and a NaN is equal to the same NaN.
+        # As they would travel: a NaN is equal to the same NaN, and sets have no order.
         return repr(TreeEncoder().encode(here)) == repr(TreeEncoder().encode(there))
     except UnsupportedValueError:
         return type(here) is type(there) and repr(here) == repr(there)

@@ -23,6 +23,7 @@ import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
+from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.counterparts import counterparts
@@ -251,12 +252,14 @@ class StateRegistry:
     def load(self, user: dict[str, Any]) -> None:
         """Call all `load_state_dict` functions: last those of what the groups agreed on, where they train apart.
 
-        It is to be in the model then, whatever the others have loaded into it of one group's own.
+        It is to be in the model then, whatever the others have loaded into it of one group's own. Optimizers that are known
+        get their state in its own dtypes, which torch would cast to those of their parameters.
 
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
-        with self._lock.write(), self._noted("load"):
+        known = [*self._optimizers, *self._unguarded]
+        with self._lock.write(), self._noted("load"), dtypes_kept(known):
             for key, load in sorted(self._load.items(), key=lambda pair: pair[0] in self._agreed_on):
                 try:
                     load(user[key])
@@ -291,6 +294,8 @@ class Healing:
         self._is_in_place = False
         self._differences: Differences | None = None
         self.took_s = 0.0
+        self.needs_local = False
+        """What arrived without a state that is here could not be made: that has to be captured before the next one."""
 
     def start(
         self,
@@ -404,7 +409,17 @@ class Healing:
         logger.info("fetching step %d from %s", step, names)
         if isinstance(self._transport, CheckpointTransport):
             groups = [source.checkpoint_addresses for source in sources]
-            state = self._fetch_state(self._transport, groups, step, limit, None if local is None else {"user": local})
+            try:
+                state = self._fetch_state(
+                    self._transport, groups, step, limit, None if local is None else {"user": local}
+                )
+            except StateMismatchError as error:
+                if local is not None:
+                    raise
+                self.needs_local = True
+                raise CheckpointError(
+                    f"what is here was not captured before this step; it heals in the next: {error}"
+                ) from error
         else:  # one of torchft's own
             first = sources[0]
             metadata = next(iter(first.checkpoint_addresses[self._rank : self._rank + 1]), "")

@@ -52,6 +52,7 @@ from torchft_ckpt.manager.gathering import Gathering, gather
 from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
+from torchft_ckpt.manager.over_group import agree_who_sends, needs_process_group
 from torchft_ckpt.manager.still import StateToServe
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
 from torchft_ckpt.threads import Threads, end_at_exit
@@ -116,7 +117,8 @@ class Manager:
         port: of the manager service that rank 0 runs for the other ranks; 0 for any.
         hostname: address that peers reach this process at; default: the interface that routes to the lighthouse.
         heartbeat_interval: 100 ms.
-        checkpoint_transport: moves the state; default `HTTPTransport`.
+        checkpoint_transport: moves the state; default `HTTPTransport`. One that needs the process group, as torchft's
+            `PGTransport` does, is used when that is connected, within `timeout`, and all groups wait until the state is through.
         init_sync: make all replicas equal to one of them before the first step.
         max_retries: raise after more than so many discarded steps in a row; None: never.
         quorum_retries: attempts at a quorum after the first before `QuorumTimeoutError`; None: wait for ever, saying what
@@ -249,6 +251,15 @@ class Manager:
             lock=self._state_dict_lock,
         )
         logger.info("%s serves its state at %s", self._launch.replica_id, self._transport.metadata())
+        self._moves_over_group = needs_process_group(self._transport)
+        if not isinstance(self._transport, CheckpointTransport):
+            logger.warning(
+                "%s moves its state by %s.%s, which is not of this library: where it is torchft's it unpickles what it receives,"
+                " which executes what a peer sends; and all groups wait until a state is through. HTTPTransport does neither",
+                self._launch.replica_id,
+                type(self._transport).__module__,
+                type(self._transport).__qualname__,
+            )
         self._worker = Threads("torchft_ckpt-quorum")
         self._heal_in_place = heal_in_place
         self._healing = Healing(
@@ -510,8 +521,8 @@ class Manager:
         can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
         layout = self._registry.layout()
         is_sharded = layout.is_sharded
-        # What arrives for sharded tensors takes its layout from those that are here.
-        has_to_capture = has_to_capture or (is_sharded and self.is_behind)
+        # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
+        has_to_capture = has_to_capture or ((is_sharded or self._healing.needs_local) and self.is_behind)
         captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
         self._counted = [] if captured or can_capture_later else self._registry.count_writes()
         receiving = None if captured is None else captured.state
@@ -687,10 +698,28 @@ class Manager:
         self._collectives.begin_step(
             None if budget_s is None else max(budget_s, formed.patience_s), is_new_quorum=plan.configure
         )
+        if self._moves_over_group:
+            self._move_over_group(plan, captured, receiving, trainer_waits=trainer_waits)
+            return
         if plan.serve:
-            self._serve(formed, captured)
+            self._serve(formed, captured, formed.destinations)
         elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
-            self._serve(formed, captured)  # to whoever looks at this job from outside
+            self._serve(formed, captured, formed.destinations)  # to whoever looks at this job from outside
+        self._start_healing(plan, captured, receiving, trainer_waits, may_receive_in_place=may_receive_in_place)
+        if plan.configure:
+            self._configure(formed)
+
+    def _start_healing(
+        self,
+        plan: StepPlan,
+        captured: StateToServe | None,
+        receiving: dict[str, Any] | None,
+        trainer_waits: bool,
+        *,
+        may_receive_in_place: bool,
+        timeout: timedelta | None = None,
+    ) -> None:
+        formed = plan.formed
         if plan.load:
             if trainer_waits:
                 receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
@@ -708,22 +737,50 @@ class Manager:
                 if plan.compare:
                     compare = self._registry.comparison_with((captured or self._registry.capture_to_serve()).state)
                     self._say_fetched(formed)
-                    self._healing.start(formed, receiving, in_place, compare=compare)
+                    self._healing.start(formed, receiving, in_place, timeout, compare=compare)
                 else:
                     self._healing.start(
-                        formed, receiving, in_place, on_end=lambda failure: self._say_fetched(formed, failure)
+                        formed, receiving, in_place, timeout, on_end=lambda failure: self._say_fetched(formed, failure)
                     )
         else:
             self._say_fetched(formed)
+
+    def _move_over_group(
+        self,
+        plan: StepPlan,
+        captured: StateToServe | None,
+        receiving: dict[str, Any] | None,
+        *,
+        trainer_waits: bool,
+    ) -> None:
+        """Connect, then serve and receive by a transport that uses the process group. On the quorum thread, to the end."""
+        formed, limit = plan.formed, self._timeouts.collective
         if plan.configure:
             self._configure(formed)
+        registry = self._registry
+        can_receive = receiving is not None or trainer_waits or registry.is_kept_still or not registry.is_sharded
+        can_receive = can_receive and formed.replica_rank < formed.replica_world_size
+        try:
+            destinations = agree_who_sends(self._pg, formed, limit, wants=plan.load and can_receive)
+        except (ProcessGroupError, RuntimeError) as error:
+            self._talk.note_collective_error(error)
+            destinations, can_receive = [], False
+        if destinations:
+            self._serve(formed, captured, destinations)
+        if plan.load and not can_receive:
+            why = "its state cannot be received over the process group in this step"
+            self.report_error(CheckpointError(f"{why}; it heals in a later one"))
+            self._say_fetched(formed, why)
+            return
+        self._start_healing(plan, captured, receiving, trainer_waits, may_receive_in_place=False, timeout=limit)
+        self._healing.has_arrived(limit.total_seconds())  # or not: then it is found at the vote
 
     def _say_fetched(self, formed: QuorumFormed, failure: str = "") -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
         if self._launch.group_world_size > 1 and formed.role is not Role.HEALTHY:
             self._link.send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
 
-    def _serve(self, formed: QuorumFormed, captured: StateToServe | None) -> None:
+    def _serve(self, formed: QuorumFormed, captured: StateToServe | None, destinations: Sequence[int]) -> None:
         if self._offer.is_of(formed.version):
             return
         if captured is None:
@@ -741,10 +798,10 @@ class Manager:
         versions = {"versions": captured.versions} if isinstance(self._transport, HTTPTransport) else {}
         try:
             self._transport.send_checkpoint(
-                dst_ranks=list(formed.destinations),
+                dst_ranks=list(destinations),
                 step=formed.version.step,
                 state_dict={"user": captured.state, "torchft": self._own_state(formed.version)},
-                timeout=self._timeouts.transfer,
+                timeout=self._timeouts.collective if self._moves_over_group else self._timeouts.transfer,
                 **versions,
             )
         except Exception as error:  # whatever a transport raises, it is the joiner's loss: this replica's step goes on
@@ -1099,6 +1156,8 @@ class Manager:
         return self._catch_up(timeout, moving=False)
 
     def _catch_up(self, timeout: timedelta | None, *, moving: bool) -> bool:
+        if self._moves_over_group:
+            return False  # there is no process group outside of quorums
         return catch_up(
             self._talk,
             self._registry,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 
@@ -75,7 +76,7 @@ class Unsteady:
 def hold_still(state: Any, optimizers: Iterable[torch.optim.Optimizer], unsteady: Unsteady) -> StateToServe:
     """Return the state with copies of its small tensors that none of the optimizers owns, and of its small arrays.
 
-    Containers are dicts, lists and tuples; tensors that are one here are one in the result. Without optimizers nothing is
+    Containers are dicts, lists, tuples and deques; tensors that are one here are one in the result. Without optimizers nothing is
     known of who changes what, and nothing is copied but what is unsteady.
 
     Args:
@@ -118,7 +119,7 @@ def hold_to_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimiz
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a state, in dicts, lists and tuples."""
+    """Yield the tensors of a state, in dicts, lists, tuples and deques."""
     return _leaves(state, (torch.Tensor,))
 
 
@@ -128,7 +129,7 @@ def _leaves(state: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
     elif isinstance(state, Mapping):
         for item in state.values():
             yield from _leaves(item, kinds)
-    elif isinstance(state, (list, tuple)):
+    elif isinstance(state, SEQUENCES):
         for item in state:
             yield from _leaves(item, kinds)
 
@@ -163,13 +164,8 @@ def _copy(
         return _copied(value, owned, copies, unsteady)
     if kind is np.ndarray:
         return value if value.nbytes > MAX_COPIED_BYTES else value.copy()
-    if isinstance(value, dict):
-        copied = {key: _copy(item, owned, copies, unsteady) for key, item in value.items()}
-        same = all(copied[key] is item for key, item in value.items())
-        return value if same else copied
-    if kind is list or kind is tuple:
-        items = [_copy(item, owned, copies, unsteady) for item in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+    if isinstance(value, (dict, *SEQUENCES)):
+        return rebuilt(value, lambda item: _copy(item, owned, copies, unsteady))
     return value
 
 

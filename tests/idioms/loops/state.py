@@ -127,19 +127,20 @@ def plain_values(job: Job) -> None:
 @idiom(
     "A history of fixed length (deque) in the state",
     STATE,
-    "Hand it out as a list: other classes are refused, by their path, when the job starts.",
+    "Hand out a copy. Sets, dates, paths, enums and named tuples travel too (see the state format), classes of your own do not.",
 )
 def history(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: deque[float] = deque(maxlen=3)
 
-    def load(state: list[float]) -> None:
+    def load(state: deque[float]) -> None:
+        assert type(state) is deque and state.maxlen == 3
         losses.clear()
         losses.extend(state)
 
     manager = job.manager(*states(model=model, sgd=sgd))
-    manager.register_state_dict_fn("losses", load, lambda: list(losses))
+    manager.register_state_dict_fn("losses", load, losses.copy)
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
     while job.goes_on():
         before = manager.current_step()

@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState, whole_tensor
 from torchft_ckpt.checkpointing.state.space import pieces_of
-from torchft_ckpt.checkpointing.state.tree import decode_tree
+from torchft_ckpt.checkpointing.state.tree import check_classes, decode_tree
 from torchft_ckpt.errors import TransferError
 
 SLICE_BYTES = 1024 * 1024
@@ -86,12 +86,13 @@ class Destination:
     Args:
         manifest: a manifest that has been checked.
         shelf: where memory is taken from.
-        local: the state that is here, if there is one.
+        local: the state that is here. None is for who only looks: he gets the source's boxes, tuples and plain values.
         in_place: whether to receive into the tensors of `local`.
 
     Raises:
         TransferError: there is not enough memory.
-        StateMismatchError: a tensor of `local` that should be received into has another shape or dtype.
+        StateMismatchError: a tensor of `local` that should be received into has another shape or dtype; or there is no class
+            here for a named tuple or an enum.
     """
 
     def __init__(
@@ -104,6 +105,9 @@ class Destination:
         self._starts = [offset for offset, _ in manifest.segments]
         self._lengths = [length for _, length in manifest.segments]
         self._local = local
+        self._classes = None if local is None else local.classes
+        if self._classes is not None:
+            check_classes(manifest.tree, [DTYPES[entry.dtype] for entry in manifest.tensors], self._classes)
         self._in_place = in_place
         self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
         self._old: list[memoryview | None] = []
@@ -221,7 +225,7 @@ class Destination:
                 tensors = self._local.adopt(self.manifest, received, self._direct)
             else:
                 tensors = self._local.dress(self.manifest, received)
-            return decode_tree(self.manifest.tree, tensors)
+            return decode_tree(self.manifest.tree, tensors, self._classes)
 
     def _assemble_chunks(self) -> list[list[torch.Tensor]]:
         """Return, for each tensor, its chunks."""

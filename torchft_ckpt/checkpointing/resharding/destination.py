@@ -26,7 +26,7 @@ from torchft_ckpt.checkpointing.state.local_state import (
 )
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
-from torchft_ckpt.checkpointing.state.tree import decode_tree
+from torchft_ckpt.checkpointing.state.tree import check_classes, decode_tree, items_of_node
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
 
@@ -74,6 +74,9 @@ class ShardedDestination:
         tensors = tensors_of(group)
         principal = self._principal(group)
         self._check(tensors, principal)
+        if self._local is not None:
+            dtypes = [parse_dtype(entry.dtype) for entry in principal.tensors]
+            check_classes(principal.tree, dtypes, self._local.classes)
         self._targets = {}
         wants: list[Want] = []
         places = places_of(group)
@@ -118,7 +121,8 @@ class ShardedDestination:
             written: list[torch.Tensor] = []
             tensors = [self._finished(entry, written) for entry in principal.tensors]
             note_written(written)
-            return decode_tree(principal.tree, tensors)
+            # With no state here somebody only looks: he gets what can be made without classes.
+            return decode_tree(principal.tree, tensors, None if self._local is None else self._local.classes)
 
     def _principal(self, group: SourceGroup) -> Manifest:
         """Return the manifest of the rank whose values that are no tensors are taken."""
@@ -244,18 +248,10 @@ def _optimizer_state(manifest: Manifest) -> Iterator[str]:
     nodes: list[tuple[str, object]] = [("", manifest.tree)]
     while nodes:
         path, node = nodes.pop()
-        if isinstance(node, list):
-            nodes += [(_join(path, index), item) for index, item in enumerate(node)]
-        elif isinstance(node, dict):
-            for tag, content in node.items():
-                if tag == "t" and isinstance(content, list):
-                    nodes += [(_join(path, index), item) for index, item in enumerate(content)]
-                elif tag == "d" and isinstance(content, list):
-                    pairs = [(pair[0], pair[1]) for pair in content if isinstance(pair, list)]
-                    keys = {key for key, _ in pairs if isinstance(key, str)}
-                    if keys >= _OPTIMIZER_KEYS:
-                        yield _join(path, "state")
-                    nodes += [(_join(path, key), item) for key, item in pairs]
+        items = items_of_node(node)
+        if {key for key, _ in items if isinstance(key, str)} >= _OPTIMIZER_KEYS:
+            yield _join(path, "state")
+        nodes += [(_join(path, key), item) for key, item in items]
 
 
 def _is_below(path: str, prefixes: Sequence[str]) -> bool:

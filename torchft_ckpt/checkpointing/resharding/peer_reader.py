@@ -38,6 +38,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
+from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import below_root
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
@@ -217,7 +218,9 @@ class _Content:
         """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
         places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
         by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
-        flat, paths = flatten_state_dict(below_root(decode_tree(manifest.tree, places), root))
+        flat, paths = flatten_state_dict(
+            below_root(decode_tree(manifest.tree, places, KnownClasses(), is_lenient=True), root)
+        )
         for name, value in flat.items():
             if name in self.paths:
                 continue
@@ -325,6 +328,10 @@ class _Destination:
                 f"{some_of(values, ', ')}: a tensor was asked for, the job has a value there; nothing was read",
                 values[0],
             )
+        refuse_unmade(
+            [unmade for item in self._bytes for unmade in unmade_in(self._content.values.get(item.dest_index.fqn))],
+            party="state_dict",
+        )
         holes = []
         for name in sorted({item.dest_index.fqn for item in self._reads}):
             entry = self._content.tensors.get(name)

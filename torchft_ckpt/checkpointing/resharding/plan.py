@@ -17,6 +17,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.regions import Region, region_of
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
+from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes import Box, contains, refine, relative_to, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 
@@ -130,17 +131,11 @@ def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
 
 def state_name(manifest: Manifest) -> object:
     """Return by what a Manager names a state beyond its step: the quorum that it was committed in. None of another state."""
-    for key, node in _pairs(manifest.tree):
+    for key, node in items_of_node(manifest.tree):
         if key == "torchft":
-            own = dict((key, value) for key, value in _pairs(node) if isinstance(key, str))
+            own = dict((key, value) for key, value in items_of_node(node) if isinstance(key, str))
             return {key: own.get(key) for key in ("step", "quorum_id", "epoch")}
     return None
-
-
-def _pairs(node: object) -> list[tuple[object, object]]:
-    """Return the pairs of a dict's node, none of another's."""
-    content = node.get("d") if isinstance(node, dict) else None
-    return [(pair[0], pair[1]) for pair in content] if isinstance(content, list) else []
 
 
 def heirs_among(groups: Sequence[SourceGroup]) -> list[int]:

@@ -1,13 +1,16 @@
-"""Walks through the containers of a state: mappings, lists and tuples. It knows no tensors."""
+"""Walks through the containers of a state: mappings, lists, tuples and deques. It knows no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torchft_ckpt.checkpointing.state.classes import is_named_tuple
 from torchft_ckpt.errors import StateMismatchError
 
 _MANAGERS_KEYS = {"user", "torchft"}
+SEQUENCES = (list, tuple, deque)
 Path = tuple[str | int, ...]
 """The keys that lead to a tensor or a value: DCP's `planner_data`."""
 
@@ -17,8 +20,33 @@ def items_of(value: object) -> Iterator[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key), item
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, SEQUENCES):
         yield from enumerate(value)
+
+
+def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same class whose items are what a function made of each; the same where it changed none.
+
+    Mappings of classes that a state does not carry become dicts; sequences of such classes stay as they are.
+    """
+    kind = type(container)
+    if isinstance(container, Mapping):
+        items = {key: change(item) for key, item in container.items()}
+        if all(items[key] is item for key, item in container.items()):
+            return container
+        if kind is OrderedDict:
+            ordered = OrderedDict(items)
+            vars(ordered).update(vars(container))  # `_metadata` of a module's state
+            return ordered
+        return defaultdict(container.default_factory, items) if isinstance(container, defaultdict) else items
+    changed = [change(item) for item in container]
+    if all(new is old for new, old in zip(changed, container, strict=True)):
+        return container
+    if isinstance(container, deque):
+        return deque(changed, container.maxlen)
+    if kind is list:
+        return changed
+    return tuple.__new__(kind, changed) if kind is tuple or is_named_tuple(kind) else container
 
 
 def optimizer_states(

@@ -1,4 +1,4 @@
-"""The state format, version 2: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
+"""The state format, version 3: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
 
 This file specifies the format, writes manifests and checks those of others. It does not know how bytes travel.
 
@@ -6,14 +6,16 @@ Manifest
 --------
 UTF-8 JSON, one object with exactly these members:
 
-- `format`: the string `torchft_ckpt.state`. `version`: 2. A reader MUST refuse another version before it looks further.
+- `format`: the string `torchft_ckpt.state`. `version`: 3. A reader MUST refuse another version before it looks further.
 - `step`: the step that this state is the state of. `snapshot`: 1 to 64 of `[0-9A-Za-z._-]`, different for each serving.
 - `block_bytes`: length of a block, 4 KiB to 64 MiB. `total_bytes`: length of the byte space.
 - `segments`: list of `[offset, length]`, in order. Each MUST start at the end of the one before, rounded up to 64 (the first
   at 0). The last MUST end at `total_bytes`. So they neither overlap nor leave holes; the padding between them is zeros.
 - `tensors`: list of `{fqn, dtype, shape, chunks}`. `fqn` is the path in the tree, for people. `dtype` is torch's name.
   `shape` is the global shape. `chunks` are the boxes of it that the source holds: one, the whole, of a tensor that is not
-  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element.
+  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element. A DTensor has `layout`
+  as well: `{device, mesh, names, placements, stride}`, what `shards.MeshLayout` says. A receiver uses it where its own state has
+  no tensor of that name, and only with a mesh of its own on which this rank's part is just these chunks.
 - a chunk: `{offsets, sizes, segment, byte_offset, strides}`. The box MUST lie within the global shape. Its bytes start
   `byte_offset` into the segment, which MUST be a multiple of the item size. Where `strides` is null they are little-endian
   items in C order; else they are addressed with these strides (in items, not negative), and the box MUST NOT have more bytes
@@ -22,14 +24,35 @@ UTF-8 JSON, one object with exactly these members:
 - `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest.
 
 A node is null, a boolean, a JSON integer, a finite JSON number with a fraction or exponent (a float), a string, an array of
-nodes (a list), or an object with exactly one member: `t` array of nodes: tuple; `d` array of `[key, node]` pairs: dict, no
-key twice; `n` the same: Counter; `x` index: tensor; `a` index: numpy array; `b` base64: bytes; `s` integers: torch.Size;
-`y` dtype name: torch.dtype; `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is
-not finite; `c` 32 hex digits: a complex number. A key is null, boolean, number, string, `i`, `f`, or `t` of keys.
+nodes (a list), or an object with exactly one member:
 
-What changes on the way: `OrderedDict` and `defaultdict` arrive as `dict`, `Parameter` as tensor, numpy scalars as Python
-numbers, a sharded tensor as the boxes that the process holds, an expanded view as a tensor of its own; memory on an
-accelerator arrives on the CPU. All else arrives equal in type and in every bit.
+- containers: `t` array of nodes: tuple. `d` array of `[key, node]` pairs: dict, no key twice; `n` the same: Counter. `o` `[pairs,
+  node]`: OrderedDict, with the `_metadata` that torch's modules give theirs, or null. `default` `[name, pairs]`: defaultdict; the
+  name is null or that of a built-in type or container (`tree` lists them). `deque` `[maxlen or null, nodes]`.
+- `set`, `frozenset`: array of elements, without tensors in them. Those that are equal count once.
+- tensors: `x` index: tensor; `a` index: numpy array.
+- numbers: `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is not finite; `c` 32 hex
+  digits: a complex number; `scalar` `[dtype, hex of its little-endian bytes]`: a numpy scalar; `decimal` text.
+- bytes in base64: `b` bytes, `bytearray`.
+- times: `date` `[year, month, day]`; `time` `[hour, minute, second, microsecond, fold, zone]`; `datetime` both together;
+  `timedelta` `[days, seconds, microseconds]`; `timezone` a zone. A zone is null or `[microseconds, name or null]`.
+- of torch: `s` integers: torch.Size; `y` dtype name: torch.dtype; `device` text: torch.device.
+- others: `path` text: the receiver's `pathlib.Path`; `purepath` `["posix" or "windows", text]`; `range`, `slice` of three
+  integers, or null in a slice.
+- `named` `[class, fields, nodes]`: a named tuple. `enum` `[class, members, [node] or []]`: a member of an enum, or the flags that
+  one is made of, with its value where that can be carried.
+
+A key is null, boolean, number, string, `i`, `f`, or `t` of keys. An element is a node that is hashable: no list, dict or
+bytearray, nor `t`, `named` or `frozenset` with one in it.
+
+The class of `named` and `enum` is a name. A receiver MUST NOT import it, nor look it up anywhere but in what it has: the class
+that its own state has at that place, else one that was registered (`classes`). If there is none, or it has other fields or
+members or another value, the state is refused before its bytes are received. Who only looks at a state takes tuples and plain
+values.
+
+What changes on the way: `Parameter` arrives as tensor, a `defaultdict` with a function of one's own as `dict`, an expanded view
+as a tensor of its own; memory on an accelerator arrives on the CPU. A tensor that is sharded arrives with the layout of the one
+of that name that is here, or as a DTensor on a mesh of that shape, or is refused. All else arrives equal in type and every bit.
 
 Byte space
 ----------
@@ -52,13 +75,14 @@ import msgspec
 from torchft_ckpt.checkpointing.state.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.shards import MeshLayout
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.state.tree import check_tree
 from torchft_ckpt.core.boxes import are_told_apart
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_DIMS = 64
 MAX_CHUNKS = 64
 """Boxes of one tensor in one process: as many as it has devices, at most."""
@@ -83,13 +107,14 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     strides: _Dims | None
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One tensor: its name, dtype, global shape, and the chunks that the source holds."""
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, omit_defaults=True):
+    """One tensor: its name, dtype, global shape, the chunks that the source holds, and how it is sharded if it is a DTensor."""
 
     fqn: str
     dtype: str
     shape: _Dims
     chunks: Annotated[list[Chunk], msgspec.Meta(max_length=MAX_CHUNKS)]
+    layout: MeshLayout | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,7 +173,13 @@ def _entry(placed: PlacedTensor) -> TensorEntry:
         )
         for chunk in placed.chunks
     ]
-    return TensorEntry(fqn=placed.path, dtype=dtype_name(placed.dtype), shape=list(placed.global_shape), chunks=chunks)
+    return TensorEntry(
+        fqn=placed.path,
+        dtype=dtype_name(placed.dtype),
+        shape=list(placed.global_shape),
+        chunks=chunks,
+        layout=placed.layout,
+    )
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

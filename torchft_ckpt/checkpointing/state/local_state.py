@@ -6,6 +6,7 @@ becomes a tensor of the same class and layout. It does not know blocks or the ne
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -13,15 +14,18 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.shards import ShardAdapter, adapter_of
+from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, plain_paths
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError, UnsupportedValueError
+
+logger = logging.getLogger(__name__)
 
 _NAMED = 5
 
@@ -66,6 +70,9 @@ class LocalState:
             self._lies_apart = _lie_apart(self._held.values())
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = _optional_paths(state)
+            self._meshes = KnownMeshes(tensor for _, tensor in encoder.tensors)
+            self.classes = KnownClasses(encoder.classes)
+            """What named tuples and enum members of a state that arrives are made of."""
 
     def paths(self) -> Iterable[str]:
         """Return the paths of the tensors that are here."""
@@ -111,13 +118,13 @@ class LocalState:
         found: dict[int, LocalMemory] = {}
         wrong: list[TensorEntry] = []
         elsewhere: list[TensorEntry] = []
-        unknown: list[TensorEntry] = []
+        unknown: list[str] = []
         lengths = [length for _, length in manifest.segments]
         for entry in manifest.tensors:
             held = self._held.get(entry.fqn)
             if held is None:
-                if not is_whole(entry):
-                    unknown.append(entry)
+                if why := self._why_not_made(entry):
+                    unknown.append(why)
                 continue
             if not _is_alike(held, entry):
                 wrong.append(entry)
@@ -131,8 +138,8 @@ class LocalState:
                 if len(memory.view) == lengths[chunk.segment]:
                     found[chunk.segment] = memory
         self._check_likes(manifest)
+        self._check_fits(wrong if is_strict else [entry for entry in wrong if not is_whole(entry)])
         if is_strict:
-            self._check_fits(wrong)
             self._check_fillable(manifest)
         if elsewhere:
             raise LayoutMismatchError(
@@ -142,10 +149,10 @@ class LocalState:
             )
         if unknown:
             # Part of a tensor would be taken for all of it.
-            named = some_of(f"{entry.fqn[:120]} is {describe_entry(entry)} there" for entry in unknown)
             raise StateMismatchError(
-                f"no tensors are here that say what is wanted of sharded ones: {named}; nothing was received. State of an "
-                "optimizer is made where the Manager knows it: wrap it, guard it, or name it with the state's functions",
+                f"no tensors are here that say what is wanted of sharded ones: {some_of(unknown)}; nothing was received. State "
+                "of an optimizer is made where the Manager knows it: wrap it, guard it, or name it with the state's functions. "
+                "A transport by itself knows the state that is here by HTTPTransport(state_dict=...)",
                 party="local_state",
             )
         if is_strict:
@@ -168,7 +175,7 @@ class LocalState:
             for entry, shards in zip(manifest.tensors, received, strict=True):
                 held = self._held.get(entry.fqn)
                 if held is None:
-                    adopted.append(whole_tensor(entry, shards))
+                    adopted.append(self._made(entry, shards))
                     continue
                 if held.adapter is not None and not held.adapter.shares_memory:
                     adopted.append(held.adapter.rebuild(held.given, list(shards)))
@@ -191,8 +198,29 @@ class LocalState:
             if held is not None and held.adapter is not None and _is_alike(held, entry):
                 dressed.append(held.adapter.rebuild(held.given, list(shards)))
             else:
-                dressed.append(whole_tensor(entry, shards))
+                dressed.append(whole_tensor(entry, shards) if held is not None else self._made(entry, shards))
         return dressed
+
+    def _why_not_made(self, entry: TensorEntry) -> str | None:
+        """Return why a tensor of which none is here cannot be made, in words; None where it can, or arrives whole."""
+        why: str | None = "of no mesh that is known in this process"
+        if entry.layout is not None:
+            why = self._meshes.why_not(entry.layout, entry.shape, [box_of(chunk) for chunk in entry.chunks])
+        if why is None or is_whole(entry):
+            return None
+        return f"{entry.fqn[:120]} is {describe_entry(entry)} there, {why}"
+
+    def _made(self, entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of which none is here: sharded where it is so there and this process has such a mesh, else whole."""
+        boxes = [box_of(chunk) for chunk in entry.chunks]
+        if entry.layout is None or len(shards) != 1:
+            return whole_tensor(entry, shards)
+        if why := self._meshes.why_not(entry.layout, entry.shape, boxes):
+            logger.warning(
+                "%s is a DTensor there, %s; it arrives as a plain tensor, which is all of it", entry.fqn[:120], why
+            )
+            return whole_tensor(entry, shards)
+        return self._meshes.make(entry.layout, entry.shape, shards[0])
 
     def _check_fillable(self, manifest: Manifest) -> None:
         names = {entry.fqn for entry in manifest.tensors}

@@ -1,8 +1,10 @@
 """Sharded tensors as plain tensors plus boxes: the one place that knows what a DTensor is, and where others join it.
 
 An adapter says, for the tensors of one class, which boxes of the global tensor this process holds, gives their data, and
-makes a tensor of the same class and layout from data that arrived. So no mesh, placement or process group ever travels: the
-receiver keeps its own. Other SPMD tensors take part by an adapter of their own (`register_shard_adapter`).
+makes a tensor of the same class and layout from data that arrived. So no process group or rank ever travels: the
+receiver keeps its own. What does travel of a DTensor is how it lies on its mesh, in sizes and numbers (`MeshLayout`): where the
+state that is here has none of that name, one is made on a mesh of that shape, if this process has one. Other SPMD tensors take
+part by an adapter of their own (`register_shard_adapter`).
 
 `torch.distributed.tensor` takes a second to import, so that is left to who has a DTensor: it is imported then.
 """
@@ -13,18 +15,40 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import msgspec
 import torch
 
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import UnsupportedValueError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+_MAX_MESH_DIMS = 8
+_MAX_STRIDED_ROWS = 1 << 24
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class MeshLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """How a DTensor lies on its mesh."""
+
+    device: _Name
+    """Kind of the mesh's devices: `cpu`, `cuda`."""
+    mesh: Annotated[list[_Count], msgspec.Meta(min_length=1, max_length=_MAX_MESH_DIMS)]
+    """Its shape."""
+    names: Annotated[list[_Name], msgspec.Meta(max_length=_MAX_MESH_DIMS)] | None
+    """Of its dimensions."""
+    placements: Annotated[list[list[_Count]], msgspec.Meta(max_length=_MAX_MESH_DIMS)]
+    """For each of its dimensions: nothing where the tensor is replicated, the tensor's dimension where it is sharded, and the
+    factor behind it where the shards are strided."""
+    stride: Annotated[list[_Count], msgspec.Meta(max_length=64)]
+    """Of the whole tensor, in items."""
 
 
 class ShardAdapter(ABC):
@@ -80,6 +104,10 @@ class ShardAdapter(ABC):
         """
         return None
 
+    def layout(self, tensor: torch.Tensor) -> MeshLayout | None:
+        """Return how a tensor lies on a device mesh; None where it lies on none, or otherwise. Of this library's own adapters."""
+        return None
+
     @abstractmethod
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of the class and layout of `like` that holds these shards, all of them, one for each of its boxes.
@@ -115,6 +143,31 @@ class DTensorAdapter(ShardAdapter):
                 path,
             )
         return [box], [local]
+
+    def layout(self, tensor: torch.Tensor) -> MeshLayout | None:
+        from torch.distributed.tensor import Replicate, Shard
+
+        dtensor = cast("DTensor", tensor)
+        mesh = dtensor.device_mesh
+        placements: list[list[int]] = []
+        for placement in dtensor.placements:
+            factor = getattr(placement, "split_factor", None)
+            if isinstance(placement, Replicate):
+                placements.append([])
+            elif factor is not None:
+                placements.append([placement.dim, factor])  # type: ignore[attr-defined]
+            elif type(placement) is Shard:
+                placements.append([placement.dim])
+            else:
+                return None
+        names = mesh.mesh_dim_names
+        return MeshLayout(
+            device=mesh.device_type,
+            mesh=list(mesh.shape),
+            names=None if names is None else list(names),
+            placements=placements,
+            stride=list(dtensor.stride()),
+        )
 
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
@@ -178,6 +231,123 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for part in parts if part.layout is torch.strided and part.numel()]
 
 
+class KnownMeshes:
+    """The device meshes of this process that a received DTensor may be made on.
+
+    Those of the DTensors of a state that is here; else the mesh of one dimension over the default process group.
+
+    Args:
+        tensors: of the state that is here.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if is_dtensor(tensor)}  # type: ignore[attr-defined]
+        self._meshes: list[DeviceMesh] = list(found.values())
+
+    def why_not(self, layout: MeshLayout, shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+        """Return why no DTensor can be made that has these boxes, to be said of it; None where it can."""
+        mesh = self._find(layout)
+        names = "" if layout.names is None else f" ({', '.join(layout.names)})"
+        what = f"mesh {'x'.join(map(str, layout.mesh))}{names} of {layout.device}"
+        if mesh is None:
+            return f"of a {what}, of which none is known in this process"
+        try:
+            placements = _placements_of(layout, len(shape))
+            _check_strided(layout, shape)
+            here = _box_on(mesh, placements, tuple(shape))
+        except (ValueError, RuntimeError) as error:
+            return f"laid out as nothing can be ({error})"
+        if [here] != list(boxes) and not (here is None and not boxes):
+            return f"of a {what}, of which this rank's part is {here or 'none'}"
+        return None
+
+    def make(self, layout: MeshLayout, shape: Sequence[int], data: torch.Tensor) -> torch.Tensor:
+        """Return the DTensor that has this shard here, where `why_not` says nothing. Without communication."""
+        from torch.distributed.tensor import DTensor
+
+        mesh = self._find(layout)
+        if mesh is None:
+            raise RuntimeError("internal error: a mesh that was there is gone")
+        with torch.no_grad():
+            return DTensor.from_local(
+                data.to(mesh.device_type),
+                mesh,
+                _placements_of(layout, len(shape)),
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=tuple(layout.stride),
+            )
+
+    def _find(self, layout: MeshLayout) -> DeviceMesh | None:
+        names = None if layout.names is None else tuple(layout.names)
+        for mesh in self._meshes:
+            if (mesh.device_type, list(mesh.shape), mesh.mesh_dim_names) == (layout.device, layout.mesh, names):
+                return mesh
+        world = _world_mesh(layout, names)
+        if world is not None:
+            self._meshes.append(world)
+        return world
+
+
+def _world_mesh(layout: MeshLayout, names: tuple[str, ...] | None) -> DeviceMesh | None:
+    """Return the default process group as a mesh, if it is of that shape. Nobody else is asked."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", *([accelerator.type] if accelerator is not None else [])}
+    world = torch.distributed.group.WORLD
+    if world is None or layout.mesh != [torch.distributed.get_world_size()] or layout.device not in kinds:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    try:
+        return DeviceMesh.from_group(world, layout.device, mesh_dim_names=names)
+    except (RuntimeError, ValueError):  # the group has no backend for such devices
+        return None
+
+
+def _placements_of(layout: MeshLayout, num_dims: int) -> list[Any]:
+    """Return torch's placements.
+
+    Raises:
+        ValueError: there are none such for a tensor of so many dimensions.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements: list[Any] = []
+    for numbers in layout.placements:
+        if len(numbers) > 2 or (numbers and numbers[0] >= num_dims) or 0 in numbers[1:]:
+            raise ValueError(f"placement {numbers} of a tensor of {num_dims} dimensions")
+        if not numbers:
+            placements.append(Replicate())
+        else:
+            placements.append(
+                Shard(numbers[0]) if len(numbers) == 1 else _StridedShard(numbers[0], split_factor=numbers[1])
+            )
+    if len(placements) != len(layout.mesh) or len(layout.stride) != num_dims:
+        raise ValueError(
+            "it has not one placement for each dimension of its mesh, or not one stride for each of its own"
+        )
+    return placements
+
+
+def _check_strided(layout: MeshLayout, shape: Sequence[int]) -> None:
+    """To say where strided shards lie, torch makes a tensor of all rows: who announces many must not choose how much memory."""
+    if any(len(numbers) == 2 and shape[numbers[0]] > _MAX_STRIDED_ROWS for numbers in layout.placements):
+        raise ValueError(f"strided shards of more than {_MAX_STRIDED_ROWS} rows")
+
+
+def _box_on(mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> Box | None:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if mesh.get_coordinate() is None:
+        return None
+    with torch.device("cpu"):  # it counts rows in a tensor, on the default device
+        sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(sizes))
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. Where nobody has imported that module, nobody can have made one."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -205,15 +375,12 @@ def _box_of(tensor: DTensor, path: str) -> Box | None:
     if key in known:
         return known[key]
     from torch.distributed.tensor import Partial
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedValueError(f"state dict at {path!r}: a DTensor with unreduced (Partial) values", path)
     box: Box | None = None
     if coordinate is not None:
-        with torch.device("cpu"):  # it counts rows in a tensor, on the default device
-            shape, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
-        box = Box(tuple(offsets), tuple(shape))
+        box = cast(Box, _box_on(mesh, placements, tuple(tensor.shape)))
         if any(hasattr(placement, "split_factor") for placement in placements):
             _check_one_box(tensor, list(coordinate), box, path)
     known[key] = box

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES
-from torchft_ckpt.checkpointing.state.shards import adapter_of
+from torchft_ckpt.checkpointing.state.shards import MeshLayout, adapter_of
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 ALIGN_BYTES = 64
@@ -45,6 +45,7 @@ class PlacedTensor(NamedTuple):
     dtype: torch.dtype
     global_shape: tuple[int, ...]
     chunks: list[Placed]
+    layout: MeshLayout | None = None
 
 
 class Memory:
@@ -187,14 +188,17 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
     """
     pieces: list[_Piece] = []
     counts: list[int] = []
+    layouts: list[MeshLayout | None] = []
     for path, tensor in tensors:
         adapter = adapter_of(tensor)
         if adapter is None:
             pieces.append(_piece(len(pieces), path, tensor, None))
             counts.append(1)
+            layouts.append(None)
             continue
         boxes, data = adapter.boxes_and_data(tensor, path)
         counts.append(len(boxes))
+        layouts.append(adapter.layout(tensor))
         for box, local in zip(boxes, data, strict=True):
             if local.dtype != tensor.dtype or tuple(local.shape) != box.sizes:
                 raise _refuse(path, f"a shard {local.dtype}{[*local.shape]} of a {tensor.dtype} tensor, for {box}, it")
@@ -221,8 +225,8 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
         memories.append(memory)
     of_tensors: list[PlacedTensor] = []
     at = 0
-    for (path, tensor), count in zip(tensors, counts, strict=True):
-        of_tensors.append(PlacedTensor(path, tensor.dtype, tuple(tensor.shape), placed[at : at + count]))
+    for (path, tensor), count, layout in zip(tensors, counts, layouts, strict=True):
+        of_tensors.append(PlacedTensor(path, tensor.dtype, tuple(tensor.shape), placed[at : at + count], layout))
         at += count
     return Space(memories, starts, lengths, of_tensors, end)
 

@@ -6,18 +6,20 @@ specified in `format`.
 
 from __future__ import annotations
 
-import base64
-import binascii
+import enum
 import math
 import struct
 import warnings
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.classes import KnownClasses, Unmade, is_named_tuple, name_of, refuse_unmade
+from torchft_ckpt.checkpointing.state.dtypes import DTYPES
+from torchft_ckpt.checkpointing.state.scalars import SCALAR_TAGS, decode_scalar, encode_scalar
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 Node = object
@@ -27,20 +29,26 @@ _MAX_ALIKE = 64
 MAX_NAME = 200
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _INT64 = range(-(2**63), 2**63)
-_DICTS = (dict, OrderedDict, defaultdict)
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict, deque)
+}
+_FACTORY_NAMES = {kind: name for name, kind in _FACTORIES.items()}
+_MAX_CLASS_NAME = 512
 
 
 class TreeEncoder:
     """Encodes one state. `tensors` holds (path, tensor) in the order in which the nodes refer to them.
 
     `arrays` are the places there of what are numpy arrays in the state, `copied_arrays` of those that do not share their tensor's
-    memory.
+    memory. `classes` are the classes of named tuples and enum members, by their names, at each path; of a dict's keys and a set's
+    elements at that of the dict or set.
     """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.arrays: set[int] = set()
         self.copied_arrays: set[int] = set()
+        self.classes: dict[str, dict[str, type]] = {}
 
     def encode(self, value: object, path: str = "", depth: int = 0) -> Node:
         """Return the node of a value.
@@ -61,35 +69,84 @@ class TreeEncoder:
             return value if value in _INT64 else self._big_int(value, path)
         if kind is float:
             return value if math.isfinite(value) else {"f": struct.pack(">d", value).hex()}  # type: ignore[arg-type]
-        if kind is complex:
-            return {"c": struct.pack(">dd", value.real, value.imag).hex()}  # type: ignore[attr-defined]
         if isinstance(value, torch.Tensor):
             return {"x": self._tensor(value, path)}
         if kind is list:
             return self._items(value, path, depth)  # type: ignore[arg-type]
         if kind is tuple:
             return {"t": self._items(value, path, depth)}  # type: ignore[arg-type]
-        if kind in _DICTS:
+        if kind is dict:
             return {"d": self._pairs(value, path, depth)}  # type: ignore[arg-type]
-        if kind is Counter:
-            return {"n": self._pairs(value, path, depth)}  # type: ignore[arg-type]
-        if kind is bytes:
-            return {"b": base64.b64encode(value).decode()}  # type: ignore[arg-type]
-        if kind is torch.Size:
-            return {"s": list(value)}  # type: ignore[call-overload]
-        if kind is torch.dtype:
-            if dtype_name(value) not in DTYPES:
-                raise UnsupportedValueError(f"state dict{_at(path)}: dtype {value} cannot be carried", path)
-            return {"y": dtype_name(value)}
+        if kind is OrderedDict:
+            metadata = self.encode(getattr(value, "_metadata", None), _join(path, "_metadata"), depth + 1)
+            return {"o": [self._pairs(value, path, depth), metadata]}  # type: ignore[arg-type]
         if kind is np.ndarray:
             return {"a": self._array(value, path)}  # type: ignore[arg-type]
-        if isinstance(value, (np.floating, np.integer, np.bool_)) and value.dtype.itemsize <= 8:
-            return self.encode(value.item(), path, depth)
-        raise UnsupportedValueError(
-            f"state dict{_at(path)}: a {kind.__module__}.{kind.__qualname__} cannot be carried; "
-            "put numbers, strings, tensors or containers of these there",
-            path,
-        )
+        return self._less_common(value, path, depth)
+
+    def _less_common(self, value: Any, path: str, depth: int) -> Node:
+        kind = type(value)
+        if kind is Counter:
+            return {"n": self._pairs(value, path, depth)}
+        if kind is defaultdict:
+            factory = value.default_factory
+            if factory is not None and factory not in _FACTORY_NAMES:
+                return {"d": self._pairs(value, path, depth)}
+            return {"default": [_FACTORY_NAMES.get(factory), self._pairs(value, path, depth)]}
+        if kind is deque:
+            return {"deque": [value.maxlen, self._items(tuple(value), path, depth)]}
+        if kind in (set, frozenset):
+            return {kind.__name__: self._elements(value, path, depth)}
+        if isinstance(value, enum.Enum):
+            return {"enum": self._member(value, path)}
+        if is_named_tuple(kind):
+            return {"named": [self._class(kind, path), list(kind._fields), self._items(value, path, depth)]}
+        try:
+            node = encode_scalar(value)
+        except ValueError as error:
+            raise UnsupportedValueError(
+                f"state dict{_at(path)}: a {kind.__qualname__} that {error} cannot be carried", path
+            ) from error
+        if node is None:
+            raise UnsupportedValueError(
+                f"state dict{_at(path)}: a {kind.__module__}.{kind.__qualname__} cannot be carried; "
+                "put numbers, strings, tensors or containers of these there",
+                path,
+            )
+        return node
+
+    def _class(self, kind: type, path: str) -> str:
+        name = name_of(kind)
+        if len(name) > _MAX_CLASS_NAME:
+            raise UnsupportedValueError(f"state dict{_at(path)}: the name of its class is too long", path)
+        self.classes.setdefault(path, {})[name] = kind
+        return name
+
+    def _member(self, member: enum.Enum, path: str) -> list[Node]:
+        kind = type(member)
+        names = _flags_of(member) if isinstance(member, enum.Flag) else [member.name]
+        if names is None:
+            raise UnsupportedValueError(f"state dict{_at(path)}: {member!r:.80} has bits without a name", path)
+        return [self._class(kind, path), names, _value_of(member)]
+
+    def _elements(self, values: Iterable[object], path: str, depth: int) -> list[Node]:
+        """Return the nodes of a set's elements, in an order that follows from what they are."""
+        return sorted((self._element(item, path, depth + 1) for item in tuple(values)), key=repr)
+
+    def _element(self, value: Any, path: str, depth: int) -> Node:
+        kind = type(value)
+        if depth > MAX_DEPTH or isinstance(value, torch.Tensor):
+            raise UnsupportedValueError(
+                f"state dict{_at(path)}: a tensor in a set, or too deep, cannot be carried", path
+            )
+        if kind is tuple:
+            return {"t": [self._element(item, path, depth + 1) for item in value]}
+        if kind is frozenset:
+            return {"frozenset": self._elements(value, path, depth)}
+        if is_named_tuple(kind):
+            items: list[Node] = [self._element(item, path, depth + 1) for item in value]
+            return {"named": [self._class(kind, path), list(kind._fields), items]}
+        return self.encode(value, path, depth)
 
     def _items(self, values: Sequence[object], path: str, depth: int) -> list[Node]:
         return [self.encode(item, _join(path, index), depth + 1) for index, item in enumerate(values)]
@@ -162,17 +219,46 @@ class TreeEncoder:
         return {"i": digits}
 
 
-def decode_tree(node: Node, tensors: Sequence[torch.Tensor]) -> object:
+def _flags_of(member: enum.Flag) -> list[str] | None:
+    """Return the names of the flags that make up a member; None where no names do."""
+    kind, value = type(member), member.value
+    names = [name for name, flag in kind.__members__.items() if flag.value and flag.value & value == flag.value]
+    made = kind(0)
+    for name in names:
+        made |= kind[name]
+    return names if made == member else None
+
+
+def _value_of(member: enum.Enum) -> list[Node]:
+    """Return the node of a member's value in a list, which is empty where that cannot be carried."""
+    encoder = TreeEncoder()
+    try:
+        node = encoder.encode(member.value)
+    except UnsupportedValueError:
+        return []
+    return [] if encoder.tensors or encoder.classes else [node]
+
+
+def decode_tree(
+    node: Node, tensors: Sequence[torch.Tensor], classes: KnownClasses | None = None, *, is_lenient: bool = False
+) -> object:
     """Return the state that a tree of nodes stands for.
 
     Args:
         node: the tree as JSON values.
         tensors: what the `x` and `a` nodes refer to.
+        classes: what named tuples and enum members are made of. None: who only looks gets tuples for them, and plain values.
+        is_lenient: leave an `Unmade` for those that cannot be made, where not all of the state is wanted.
 
     Raises:
         StateFormatError: a node breaks a rule of the format.
+        StateMismatchError: there is no class for a named tuple or an enum.
     """
-    return _decode(node, 0, lambda index: tensors[_check_index(index, len(tensors))])
+    decoder = _Decoder(lambda index: tensors[_check_index(index, len(tensors))], classes)
+    state = decoder.decode(node, 0)
+    if not is_lenient:
+        refuse_unmade(decoder.unmade, party="local_state")
+    return state
 
 
 def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
@@ -193,102 +279,236 @@ def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
         seen.add(checked)
         return _NOTHING[dtypes[checked]]
 
-    _decode(node, 0, note)
+    _Decoder(note, None).decode(node, 0)
     if len(seen) != num_tensors:
         raise StateFormatError(f"{num_tensors - len(seen)} tensors are in no place of the tree", party="source")
 
 
+def check_classes(node: Node, dtypes: Sequence[torch.dtype], classes: KnownClasses) -> None:
+    """See, before a byte is received, that all named tuples and enum members of a checked tree can be made.
+
+    Raises:
+        StateMismatchError: it says which cannot, by path.
+    """
+    decoder = _Decoder(lambda index: _NOTHING[dtypes[_check_index(index, len(dtypes))]], classes)
+    decoder.decode(node, 0)
+    refuse_unmade(decoder.unmade, party="local_state")
+
+
+def items_of_node(node: Node) -> list[tuple[object, Node]]:
+    """Return the items of a checked container's node with their keys, or their places where it has none; of a leaf nothing.
+
+    A set has none: its elements are no places of a state.
+    """
+    if isinstance(node, list):
+        return list(enumerate(node))
+    tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", None)
+    if tag in ("o", "default"):
+        tag, content = "d", content[tag == "default"]  # type: ignore[index]
+    elif tag in ("deque", "named"):
+        tag, content = "t", content[-1]  # type: ignore[index]
+    if tag in ("d", "n"):
+        keys = _Decoder(_no_tensor, None)
+        return [(keys.key(key, 0), item) for key, item in content]  # type: ignore[union-attr]
+    return list(enumerate(content)) if tag == "t" else []  # type: ignore[arg-type]
+
+
 def plain_paths(node: Node, path: str = "") -> Iterator[str]:
     """Yield the paths of the leaves of a checked tree that are neither tensors nor arrays."""
-    if isinstance(node, list):
-        tag, items = "t", node
-    elif isinstance(node, dict):
-        tag, items = next(iter(node.items()))
-    else:
-        tag, items = "", []
-    if tag == "t":
-        for index, item in enumerate(items):
-            yield from plain_paths(item, _join(path, index))
-    elif tag in ("d", "n"):
-        for key, item in items:
-            yield from plain_paths(item, _join(path, _decode_key(key, 0)))
-    elif tag not in ("x", "a"):
+    items = items_of_node(node)
+    for key, item in items:
+        yield from plain_paths(item, _join(path, key))
+    is_leaf = not isinstance(node, list) and not (isinstance(node, dict) and not node.keys().isdisjoint(_NOT_PLAIN))
+    if not items and is_leaf:
         yield path
 
 
-def _decode(node: Node, depth: int, tensor_of: Callable[[object], torch.Tensor]) -> object:
-    if depth > MAX_DEPTH:
-        raise StateFormatError(f"the tree is nested deeper than {MAX_DEPTH} levels", party="source")
-    if node is None or isinstance(node, (bool, int, float, str)):
-        return node
-    if isinstance(node, list):
-        return [_decode(item, depth + 1, tensor_of) for item in node]
-    tag, content = _tagged(node)
-    if tag == "x":
-        return tensor_of(content)
-    if tag == "a":
-        return _as_array(tensor_of(content))
-    if tag == "t":
-        return tuple(_decode(item, depth + 1, tensor_of) for item in _list(content, tag))
-    if tag in ("d", "n"):
-        pairs = _decode_pairs(_list(content, tag), depth, tensor_of)
-        return pairs if tag == "d" else _as_counter(pairs)
-    return _decode_scalar(tag, content)
+_NOT_PLAIN = frozenset({"x", "a", "t", "d", "n", "o", "default", "deque", "named"})
 
 
-def _decode_pairs(content: list[Node], depth: int, tensor_of: Callable[[object], torch.Tensor]) -> dict[object, object]:
-    decoded: dict[object, object] = {}
-    hashes: Counter[int] = Counter()
-    for pair in content:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise StateFormatError("a dict entry is not a pair of key and value", party="source")
-        key = pair[0]
-        if type(key) is not str:
-            key = _decode_key(key, depth)
-            # Hashes of numbers are no secret: many keys of one hash would make every look-up a search.
-            hashes[hash(key)] += 1
-            if hashes[hash(key)] > _MAX_ALIKE:
-                raise StateFormatError(f"more than {_MAX_ALIKE} keys of one dict have the same hash", party="source")
-        if key in decoded:
-            raise StateFormatError(f"the key {key!r:.80} appears twice in one dict", party="source")
-        node = pair[1]
-        if type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
-            decoded[key] = tensor_of(node["x"])
-        else:
-            decoded[key] = _decode(node, depth + 1, tensor_of)
-    return decoded
+class _Decoder:
+    """Makes the values of one tree, and checks every rule of the format on the way.
+
+    Args:
+        tensor_of: returns the tensor of an index.
+        classes: as for `decode_tree`.
+
+    `unmade` is what no class was found for.
+    """
+
+    def __init__(self, tensor_of: Callable[[object], torch.Tensor], classes: KnownClasses | None) -> None:
+        self._tensor_of = tensor_of
+        self._classes = classes
+        self._keys: list[object] = []
+        self.unmade: list[Unmade] = []
+
+    def decode(self, node: Node, depth: int) -> object:
+        if depth > MAX_DEPTH:
+            raise StateFormatError(f"the tree is nested deeper than {MAX_DEPTH} levels", party="source")
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        if isinstance(node, list):
+            return self._items(node, depth)
+        tag, content = _tagged(node)
+        if tag == "x":
+            return self._tensor_of(content)
+        if tag == "a":
+            return _as_array(self._tensor_of(content))
+        if tag == "t":
+            return tuple(self._items(_list(content, tag), depth))
+        if tag == "d":
+            return self._pairs(_list(content, tag), depth)
+        if tag == "o":
+            pairs, metadata = _list(content, tag, 2)
+            return _as_ordered(self._pairs(_list(pairs, tag), depth), self.decode(metadata, depth + 1))
+        if tag == "n":
+            return _as_counter(self._pairs(_list(content, tag), depth))
+        if tag == "default":
+            name, pairs = _list(content, tag, 2)
+            return defaultdict(_factory(name), self._pairs(_list(pairs, tag), depth))
+        if tag == "deque":
+            length, items = _list(content, tag, 2)
+            return _as_deque(self._items(_list(items, tag), depth), length)
+        if tag == "set":
+            return set(self._elements(_list(content, tag), depth))
+        if tag == "named":
+            return self._named(content, lambda items: self._items(items, depth))
+        return self._plain(tag, content, depth)
+
+    def _items(self, nodes: list[Node], depth: int) -> list[object]:
+        keys = self._keys
+        decoded = []
+        for index, item in enumerate(nodes):
+            keys.append(index)
+            decoded.append(self.decode(item, depth + 1))
+            keys.pop()
+        return decoded
+
+    def _pairs(self, content: list[Node], depth: int) -> dict[object, object]:
+        decoded: dict[object, object] = {}
+        hashes: Counter[int] = Counter()
+        for pair in content:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise StateFormatError("a dict entry is not a pair of key and value", party="source")
+            key = pair[0]
+            if type(key) is not str:
+                key = self.key(key, depth)
+                _note_hash(key, hashes)
+            if key in decoded:
+                raise StateFormatError(f"the key {key!r:.80} appears twice in one dict", party="source")
+            node = pair[1]
+            if type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
+                decoded[key] = self._tensor_of(node["x"])
+            else:
+                self._keys.append(key)
+                decoded[key] = self.decode(node, depth + 1)
+                self._keys.pop()
+        return decoded
+
+    def _elements(self, content: list[Node], depth: int) -> list[object]:
+        hashes: Counter[int] = Counter()
+        elements = [self._element(node, depth + 1) for node in content]
+        for element in elements:
+            _note_hash(element, hashes)
+        return elements
+
+    def _element(self, node: Node, depth: int) -> object:
+        tag, content = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+        if tag == "t" and depth <= MAX_DEPTH:
+            return tuple(self._element(item, depth + 1) for item in _list(content, tag))
+        if tag == "named" and depth <= MAX_DEPTH:
+            return self._named(content, lambda items: [self._element(item, depth + 1) for item in items])
+        if tag == "enum" and self._classes is None:
+            self._member(content, depth)
+            name, members, _ = _list(content, tag, 3)
+            return (name, *_list(members, tag))  # its value may be one that cannot be hashed
+        if isinstance(node, list) or (tag and tag not in _HASHABLE_TAGS):
+            raise StateFormatError(f"an element of a set has the tag {tag[:16]!r}", party="source")
+        return self.decode(node, depth)
+
+    def key(self, node: Node, depth: int) -> object:
+        """Return the key of a dict that a node stands for."""
+        if depth > MAX_DEPTH:
+            raise StateFormatError(f"a key is nested deeper than {MAX_DEPTH} levels", party="source")
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        tag, content = _tagged(node)
+        if tag == "t":
+            return tuple(self.key(item, depth + 1) for item in _list(content, tag))
+        if tag in ("f", "i"):
+            return self._plain(tag, content, depth)
+        raise StateFormatError(f"a key has the tag {tag[:16]!r}", party="source")
+
+    def _plain(self, tag: str, content: object, depth: int) -> object:
+        """Return what holds no tensors."""
+        if tag == "frozenset":
+            return frozenset(self._elements(_list(content, tag), depth))
+        if tag == "enum":
+            return self._member(content, depth)
+        try:
+            if tag == "f" and isinstance(content, str) and len(content) == 16:
+                return struct.unpack(">d", bytes.fromhex(content))[0]
+            if tag == "i" and isinstance(content, str) and len(content) <= _MAX_INT_DIGITS + 1:
+                return int(content, 16)
+            if tag in SCALAR_TAGS:
+                return decode_scalar(tag, content)
+        except (ValueError, LookupError, ArithmeticError, TypeError, RuntimeError, struct.error) as error:
+            raise StateFormatError(f"the content of a {tag!r} node cannot be read: {error}", party="source") from error
+        raise StateFormatError(f"unknown node: tag {tag[:16]!r} with a {type(content).__name__}", party="source")
+
+    def _named(self, content: object, make: Callable[[list[Node]], list[object]]) -> object:
+        name, fields, nodes = _list(content, "named", 3)
+        names = _texts([name, *_list(fields, "named")], "named")
+        values = make(_list(nodes, "named"))
+        if len(values) != len(names) - 1:
+            raise StateFormatError("a named tuple has another number of fields than of values", party="source")
+        if self._classes is None:
+            return tuple(values)
+        return self._noted(self._classes.make_named(names[0], names[1:], values, self._path))
+
+    def _member(self, content: object, depth: int) -> object:
+        name, members, value = _list(content, "enum", 3)
+        names = _texts([name, *_list(members, "enum")], "enum")
+        values = _list(value, "enum")
+        if len(values) > 1:
+            raise StateFormatError("a member of an enum has several values", party="source")
+        plain = _Decoder(_no_tensor, None).decode(values[0], depth + 1) if values else tuple(names[1:])
+        if self._classes is None:
+            return plain
+        made = self._classes.make_member(names[0], names[1:], self._path)
+        here = _value_of(made) if isinstance(made, enum.Enum) else []
+        if values and here and repr(here) != repr(values):
+            made = Unmade(self._path, f"{made!r:.80} of another value than here: {plain!r:.80}")
+        return self._noted(made)
+
+    @property
+    def _path(self) -> str:
+        path = ""
+        for key in self._keys:
+            path = _join(path, key)
+        return path
+
+    def _noted(self, made: object) -> object:
+        if isinstance(made, Unmade):
+            self.unmade.append(made)
+        return made
 
 
-def _decode_key(node: Node, depth: int) -> object:
-    if depth > MAX_DEPTH:
-        raise StateFormatError(f"a key is nested deeper than {MAX_DEPTH} levels", party="source")
-    if node is None or isinstance(node, (bool, int, float, str)):
-        return node
-    tag, content = _tagged(node)
-    if tag == "t":
-        return tuple(_decode_key(item, depth + 1) for item in _list(content, tag))
-    if tag in ("f", "i"):
-        return _decode_scalar(tag, content)
-    raise StateFormatError(f"a key has the tag {tag[:16]!r}", party="source")
+_HASHABLE_TAGS = (SCALAR_TAGS - {"bytearray"}) | {"f", "i", "enum", "frozenset"}
 
 
-def _decode_scalar(tag: str, content: object) -> object:
+def _no_tensor(_: object) -> torch.Tensor:
+    raise StateFormatError("a tensor is where none can be", party="source")
+
+
+def _note_hash(key: object, hashes: Counter[int]) -> None:
+    # Hashes of numbers are no secret: many keys of one hash would make every look-up a search.
     try:
-        if tag == "f" and isinstance(content, str) and len(content) == 16:
-            return struct.unpack(">d", bytes.fromhex(content))[0]
-        if tag == "c" and isinstance(content, str) and len(content) == 32:
-            return complex(*struct.unpack(">dd", bytes.fromhex(content)))
-        if tag == "i" and isinstance(content, str) and len(content) <= _MAX_INT_DIGITS + 1:
-            return int(content, 16)
-        if tag == "b" and isinstance(content, str):
-            return base64.b64decode(content, validate=True)
-    except (ValueError, struct.error, binascii.Error) as error:
-        raise StateFormatError(f"the content of a {tag!r} node cannot be read: {error}", party="source") from error
-    if tag == "y" and isinstance(content, str):
-        return parse_dtype(content)
-    if tag == "s" and isinstance(content, list) and all(type(n) is int and 0 <= n < 2**63 for n in content):
-        return torch.Size(content)
-    raise StateFormatError(f"unknown node: tag {tag[:16]!r} with a {type(content).__name__}", party="source")
+        hashes[hash(key)] += 1
+    except TypeError as error:
+        raise StateFormatError(f"a key or an element cannot be one: {error}", party="source") from error
+    if hashes[hash(key)] > _MAX_ALIKE:
+        raise StateFormatError(f"more than {_MAX_ALIKE} keys of one dict or set have the same hash", party="source")
 
 
 def _tagged(node: Node) -> tuple[str, object]:
@@ -297,10 +517,16 @@ def _tagged(node: Node) -> tuple[str, object]:
     return next(iter(node.items()))
 
 
-def _list(content: object, tag: str) -> list[Node]:
-    if not isinstance(content, list):
-        raise StateFormatError(f"the content of a {tag!r} node is not a list", party="source")
+def _list(content: object, tag: str, length: int | None = None) -> list[Node]:
+    if not isinstance(content, list) or (length is not None and len(content) != length):
+        raise StateFormatError(f"the content of a {tag!r} node is not a list, or not of that length", party="source")
     return content
+
+
+def _texts(content: list[Node], tag: str) -> list[str]:
+    if not all(isinstance(text, str) and len(text) <= _MAX_CLASS_NAME for text in content):
+        raise StateFormatError(f"a name in a {tag!r} node is none", party="source")
+    return content  # type: ignore[return-value]
 
 
 def _check_index(index: object, num_tensors: int) -> int:
@@ -333,6 +559,27 @@ def _as_counter(pairs: dict[object, object]) -> Counter[object]:
     for key, count in pairs.items():
         counter[key] = count  # type: ignore[assignment]  # a Counter holds whatever it was given
     return counter
+
+
+def _as_ordered(pairs: dict[object, object], metadata: object) -> OrderedDict[object, object]:
+    ordered = OrderedDict(pairs)
+    if metadata is not None:
+        if not isinstance(metadata, Mapping):
+            raise StateFormatError("the metadata of an OrderedDict is no dict", party="source")
+        ordered._metadata = metadata  # type: ignore[attr-defined]  # as torch's modules do
+    return ordered
+
+
+def _as_deque(items: list[object], length: object) -> deque[object]:
+    if length is not None and (type(length) is not int or not len(items) <= length < 2**62):
+        raise StateFormatError("a deque has more items than it takes", party="source")
+    return deque(items, length)
+
+
+def _factory(name: object) -> Callable[[], Any] | None:
+    if name is not None and (not isinstance(name, str) or name not in _FACTORIES):
+        raise StateFormatError(f"a defaultdict has the unknown factory {name!r:.40}", party="source")
+    return None if name is None else _FACTORIES[name]
 
 
 def _join(path: str, key: object) -> str:

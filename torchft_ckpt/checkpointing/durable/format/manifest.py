@@ -1,13 +1,13 @@
-"""The manifest of one part of a durable checkpoint, version 1: what a rank holds, and what of it this part contains.
+"""The manifest of one part of a durable checkpoint, version 2: what a rank holds, and what of it this part contains.
 
 This file specifies the manifest, writes and checks it. It does not read or write files, and does not know what the other parts
 contain; whether a checkpoint is whole is decided in `core/coverage.py`.
 
 A file of two parts:
 
-- one line of JSON: `{"format": "torchft_ckpt.durable", "version": 1, "bytes": N, "digest": H}`, ended by a newline. A reader
-  MUST refuse another version before it looks further. N is the length of what follows, H its xxh3_128 as 32 hex digits (seed 0),
-  and both MUST be right: so a manifest is whole, or is none.
+- one line of JSON: `{"format": "torchft_ckpt.durable", "version": 2, "bytes": N, "digest": H}`, ended by a newline. A reader
+  MUST refuse a version that it does not know before it looks further; version 1 is the same with fewer kinds of nodes. N is the
+  length of what follows, H its xxh3_128 as 32 hex digits (seed 0), and both MUST be right: so a manifest is whole, or is none.
 - the body, one JSON object, `PartManifest` below. A reader MUST refuse members that it does not know.
 
 What MUST hold in a body:
@@ -42,6 +42,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
@@ -51,7 +52,8 @@ from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import CheckpointDamagedError, StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.durable"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, 2)
 DIGEST_BLOCK_BYTES = 64 * 1024
 MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
 MAX_INLINE_BYTES = 64 * 1024 * 1024
@@ -212,8 +214,8 @@ def decode_part(data: bytes, checkpoint: CheckpointName, part: PartName) -> Part
         header = _decode_header(head[:4096])
         if header.format != FORMAT_NAME:
             raise _damaged(where, f"is no manifest: format {header.format[:64]!r}")
-        if header.version != FORMAT_VERSION:
-            raise _damaged(where, f"has version {header.version}, this side reads {FORMAT_VERSION}")
+        if header.version not in _READABLE:
+            raise _damaged(where, f"has version {header.version}, this side reads {_READABLE[-1]}")
         if len(body) != header.bytes or xxhash.xxh3_128_hexdigest(body) != header.digest:
             raise _damaged(where, f"is damaged: {len(body)} bytes that do not have the digest of {header.bytes} ones")
         if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
@@ -313,9 +315,13 @@ def encode_value(value: object, path: str) -> PlainValue:
     return PlainValue(node=node, tensors=[_inline(tensor, where) for where, tensor in encoder.tensors])
 
 
-def decode_value(value: PlainValue) -> object:
-    """Return what a node stands for. Of a checked manifest."""
-    return decode_tree(value.node, [_outline(tensor) for tensor in value.tensors])
+def decode_value(value: PlainValue, classes: KnownClasses | None = None) -> object:
+    """Return what a node stands for. Of a checked manifest. `classes`: as for `decode_tree`.
+
+    Raises:
+        StateMismatchError: there is no class here for a named tuple or an enum, by its path.
+    """
+    return decode_tree(value.node, [_outline(tensor) for tensor in value.tensors], classes)
 
 
 def _check_inline(tensor: torch.Tensor, path: str) -> None:

@@ -43,6 +43,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     spans_of,
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import c_strides, region_of
@@ -150,7 +151,7 @@ class ForeignReader(PieceReader[ForeignPiece]):
                 unreadable[fqn] = error
         return readable, unreadable
 
-    def own(self, replica_id: str, rank: int) -> object | None:
+    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         """Return None: DCP keeps nothing for one rank alone."""
         return None
 

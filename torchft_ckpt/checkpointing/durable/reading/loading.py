@@ -128,7 +128,7 @@ def load_into(
 def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read: ReadWants) -> None:
     local = LocalState(state_dict)
     places = list(leaves_of(state_dict))
-    values = reader.plan_values({fqn for fqn, _, _ in places})
+    values = reader.plan_values({fqn for fqn, _, _ in places}, local.classes)
     in_leaves = {path for fqn, container, key in places for path in _tensors_in(container[key], fqn)}
     paths = [path for path in local.paths() if path not in in_leaves]
     wrong = _misfits(reader, local, paths)

@@ -20,6 +20,7 @@ import torch
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, PieceIndex, SavedTensor
 from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
@@ -134,18 +135,26 @@ class StateReader(ABC):
             CheckpointError: one cannot be read.
         """
 
-    def plan_values(self, names: Collection[str] | None = None) -> PlannedValues:
+    def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
         """As `values`, with the tensors and arrays in them left to be read by the caller.
 
+        Args:
+            names: as for `values`.
+            classes: what named tuples and enum members are made of; None: who only looks gets tuples and plain values.
+
         Raises:
+            StateMismatchError: there is no class for one of them.
             CheckpointError: one cannot be read.
         """
         values = self.values(names)
         return PlannedValues(values.keys(), [], lambda: values)
 
     @abstractmethod
-    def own(self, replica_id: str, rank: int) -> object | None:
-        """Return what belongs to one rank of a named replica group alone; None where there is nothing."""
+    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
+        """Return what belongs to one rank of a named replica group alone; None where there is nothing.
+
+        `classes`, and what it raises: as for `plan_values`.
+        """
 
     def __repr__(self) -> str:
         return (

@@ -48,7 +48,8 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
 from torchft_ckpt.checkpointing.resharding.plan import Want
-from torchft_ckpt.checkpointing.state.containers import Path
+from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
@@ -124,7 +125,7 @@ class CheckpointReader(PieceReader[Piece]):
         self.read(plan.wants)
         return plan.make()
 
-    def plan_values(self, names: Collection[str] | None = None) -> PlannedValues:
+    def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
         """See `StateReader.plan_values`: nothing is read."""
         planned: list[tuple[PartManifest, list[torch.Tensor], list[str]]] = []
         known: set[str] = set()
@@ -135,8 +136,9 @@ class CheckpointReader(PieceReader[Piece]):
                 continue
             places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
             numbers = {place.data_ptr(): number for number, place in enumerate(places)}
-            leaves = _leaves_of(manifest, places)
+            leaves = _leaves_of(manifest, places, classes)
             fresh = [fqn for fqn in leaves if fqn not in known and (names is None or fqn in names)]
+            refuse_unmade([unmade for fqn in fresh for unmade in unmade_in(leaves[fqn][0])], party="state_dict")
             for fqn in fresh:
                 for address in _addresses_in(leaves[fqn][0]):
                     entry = manifest.tensors[numbers[address]]
@@ -149,16 +151,16 @@ class CheckpointReader(PieceReader[Piece]):
         def make() -> dict[str, tuple[Path, object]]:
             values: dict[str, tuple[Path, object]] = {}
             for manifest, places, fresh in planned:
-                leaves = _leaves_of(manifest, places)
+                leaves = _leaves_of(manifest, places, classes)
                 values.update({fqn: (leaves[fqn][1], leaves[fqn][0]) for fqn in fresh})
             return values
 
         return PlannedValues({fqn for _, _, fresh in planned for fqn in fresh}, wants, make)
 
-    def own(self, replica_id: str, rank: int) -> object | None:
+    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""
         part = self.checkpoint.own_part(replica_id, rank)
-        return None if part is None else decode_value(part.manifest.own)
+        return None if part is None else decode_value(part.manifest.own, classes)
 
     def verify(self) -> list[str]:
         """Read everything that can be reached, and return what is wrong with it, as sentences.
@@ -420,9 +422,11 @@ def _blocks_of(region: Region) -> list[tuple[int, int]]:
 # Values and records
 
 
-def _leaves_of(manifest: PartManifest, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[object, Path]]:
+def _leaves_of(
+    manifest: PartManifest, tensors: Sequence[torch.Tensor], classes: KnownClasses | None
+) -> dict[str, tuple[object, Path]]:
     """Return the leaves of a part's tree that are no tensors, made of these tensors."""
-    state = decode_tree(manifest.tree, tensors)
+    state = decode_tree(manifest.tree, tensors, classes, is_lenient=True)
     if not isinstance(state, dict):
         where = f"{manifest.checkpoint}/{manifest.name.manifest}"
         raise CheckpointDamagedError(f"{where} is of a state that is no dict", where)
@@ -436,7 +440,7 @@ def _addresses_in(value: object) -> Iterator[int]:
         yield value.data_ptr()
     elif isinstance(value, np.ndarray):
         yield value.ctypes.data
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, SEQUENCES):
         for item in value:
             yield from _addresses_in(item)
     elif isinstance(value, dict):
