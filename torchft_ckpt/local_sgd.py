@@ -31,6 +31,7 @@ import torch
 from torch import nn, optim
 
 from torchft_ckpt import config
+from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.outer.fragment import AveragedFragment, PseudoGradientFragment
@@ -96,6 +97,17 @@ class LocalSGD(OuterLoop[AveragedFragment]):
             bucket_cap_bytes=int(DEFAULT_BUCKET_CAP_MB * 2**20),
             round_retries=round_retries,
         )
+
+    def sync(self) -> None:
+        """Average now, and count inner steps anew. All replica groups have to, at the same place; within the `with` block only.
+
+        Returns when the round is decided, as `sync_every` inner steps do.
+
+        Raises:
+            RuntimeError: the loop is not entered.
+            Also as an inner step that ends a round.
+        """
+        self._sync_now()
 
 
 class DiLoCo(OuterLoop[PseudoGradientFragment]):
@@ -195,3 +207,6 @@ def _one_for_each(
             party="outer_optimizer",
         )
     return list(outer_optimizer)
+
+
+__getattr__ = lookup(__name__)

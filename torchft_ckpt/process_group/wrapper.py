@@ -65,6 +65,17 @@ class ProcessGroupWrapper(ProcessGroup):
         self._session: Session | None = None
         self._last_error: ProcessGroupError | None = None
 
+    @property
+    def parent(self) -> ProcessGroup:
+        """The group that was handed in.
+
+        Raises:
+            ProcessGroupError: none was: each configure makes an inner group of its own, which is not handed out.
+        """
+        if self._pg is None:
+            raise ProcessGroupError(f"{self!r} is around no group that was handed in")
+        return self._pg
+
     def configure(
         self,
         store_addr: str,
