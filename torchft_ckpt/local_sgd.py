@@ -6,9 +6,10 @@
             loss(model, batch).backward()
             inner_optimizer.step()      # every 50th exchanges what the replicas moved
 
-Names and parameters are those of torchft 0.2.0. The manager needs no state functions of its own: what a replica that joins has to
-know is registered here. If others are registered, their state is served as in any other loop, behind the lock of each
-inner step.
+Names and parameters are those of torchft 0.2.0. The loop begins, and waits for others, in the first forward pass of what it
+trains (in the first inner step, where none is seen), not in the `with` statement. The manager needs no state functions of its
+own: what a replica that joins has to know is registered here. If others are registered, their state is served as in any other
+loop, behind the lock of each inner step.
 
 A checkpoint (`Checkpointer`) holds the global parameters and the outer optimizers of the last committed round, also where it is
 saved in the middle of the next. Restored before the loop or within it, before the first inner step, these are what all groups

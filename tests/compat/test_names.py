@@ -63,7 +63,7 @@ def test_what_torchfts_example_scripts_import_is_here() -> None:
 def test_submodules_are_attributes_of_a_package_that_was_only_imported() -> None:
     program = (
         "import torchft_ckpt as torchft\n"
-        "for name in ['process_group', 'manager', 'local_sgd', 'checkpointing', 'coordination', 'optim', 'futures', '_torchft']:\n"
+        "for name in ['process_group', 'manager', 'local_sgd', 'checkpointing', 'coordination', 'optim', '_torchft']:\n"
         "    assert getattr(torchft, name).__name__ == 'torchft_ckpt.' + name\n"
         "assert torchft.process_group.ManagedProcessGroup\n"
         "assert not hasattr(torchft, 'no_such_module')\n"
