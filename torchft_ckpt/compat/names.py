@@ -155,10 +155,8 @@ TABLE: dict[str, dict[str, Entry]] = {
         ),
     },
     "process_group": {
-        "ErrorSwallowingProcessGroupWrapper": Instead("use ManagedProcessGroup(manager), whose allreduce never raises"),
-        "FakeProcessGroupWrapper": Instead(
-            "use torchft_ckpt.testing.fake_process_group, whose groups fail as a test says"
-        ),
+        "ErrorSwallowingProcessGroupWrapper": Here("process_group.between"),
+        "FakeProcessGroupWrapper": Here("process_group.between"),
         "ProcessGroupBaby": _BABY,
         "ProcessGroupBabyGloo": _BABY,
         "ProcessGroupBabyNCCL": _BABY,

@@ -265,6 +265,8 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg.getBackendName()
 
     def __repr__(self) -> str:
+        if self._pg is not None:
+            return f"{type(self).__name__}(pg={self._pg!r})"
         return f"{type(self).__name__}(rank={self.rank()}, size={self.size()})"
 
     def __del__(self) -> None:
