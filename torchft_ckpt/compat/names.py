@@ -90,7 +90,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         "lighthouse_main": Here("__main__", "main"),
     },
     "checkpointing._rwlock": {
-        "RWLock": Instead("use torchft_ckpt.checkpointing.StateDictLock, or `Manager.state_dict_lock`"),
+        "RWLock": Here("compat.rwlock"),
     },
     "checkpointing._serialization": {},
     "checkpointing.pg_transport": {
@@ -155,6 +155,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         ),
     },
     "process_group": {
+        "_ErrorSwallowingWork": Here("process_group.between"),
         "ErrorSwallowingProcessGroupWrapper": Here("process_group.between"),
         "FakeProcessGroupWrapper": Here("process_group.between"),
         "ProcessGroupBaby": _BABY,
@@ -181,7 +182,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     },
     "torchx": {"hsdp": Instead("start each replica group by torchrun, with TORCHFT_LIGHTHOUSE set")},
     "utils": {"get_stream_context": _STREAMS, "record_event": _STREAMS, "synchronize": _STREAMS},
-    "work": {},
+    "work": {"_DummyWork": Here("process_group", "CompletedWork")},
 }
 
 
