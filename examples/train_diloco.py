@@ -71,6 +71,10 @@ def train(options: Options, group: int) -> None:
         should_quantize=options.quantize,
     )
     with diloco, Recorder(options.records, options.interface) as recorder:
+        with torch.no_grad():
+            task.loss(
+                model, *task.batch(0)
+            )  # the first forward pass: the loop finds the others, and the step that they are at
         inner_step = manager.current_step() * options.period
         num_in_last_round = manager.num_participants()
         while True:

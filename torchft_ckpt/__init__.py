@@ -6,7 +6,10 @@ The public names are loaded on first use (PEP 562), so that `python -m torchft_c
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
+
+from torchft_ckpt.compat import names as _names
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointer import Checkpointer, Restored, Tier
@@ -102,14 +105,21 @@ __all__ = [
 ]
 
 
+_names.install()
+_of_torchft = _names.lookup(__name__)
+
+
 def __getattr__(name: str) -> object:
-    try:
+    if name in _HOME:
         module, attribute = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
+        value = getattr(importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
+    if name in _names.TABLE or (
+        not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None
+    ):
+        return importlib.import_module(f"{__name__}.{name}")
+    return _of_torchft(name)
 
 
 def __dir__() -> list[str]:

@@ -38,6 +38,8 @@
     |   |-- CollectiveFailedError       a collective failed by itself: a peer was lost or did not answer in time
     |   |-- CollectivesDifferError      the groups issued different collectives in a step, which is discarded
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
+    |-- AbsentNameError                 a name of torchft's that does not exist here was used (a NotImplementedError)
+    |-- AliasError                      torchft itself was imported before this package took its place (an ImportError)
     `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (a RuntimeError)
 
 In brackets: what Python and torch raise in such a case, which these errors are as well; so are those below them in the tree.
@@ -235,6 +237,14 @@ class CollectivesDifferError(ProcessGroupError):
 
 class ProcessGroupConfigureError(ProcessGroupError):
     """The members of a quorum could not connect to each other in time."""
+
+
+class AbsentNameError(TorchftCkptError, NotImplementedError):
+    """A name of torchft's that does not exist here was used; the message says what to use instead."""
+
+
+class AliasError(TorchftCkptError, ImportError):
+    """torchft itself was imported in this process before this package took its place; nothing was changed."""
 
 
 class MaxRetriesExceededError(TorchftCkptError, RuntimeError):

@@ -6,9 +6,10 @@
             loss(model, batch).backward()
             inner_optimizer.step()      # every 50th exchanges what the replicas moved
 
-Names and parameters are those of torchft 0.2.0. The manager needs no state functions of its own: what a replica that joins has to
-know is registered here. If others are registered, their state is served as in any other loop, behind the lock of each
-inner step.
+Names and parameters are those of torchft 0.2.0. The loop begins, and waits for others, in the first forward pass of what it
+trains (in the first inner step, where none is seen), not in the `with` statement. The manager needs no state functions of its
+own: what a replica that joins has to know is registered here. If others are registered, their state is served as in any other
+loop, behind the lock of each inner step.
 
 A checkpoint (`Checkpointer`) holds the global parameters and the outer optimizers of the last committed round, also where it is
 saved in the middle of the next. Restored before the loop or within it, before the first inner step, these are what all groups
@@ -31,6 +32,7 @@ import torch
 from torch import nn, optim
 
 from torchft_ckpt import config
+from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.outer.fragment import AveragedFragment, PseudoGradientFragment
@@ -96,6 +98,17 @@ class LocalSGD(OuterLoop[AveragedFragment]):
             bucket_cap_bytes=int(DEFAULT_BUCKET_CAP_MB * 2**20),
             round_retries=round_retries,
         )
+
+    def sync(self) -> None:
+        """Average now, and count inner steps anew. All replica groups have to, at the same place; within the `with` block only.
+
+        Returns when the round is decided, as `sync_every` inner steps do.
+
+        Raises:
+            RuntimeError: the loop is not entered.
+            Also as an inner step that ends a round.
+        """
+        self._sync_now()
 
 
 class DiLoCo(OuterLoop[PseudoGradientFragment]):
@@ -195,3 +208,6 @@ def _one_for_each(
             party="outer_optimizer",
         )
     return list(outer_optimizer)
+
+
+__getattr__ = lookup(__name__)

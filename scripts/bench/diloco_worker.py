@@ -45,6 +45,11 @@ class _Copy:
         self.inner.step()
         return time.perf_counter() - began, time.process_time() - used_s
 
+    @torch.no_grad()
+    def look(self) -> None:
+        """Make a forward pass, and no step."""
+        self.task.loss(self.task.model, *self._batches[0])
+
 
 def _with_diloco(settings: dict[str, Any], options: Options, copy: _Copy) -> DiLoCo:
     """Return the loop around a copy's inner steps."""
@@ -99,6 +104,7 @@ def _train(settings: dict[str, Any], options: Options, commands: Commands, repor
     steps: list[tuple[float, float, float]] = []
     number = until = 0
     with loop:
+        mine.look()  # the first forward pass, in which the loop finds the others
         reporter.emit("entered")
         while True:
             if number >= until:

@@ -21,6 +21,7 @@ FLOORS = {
     "config": 0,
     "network": 0,
     "threads": 0,
+    "compat": 0,
     "core": 1,
     "coordination": 2,
     "checkpointing": 2,
@@ -42,6 +43,7 @@ FLOORS = {
 BESIDE = {
     # Of one floor, who may use whom, apart from a package its own modules.
     "config": {"errors"},
+    "compat": {"errors"},
     "network": {"errors", "config"},
     "optimizer": set(),
     "local_sgd": {"outer"},

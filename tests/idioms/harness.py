@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -364,7 +364,7 @@ class Life(Job):
         set_all_reduce_hook(self.current, model)
 
     def local_sgd(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> LocalSGD:
-        return LocalSGD(self.current, model, optimizer, sync_every)
+        return begins_at_once(LocalSGD(self.current, model, optimizer, sync_every), [model])
 
     def diloco(
         self,
@@ -374,7 +374,7 @@ class Life(Job):
         sync_every: int,
         **options: Any,
     ) -> DiLoCo:
-        return DiLoCo(self.current, fragments, inner, outer, sync_every, **options)
+        return begins_at_once(DiLoCo(self.current, fragments, inner, outer, sync_every, **options), fragments)
 
     def checkpointer(self) -> Checkpointer:
         return Checkpointer(self.run.directory, manager=self.current, save_random_state=False)
@@ -406,6 +406,32 @@ class Life(Job):
                 self.contributed.append(step)
             if self.group == 0:
                 self.run.votes.append((vote, committed))
+
+
+class _Look(nn.Module):
+    """A forward pass of what holds all fragments."""
+
+    def __init__(self, fragments: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.fragments = nn.ModuleList(fragments)
+
+    def forward(self) -> None: ...
+
+
+L = TypeVar("L", DiLoCo, LocalSGD)
+
+
+def begins_at_once(loop: L, fragments: Sequence[nn.Module]) -> L:
+    """Return the loop, which begins where it is entered: batches are a function of the step, and drawn before a forward pass."""
+
+    class Begun(type(loop)):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            super().__enter__()
+            _Look(fragments)()
+            return self
+
+    loop.__class__ = Begun
+    return loop
 
 
 class NoCheckpointer:

@@ -347,6 +347,7 @@ def test_a_group_that_comes_back_alone_takes_the_newest_of_the_others(
             try:
                 restored = group.checkpointer.restore()
                 with group.loop:
+                    group.model(torch.zeros(1, 4))  # the loop begins
                     entered_at, found, model = group.manager.current_step(), group.global_bits(), group.model_bits()
                     is_back.set()
                     group.train(SYNC_EVERY)

@@ -165,6 +165,8 @@ def main() -> None:
     number = 0
     try:
         with loop:
+            with torch.no_grad():
+                model(torch.zeros(1, 64))  # the first forward pass, in which the loop begins
             report("entered", step=manager.current_step(), healed=manager.statistics().num_healed)
             before, restored = manager.statistics(), restores[0]
             while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):

@@ -11,8 +11,11 @@
 They receive, hand to the core, carry out what it says and arm one timer. No torch is imported here.
 """
 
+from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.coordination.group_service import GroupService
 from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
 from torchft_ckpt.coordination.rank_session import RankSession
 
 __all__ = ["GroupService", "LighthouseServer", "RankSession"]
+
+__getattr__ = lookup(__name__)

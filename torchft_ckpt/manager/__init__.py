@@ -7,7 +7,10 @@ healing      moving the state: what to serve, what to fetch, loading it
 worker       a daemon thread that runs what may block
 """
 
+from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
 from torchft_ckpt.manager.manager import Manager, ManagerStatistics, WorldSizeMode
 
 __all__ = ["ExceptionWithTraceback", "Manager", "ManagerStatistics", "WorldSizeMode"]
+
+__getattr__ = lookup(__name__)

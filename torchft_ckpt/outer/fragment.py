@@ -110,6 +110,11 @@ class Fragment(ABC):
         if self._inner_state is not None:
             self._inner_state.save()
 
+    def check_inner_state(self) -> None:
+        """See, after an inner step, that the inner optimizer's state can go back; raises as `InnerStateBackup.check_found`."""
+        if self._inner_state is not None:
+            self._inner_state.check_found()
+
     @torch.no_grad()
     def save_parameters(self) -> None:
         """Make the parameters of now the global ones."""

@@ -1,7 +1,8 @@
 """The outer loop: counts inner steps, exchanges fragments when the schedule says so, and finds its way into a running job.
 
 It hangs on the inner optimizer's step. What it does there, and what becomes of a round, is decided in `core.outer_schedule`;
-this file carries it out.
+this file carries it out. It begins, and waits for the others, in the first forward pass of what it trains (in the first inner
+step, where no forward pass is seen), not where it is entered: a script's own state functions may use the name that `as` binds.
 
 - A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
   outer optimizers come from the others' backups. Then it waits for their next round, adds nothing to it, and takes its outcome:
@@ -14,6 +15,7 @@ this file carries it out.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
@@ -85,6 +88,12 @@ class OuterLoop(Generic[F]):
         self._has_begun = False
         self._was_loaded = False
         """The global parameters came from others: inner work of before, the inner optimizer's memory too, is of no use."""
+        self._first_forward: RemovableHandle | None = None
+        """Entered, and not begun since: what waits for the first forward pass."""
+        self._thread = threading.get_ident()
+        """Which trains."""
+        self._num_loads = 0
+        """How often what was local gave way to global parameters that came from others."""
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
@@ -102,13 +111,13 @@ class OuterLoop(Generic[F]):
         )
 
     def __enter__(self) -> Self:
+        self._thread = threading.get_ident()
         if not self._hooks:
             self._hooks.append(self._inner_optimizer.register_step_pre_hook(self._before_inner_step))
             self._hooks.append(self._inner_optimizer.register_step_post_hook(self._after_inner_step))
-        if not self._has_begun or self._manager.is_restored:
-            self._begin()
-        elif not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
-            self._enter_job()
+        if self._first_forward is None:
+            # Of any module, as a script may call one that holds the fragments; and before its own hooks, in which FSDP gathers.
+            self._first_forward = register_module_forward_pre_hook(self._before_forward)
         return self
 
     def __exit__(
@@ -118,6 +127,7 @@ class OuterLoop(Generic[F]):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._forget_first_forward()
         self._manager.allow_state_dict_read()  # an inner step that raised did not
 
     def restore_parameters(self) -> None:
@@ -158,11 +168,44 @@ class OuterLoop(Generic[F]):
 
     # The inner loop
 
+    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        """Begin with the first forward pass of what is trained here, on the thread that trains."""
+        if threading.get_ident() != self._thread or torch.is_inference_mode_enabled():
+            return
+        trained = {id(param) for fragment in self._fragments for param in fragment.trained.values()}
+        if any(id(param) in trained for param in module.parameters()):
+            self._begin_late()
+
     def _before_inner_step(self, *_: object) -> None:
-        """A checkpoint that the script loaded within the loop, by hand, is what it begins from."""
-        if self._manager.is_restored:
+        """Begin, where no forward pass was seen; begin anew with a checkpoint that the script loaded within the loop, by hand."""
+        if self._first_forward is not None:
+            with self._guard_let_go():
+                is_replaced = self._begin_late()
+            if is_replaced:  # the gradients are those of other parameters
+                self._forget_gradients()
+        elif self._manager.is_restored:
             with self._guard_let_go():
                 self._begin()
+
+    def _begin_late(self) -> bool:
+        """Begin, or find the way back into the job; return whether the parameters are others now."""
+        loads_before = self._num_loads
+        if not self._has_begun or self._manager.is_restored:
+            self._begin()
+        elif not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
+            self._enter_job()
+        self._forget_first_forward()  # not where it raised: the next one tries again
+        return self._num_loads != loads_before
+
+    def _forget_first_forward(self) -> None:
+        if self._first_forward is not None:
+            self._first_forward.remove()
+            self._first_forward = None
+
+    def _forget_gradients(self) -> None:
+        for fragment in self._fragments:
+            for param in fragment.trained.values():
+                param.grad = None
 
     @contextmanager
     def _guard_let_go(self) -> Iterator[None]:
@@ -183,6 +226,9 @@ class OuterLoop(Generic[F]):
         elif self._manager.is_behind:
             self._exchange.abandon()
             self._enter_job()
+        else:
+            return
+        self._forget_first_forward()
 
     def _begin(self) -> None:
         """Begin with what is in the model now, from a checkpoint maybe: these are the global parameters."""
@@ -201,18 +247,27 @@ class OuterLoop(Generic[F]):
 
     def _after_inner_step(self, *_: object) -> None:
         self._inner_step += 1
-        actions = self._schedule.actions(self._inner_step)
-        if not actions:
-            return
-        try:
+        if actions := self._schedule.actions(self._inner_step):
             with self._guard_let_go():
-                for action in actions:
-                    if action is Action.PREPARE:
-                        self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
-                        self._prepare()
-                    else:
-                        self._sync()
-                        self._begin_round()
+                self._carry_out(actions)
+
+    def _sync_now(self) -> None:
+        """A round between two inner steps; of a schedule without delay."""
+        if not self._hooks:
+            raise RuntimeError("the outer loop is not entered: call sync() within its `with` block")
+        if self._first_forward is not None:
+            self._begin_late()
+        self._carry_out([Action.PREPARE, Action.SYNC])
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        try:
+            for action in actions:
+                if action is Action.PREPARE:
+                    self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
+                    self._prepare()
+                else:
+                    self._sync()
+                    self._begin_round()
         except BaseException:
             self._begin_round()  # a script that goes on takes part in a later round
             raise
@@ -227,6 +282,7 @@ class OuterLoop(Generic[F]):
             self._exchange.wait()  # an exception came in the way of its end; its values are in the same memory
         self._left_out.warn()
         fragment = self._fragment_of(self._manager.current_step())
+        fragment.check_inner_state()
         fragment.prepare()
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
         self._exchange.start(lambda: self._tensors_of(fragment))
@@ -332,6 +388,7 @@ class OuterLoop(Generic[F]):
     def _go_to_backup(self) -> None:
         """What is local belongs to no round that counts."""
         self._was_loaded = False
+        self._num_loads += 1
         with self._changing_model():
             for fragment in self._fragments:
                 if self._manager.has_live_state:  # the inner optimizer's state may have come with it

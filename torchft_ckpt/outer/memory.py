@@ -14,6 +14,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
+def extract_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the tensor, without gradient and history: of a DTensor, of this rank's shard."""
+    return local_of(tensor).clone()
+
+
 def shaped_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a local shard as a DTensor where `tensor` is one. It shares the memory, on whatever device that is.
 

@@ -69,6 +69,7 @@ class ProcessGroupDummy(ProcessGroup):
         if (rank, world) != (0, 1):
             raise ConfigError(f"ProcessGroupDummy is a group of one, not rank {rank} of {world}", party="world")
         super().__init__(rank, world)  # type: ignore[call-arg]  # rank and size; the stub lacks this constructor
+        self.configure_count = 0
 
     def configure(
         self,
@@ -81,7 +82,8 @@ class ProcessGroupDummy(ProcessGroup):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Do nothing: it stays a group of one."""
+        """Count it, and do nothing: it stays a group of one."""
+        self.configure_count += 1
 
     def allreduce(  # type: ignore[override]
         self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None

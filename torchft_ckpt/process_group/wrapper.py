@@ -74,6 +74,17 @@ class ProcessGroupWrapper(ProcessGroup):
         self._session: Session | None = None
         self._last_error: ProcessGroupError | None = None
 
+    @property
+    def parent(self) -> ProcessGroup:
+        """The group that was handed in.
+
+        Raises:
+            ProcessGroupError: none was: each configure makes an inner group of its own, which is not handed out.
+        """
+        if self._pg is None:
+            raise ProcessGroupError(f"{self!r} is around no group that was handed in")
+        return self._pg
+
     def configure(
         self,
         store_addr: str,
@@ -263,6 +274,8 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg.getBackendName()
 
     def __repr__(self) -> str:
+        if self._pg is not None:
+            return f"{type(self).__name__}(pg={self._pg!r})"
         return f"{type(self).__name__}(rank={self.rank()}, size={self.size()})"
 
     def __del__(self) -> None:

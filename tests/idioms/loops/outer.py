@@ -258,7 +258,7 @@ def odd_sync_every(job: Job) -> None:
 @idiom(
     "DiLoCo with a state of your own registered besides (a count of tokens)",
     OUTER,
-    "Compute it from `manager.current_step()`: a group that enters takes a round's outcome before the body of `with` begins.",
+    "Compute it from `manager.current_step()`, after the first forward pass: a group that comes takes a round's outcome in that.",
 )
 def diloco_with_own_state(job: Job) -> None:
     model = mlp()
@@ -266,6 +266,7 @@ def diloco_with_own_state(job: Job) -> None:
     scheduler = StepLR(sgd, 2)
     manager = job.manager(*states(scheduler=scheduler), use_async_quorum=False)
     with job.diloco([model], sgd, nesterov(model), 2):
+        model(torch.zeros(1, 6))
         scheduler.last_epoch = manager.current_step()
         while job.goes_on():
             sgd.zero_grad()
