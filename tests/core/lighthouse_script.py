@@ -165,6 +165,7 @@ class Member:
         allow_heal: bool = True,
         shrink_only: bool = False,
         num_collectives: int = 0,
+        by_rank: tuple[int, ...] = (),
         can_load: bool = True,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
@@ -175,7 +176,11 @@ class Member:
             can_serve=serve,
             store_address=f"{self.replica_id}/store",
         )
-        self.says(msgspec.structs.replace(request, num_collectives=num_collectives, can_load=can_load))
+        self.says(
+            msgspec.structs.replace(
+                request, num_collectives=num_collectives, collectives_by_rank=list(by_rank), can_load=can_load
+            )
+        )
 
     def loads(self) -> None:
         """Its transfer ends well: before the forward pass where that was waited for, else beside it."""
@@ -207,13 +212,19 @@ class Member:
             self.replica.collectives_failed()
         self.says(self.replica.vote(collectives, num_collectives))
 
-    def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False) -> None:
+    def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False, rank: int = 0) -> None:
         """A collective takes long, or (`deviates`) is one that never came here."""
         assert self.formed is not None
         quorum_id, step = self.formed.quorum_id, self.formed.version.step
         self.says(
             CollectiveWait(
-                quorum_id=quorum_id, step=step, index=index, digest=digest, deviates=deviates, what=f"sum of {digest}"
+                quorum_id=quorum_id,
+                step=step,
+                group_rank=rank,
+                index=index,
+                digest=digest,
+                deviates=deviates,
+                what=f"sum of {digest}",
             )
         )
 

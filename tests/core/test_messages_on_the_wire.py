@@ -55,6 +55,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "checkpoint_addresses": (st.nothing() if message is messages.Hello else st.none())
         | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(COUNTS, max_size=3),
+        "collectives_by_rank": st.lists(COUNTS, max_size=3),
         "contributor_rank": st.none() | COUNTS,
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),

@@ -113,8 +113,8 @@ def test_a_collective_that_was_never_there_starts_when_all_ask_for_it() -> None:
 # ------------------------------------------------------------------------------------------------- in the lighthouse
 
 
-def three_in_a_step() -> tuple[Job, list[Member]]:
-    job = Job(least=3)
+def three_in_a_step(*, least: int = 3) -> tuple[Job, list[Member]]:
+    job = Job(least=least)
     members = [job.join(name) for name in "abc"]
     for member in members:
         member.asks()
@@ -161,8 +161,8 @@ def test_all_are_cleared_when_the_last_of_them_asks() -> None:
 # ------------------------------------------------------------------------------- between the decision and the next step
 
 
-def three_after_a_step() -> tuple[Job, list[Member]]:
-    job, members = three_in_a_step()
+def three_after_a_step(*, least: int = 3) -> tuple[Job, list[Member]]:
+    job, members = three_in_a_step(least=least)
     for member in members:
         member.votes(num_collectives=2)
     for member in members:
@@ -259,3 +259,43 @@ def test_a_decision_says_whether_collectives_can_follow_it() -> None:
     c.votes(error="the loss is not a number")
     assert a.hears()[-1] == b.hears()[-1] == "discard"
     assert not a.replica.can_reduce, "its sums would be waited for in vain: c has left them"
+
+
+def test_each_rank_is_compared_with_the_same_rank_of_the_others() -> None:
+    """Rank 1 averages something after each step, rank 0 nothing."""
+    job = Job(least=2)
+    a, b = (job.join(name, ranks=2) for name in "ab")
+    for member in (a, b):
+        member.asks()
+    for member in (a, b):
+        member.votes(num_collectives=2)
+    a.hears()
+    a.waits_in(2, rank=1)
+    b.asks(num_collectives=3, by_rank=(2, 3))
+    assert a.hears() == [], "b has been in it"
+    a.waits_in(2, rank=0)
+    assert a.hears() == ["broken by b:1"]
+
+
+def test_a_report_of_a_quorum_that_others_have_replaced_is_answered() -> None:
+    job, (a, b, c) = three_after_a_step(least=2)
+    for member in (b, c):
+        member.replica.collectives_failed()
+        member.asks()
+    job.passes(70.0)
+    assert b.hears()[-1].startswith("quorum 2")
+    a.hears()
+    a.waits_in(2)
+    assert a.hears() == ["broken by a:1, lost"]
+    assert not a.replica.can_reduce
+
+
+def test_after_a_restart_of_the_lighthouse_who_waits_between_two_steps_hears_of_those_who_are_lost() -> None:
+    job, (a, b, c) = three_after_a_step()
+    job.restart()
+    for member in (a, b, c):
+        member.connects()
+    assert [words for words in (*a.hears(), *b.hears(), *c.hears()) if "broken" in words] == []
+    c.dies()
+    assert [words for words in a.hears() if "broken" in words] == ["broken by a:1, lost"]
+    assert not a.replica.can_reduce

@@ -130,13 +130,6 @@ class PlainManager:
         return iteration.committed
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> CompletedWork:
-        if self.sharing.is_due:
-            self.sharing.begins()
-            self.start_quorum()
-        return self.reduce(tensor, reduce_op)
-
-    def reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType) -> CompletedWork:
-        """Reduce in the step that is open or was decided last, whoever is ahead of it."""
         iteration = self.iteration
         if iteration.committed:  # else nobody looks at it, and who is there in it is not known
             tensor.copy_(self._hub.reduce(self._group, tensor, iteration, reduce_op))
@@ -193,7 +186,7 @@ def _average(manager, bucket):  # type: ignore[no-untyped-def]  # torch reads an
 def drop_unused(manager: PlainManager, parameters: Sequence[nn.Parameter]) -> None:
     """Take the gradients of zeros from who used a parameter that no contributor used; to an optimizer they are not none."""
     used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    manager.reduce(used, ReduceOp.SUM)
+    manager.allreduce(used, ReduceOp.SUM)
     for parameter, num_groups in zip(parameters, used.tolist(), strict=True):
         if not num_groups:
             parameter.grad = None

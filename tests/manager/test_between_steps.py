@@ -121,7 +121,7 @@ def test_gradients_that_no_vote_is_about_are_refused_before_a_second_optimizer_s
             replica.manager.allreduce(torch.ones(3)).wait()
             if optimizer is second:
                 with pytest.raises(
-                    ConfigError, match="Do all backward passes of a step before the first optimizer steps"
+                    ConfigError, match="do all backward passes of a step before the first optimizer steps"
                 ):
                     optimizer.step()
             else:
@@ -129,3 +129,65 @@ def test_gradients_that_no_vote_is_about_are_refused_before_a_second_optimizer_s
         return str(replica.manager._replica.torn)
 
     assert together(pair, train) == ["True", "True"]
+
+
+def test_what_was_never_started_says_so_also_when_the_next_step_has_begun(pair: list[Replica]) -> None:
+    a, _ = pair
+    together(pair, Replica.step)
+    a.manager._talk.note_collective_error(ConnectionError("a peer is gone"))
+    work = a.manager.allreduce(torch.ones(1))
+    together(pair, lambda replica: replica.optimizer.zero_grad())
+    assert work.wait() is False
+
+
+def test_what_was_averaged_is_judged_as_it_was_when_the_next_step_began(pair: list[Replica]) -> None:
+    together(pair, Replica.step)
+
+    def average_and_go_on(replica: Replica) -> bool:
+        work = replica.manager.allreduce(torch.ones(1))
+        replica.optimizer.zero_grad()
+        replica.manager.report_error(ArithmeticError("a bad batch"))
+        return work.wait()
+
+    assert together(pair, average_and_go_on) == [True, True]
+
+
+def test_groups_have_the_part_in_it_that_they_had_in_the_step_whatever_became_of_their_state(
+    pair: list[Replica],
+) -> None:
+    a, _ = pair
+    together(pair, Replica.step)
+
+    def average(replica: Replica) -> tuple[bool, float]:
+        if replica is a:
+            replica.manager.report_torn_state()
+        value = torch.tensor([4.0])
+        return replica.manager.allreduce(value).wait(), value.item()
+
+    assert together(pair, average) == [(True, 4.0)] * 2
+
+
+def test_a_loss_between_two_optimizers_that_are_cleared_in_turn_never_steps_on_a_discarded_steps_gradients(
+    pair: list[Replica],
+) -> None:
+    def train(replica: Replica) -> list[str]:
+        both = [replica.optimizer, Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))]
+        said = []
+        for optimizer in both:
+            optimizer.zero_grad()
+        for index in range(2):
+            if index == 0 and place(replica) == 1.0:
+                replica.manager.report_error(ArithmeticError("a bad batch"))
+            for optimizer in both:
+                before = replica.bits()
+                try:
+                    optimizer.step()
+                except ConfigError as error:
+                    said.append(str(error))
+                assert index or replica.bits() == before, "the step was discarded"
+                optimizer.zero_grad()
+                if index == 0:
+                    replica.manager.allreduce(torch.ones(1)).wait()
+        return said
+
+    assert together(pair, train) == [[], []]

@@ -272,6 +272,8 @@ def test_a_comparison_that_fails_costs_no_step_and_is_made_again(
 class Foreign:
     """A transport of torchft's: it knows no local state, and moves all of it."""
 
+    needs_process_group = False
+
     def __init__(self) -> None:
         self._own: HTTPTransport[Any] = HTTPTransport(timeout=SHORT, hostname="127.0.0.1")
         for name in ("metadata", "send_checkpoint", "disallow_checkpoint", "recv_checkpoint", "shutdown"):

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from torchft_ckpt.core.messages import CommitVote, Outcome, Role, clip, name_some
+from torchft_ckpt.core.messages import CollectiveWait, CommitVote, Outcome, QuorumRequest, Role, clip, name_some
 
 
 class Verdict(Enum):
@@ -129,10 +129,10 @@ class Tally:
         approved = vote is not None and vote.approve and not self._has_other_collectives(vote)
         return Outcome.COMMIT if approved else Outcome.LEFT_BEHIND
 
-    def is_after_vote(self, replica_id: str, index: int) -> bool:
-        """Whether a collective of a member, counted from 0, came after its vote: it is none that the vote is about."""
+    def is_after_vote(self, replica_id: str, wait: CollectiveWait) -> bool:
+        """Whether a member waits in a collective that it issued after its vote, so the vote is not about it."""
         vote = self.votes.get(replica_id)
-        return vote is not None and index >= vote.num_collectives
+        return vote is not None and wait.index >= num_issued(vote, wait.group_rank)
 
     def _has_other_collectives(self, vote: CommitVote) -> bool:
         """Whether it issued others than the voter that approved first."""
@@ -153,6 +153,12 @@ class Tally:
         self.verdict = verdict
         self.reason = reason
         self.broken = self.broken or broken
+
+
+def num_issued(said: CommitVote | QuorumRequest, group_rank: int) -> int:
+    """Return how many collectives a rank of a group had issued when the group said this."""
+    by_rank = said.collectives_by_rank
+    return by_rank[group_rank] if group_rank < len(by_rank) else said.num_collectives
 
 
 def decide_forgotten(

@@ -359,7 +359,8 @@ class GroupState:
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             unverified=any(request.unverified for request in requests),
-            num_collectives=min(request.num_collectives for request in requests),
+            num_collectives=max(request.num_collectives for request in requests),
+            collectives_by_rank=_unequal([request.num_collectives for request in requests]),
             contributes=all(request.contributes for request in requests),
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
@@ -389,6 +390,9 @@ class GroupState:
             vote,
             broken=any(cast.broken for cast in self._votes.values()),
             num_collectives=max(cast.num_collectives for cast in self._votes.values()),
+            collectives_by_rank=_unequal(
+                [self._votes[rank].num_collectives for rank in range(self.world_size) if rank in self._votes]
+            ),
             collectives=self._collectives(),
             reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
         )
@@ -480,6 +484,10 @@ class GroupState:
                 yield Up(self._located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
+
+
+def _unequal(numbers: list[int]) -> list[int]:
+    return numbers if len(set(numbers)) > 1 else []
 
 
 def _late_vote(message: CommitDecided) -> CommitVote:

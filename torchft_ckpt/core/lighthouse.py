@@ -309,10 +309,7 @@ class LighthouseState:
 
         Where the quorum is of an earlier life, its members may go on in it, or decide its step.
         """
-        if hello.last_quorum_id == 0:
-            return
-        is_over = hello.last_outcome is not None or not self._recollection.is_over
-        if hello.last_epoch != self.epoch and is_over:
+        if hello.last_quorum_id == 0 or (hello.last_epoch != self.epoch and not self._recollection.is_over):
             return
         reason = "this replica group was cut off from the lighthouse in this step"
         broken = QuorumBroken(quorum_id=hello.last_quorum_id, replica_id=hello.replica_id, lost=True, reason=reason)
@@ -395,7 +392,9 @@ class LighthouseState:
             member.asked_at = now
         member.request, member.is_looking = request, False
         member.told_reason = ""
-        yield from self._end_late_waits()
+        if request.needs_new_quorum:
+            yield from self._break_forgotten(self._recollection.left(replica_id))
+        yield from self._goes_on(member)
         yield from self._shows(member, request.version, now)
         self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
@@ -411,7 +410,7 @@ class LighthouseState:
         member.request, member.has_left_step = None, True
         self._waiting.pop(replica_id, None)
         self._back.discard(replica_id)
-        yield from self._end_late_waits()
+        yield from self._goes_on(member)
         yield from self._shows(member, message.version, now)
         located = locate_state(
             member,
@@ -529,7 +528,7 @@ class LighthouseState:
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1], is_warning=True)
             return
-        helpless = [p.replica_id for p in assignment.parts if p.role in (Role.INLINE, Role.JOINER)]
+        helpless = [p.replica_id for p in assignment.parts if p.role in (Role.INLINE, Role.JOINER) and p.sources]
         helpless = [replica_id for replica_id in helpless if not self.members[replica_id].asked.can_load]
         if helpless:
             yield from self._refuse_to_heal(helpless, assignment, now)
@@ -858,6 +857,7 @@ class LighthouseState:
             if current.tally.decided or member.replica_id in current.tally.lost:
                 yield from self._tell_late(member, vote, current, now)
                 return
+            was_broken = current.tally.broken
             current.tally.cast(member.replica_id, vote)
             if vote.broken and not current.tally.decided:
                 # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
@@ -865,7 +865,9 @@ class LighthouseState:
                     current.failed.add(member.replica_id)
                     self._fail_join([member.replica_id], now - current.formed_at, now)
                 reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
-                yield from self._break_collectives(current, member.replica_id, lost=False, reason=reason)
+                yield from self._break_collectives(
+                    current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
+                )
             yield from self._after_vote(current, now)
         elif self._ledger.remembers(key) or vote.epoch == self.epoch or self._recollection.is_over:
             yield Send(member.connection, self._ledger.late_answer(member.replica_id, vote))
@@ -962,7 +964,7 @@ class LighthouseState:
                     reason=clip(tally.reason),
                 )
                 yield Send(member.connection, decided)
-        yield from self._end_late_waits()
+        yield from self._end_late_waits(current)
 
     def _is_listening(self, replica_id: str) -> bool:
         """Whether it waits for the decision: it lives, and has not gone on from this step."""
@@ -983,17 +985,25 @@ class LighthouseState:
 
     def _waits_in_collective(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
         current = self.round
-        if (
-            current is None
-            or (current.quorum_id, current.step) != (wait.quorum_id, wait.step)
-            or member.replica_id not in current.tally.roles
-            or wait.group_rank >= member.hello.group_world_size
-        ):
+        if current is None or wait.group_rank >= member.hello.group_world_size:
+            return
+        if wait.quorum_id != current.quorum_id and member.is_in_step:
+            reason = "the others have formed another quorum"
+            broken = QuorumBroken(quorum_id=wait.quorum_id, replica_id=member.replica_id, lost=True, reason=reason)
+            yield Send(member.connection, broken)
+            return
+        if (current.quorum_id, current.step) != (
+            wait.quorum_id,
+            wait.step,
+        ) or member.replica_id not in current.tally.roles:
+            return
+        if current.tally.is_after_vote(member.replica_id, wait):
+            current.late.setdefault(wait.group_rank, {})[member.replica_id] = wait
+            yield from self._end_late_waits(current)
+            return
+        if current.tally.decided:
             return
         current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
-        if current.tally.decided:
-            yield from self._end_late_waits()
-            return
         yield from self._judge_waits(current, now)
         if current.tally.decided:
             return
@@ -1010,9 +1020,7 @@ class LighthouseState:
         """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
         ended = {replica_id: vote.num_collectives for replica_id, vote in current.tally.votes.items() if vote.approve}
         for group_rank in current.waits:
-            waits = self._living_waits(current, group_rank)
-            of_step = {m: wait for m, wait in waits.items() if not current.tally.is_after_vote(m, wait.index)}
-            apart = why_apart(of_step, ended)
+            apart = why_apart(self._living_waits(current, group_rank), ended)
             if apart is not None:
                 culprit, reason = apart
                 if current.tally.roles.get(culprit) is Role.JOINER:
@@ -1021,20 +1029,29 @@ class LighthouseState:
                 yield from self._announce(current, now, culprit=culprit)
                 return
 
-    def _end_late_waits(self) -> Iterator[Instruction]:
-        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
+    def _goes_on(self, member: Member) -> Iterator[Instruction]:
+        """A member is done with its step, and will issue no further collective of it."""
         current = self.round
-        if current is None or not current.waits or not current.tally.decided or current.tally.broken:
+        if current is None or member.replica_id not in current.tally.roles:
+            return
+        for group_rank in range(member.hello.group_world_size):
+            current.late.get(group_rank, {}).pop(member.replica_id, None)
+            mine = member.num_issued(group_rank), member.replica_id
+            current.fewest[group_rank] = min(mine, current.fewest.get(group_rank, mine))
+        yield from self._end_late_waits(current)
+
+    def _end_late_waits(self, current: Round) -> Iterator[Instruction]:
+        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
+        if not current.tally.decided or current.tally.broken:
             return  # where they are broken all have been told
-        tally = current.tally
-        living = {replica_id: self.members[replica_id] for replica_id in tally.roles if replica_id in self.members}
-        ended = {replica_id: member.num_collectives for replica_id, member in living.items() if not member.is_in_step}
-        for group_rank in current.waits:
-            waits = self._living_waits(current, group_rank)
-            late = {m: wait for m, wait in waits.items() if tally.is_after_vote(m, wait.index) and m not in ended}
-            apart = why_apart(late, ended)
+        for group_rank, waits in current.late.items():
+            last = max(waits, key=lambda m: waits[m].index, default=None)
+            if last is None or group_rank not in current.fewest:
+                continue
+            count, who = current.fewest[group_rank]
+            apart = why_apart({last: waits[last]}, {who: count})
             if apart is not None:
-                tally.broken = True
+                current.tally.broken = True
                 yield from self._break_collectives(current, apart[0], lost=False, reason=apart[1])
                 return
 
@@ -1104,8 +1121,9 @@ class LighthouseState:
             tally.lose(replica_id, reason)
             if not was_decided and tally.roles[replica_id] is Role.JOINER:
                 self._fail_join([replica_id], now - current.formed_at, now)
-            if not (was_decided and was_broken):  # else they know
-                yield from self._break_collectives(current, replica_id, lost=True, reason=f"{replica_id}: {reason}")
+            if not (was_decided and was_broken):  # else all know
+                why = f"{replica_id}: {reason}"
+                yield from self._break_collectives(current, replica_id, lost=True, reason=why, voted_too=not was_broken)
             if not was_decided:
                 yield from self._after_vote(current, now)
         if not self.members:
@@ -1115,11 +1133,14 @@ class LighthouseState:
         if not is_back:
             yield from self._reconsider(now)
 
-    def _break_collectives(self, current: Round, culprit: str, *, lost: bool, reason: str) -> Iterator[Instruction]:
-        """Tell all who may be in a collective of this quorum, also after the vote, that it cannot finish."""
+    def _break_collectives(
+        self, current: Round, culprit: str, *, lost: bool, reason: str, voted_too: bool = True
+    ) -> Iterator[Instruction]:
+        """Tell all who may be in a collective of this quorum that it cannot finish; those that have voted need it once."""
         broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
         for replica_id in current.tally.roles:
-            if replica_id != culprit and self._is_listening(replica_id):
+            is_concerned = voted_too or replica_id not in current.tally.votes
+            if replica_id != culprit and is_concerned and self._is_listening(replica_id):
                 yield Send(self.members[replica_id].connection, broken)
 
     # ------------------------------------------------------------------------------------------- after our own restart

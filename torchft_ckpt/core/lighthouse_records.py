@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchft_ckpt.core.commit import Tally
+from torchft_ckpt.core.commit import Tally, num_issued
 from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, StateVersion
 from torchft_ckpt.core.recovery import Assignment
 
@@ -46,11 +46,13 @@ class Member:
         """Whether it waits for the decision on its step: it has not gone on from it."""
         return self.request is None and not self.has_left_step
 
-    @property
-    def num_collectives(self) -> int:
-        """In how many collectives of its step the others can meet it still, where it has gone on from it."""
+    def num_issued(self, group_rank: int) -> int:
+        """In how many collectives of its step the others can meet one of its ranks, now that it has gone on from it.
+
+        0 where its process group cannot be used, or it looks for a state.
+        """
         request = self.request
-        return 0 if request is None or request.needs_new_quorum else request.num_collectives
+        return 0 if request is None or request.needs_new_quorum else num_issued(request, group_rank)
 
     @property
     def asked(self) -> QuorumRequest:
@@ -76,6 +78,10 @@ class Round:
     """Voters that wait in a collective for longer than the budget."""
     waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
     """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""
+    late: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
+    """By group rank: the collective after its vote that a member's rank waits in, while the member has not gone on."""
+    fewest: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By group rank: of those that have gone on, who issued the fewest collectives, and how many."""
     failed: set[str] = field(default_factory=set)
     """Joiners whose attempt has been counted as failed already."""
 

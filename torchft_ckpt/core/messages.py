@@ -31,6 +31,7 @@ ReplicaId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
+CollectivesByRank: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
 
 
 class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
@@ -137,8 +138,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """It made the step to `version` while it healed: its training loop may have used the state from before. It has the name
     of the state, and its bits are not known to be equal yet."""
     num_collectives: Count = 0
-    """How many it issued in the step before this one, with those after the decision; of a group: the fewest that one of its
-    ranks issued."""
+    """How many it issued in the step before this one, with those after the decision; of a group: the most of one rank."""
+    collectives_by_rank: CollectivesByRank = []
+    """Of a group: how many each of its ranks issued, where they did not issue equally many."""
     contributes: bool = True
     """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
     gathers: bool = False
@@ -184,6 +186,8 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of a rank: a digest of the step's collectives in their order. Of a group: a word for those of all of its ranks."""
     num_collectives: Count = 0
     """How many they are; of a group: the most that one of its ranks issued."""
+    collectives_by_rank: CollectivesByRank = []
+    """As in `QuorumRequest`."""
     reason: Text = ""
 
 

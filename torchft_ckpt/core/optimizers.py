@@ -2,7 +2,7 @@
 
 The first `zero_grad` begins a step, that of another optimizer joins it while it is open, that of the same one begins the next.
 All that share a step are stepped by one decision. Where a loop steps and clears one optimizer after the other, the first of them
-clears before the last has stepped: the next step then begins when the last one clears, or when something is averaged.
+clears before the last has stepped: the next step begins when the last one clears. One that steps again before that is refused.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Hashable
 
 
 class SharedStep:
-    """Who takes part in the step that was begun last. Optimizers are known by what is equal for the same one only."""
+    """Who takes part in the step that was begun last. An optimizer is any hashable that identifies it."""
 
     def __init__(self) -> None:
         self._joined: set[Hashable] = set()
         self._stepped: set[Hashable] = set()
         self._ahead: set[Hashable] = set()
-        """Have cleared their gradients for the next step, which others keep from beginning: they have yet to take this one."""
+        """Have cleared their gradients for the next step, which cannot begin until the others have stepped."""
 
     @property
-    def is_due(self) -> bool:
-        """The next step has to begin before anything is averaged, or one of those that are ahead steps."""
+    def is_half_taken(self) -> bool:
+        """Some have cleared their gradients for the next step, and others have yet to take this one."""
         return bool(self._ahead)
 
     def clears(self, optimizer: Hashable, *, is_decided: bool) -> bool:
@@ -41,14 +41,9 @@ class SharedStep:
         self._stepped, self._ahead = set(), set()
         return True
 
-    def begins(self) -> None:
-        """The step that is due begins."""
-        self._joined, self._stepped, self._ahead = self._ahead, set(), set()
-
     def steps(self, optimizer: Hashable) -> bool:
-        """An optimizer is about to step. Return whether the step that it takes has yet to begin (`begins`)."""
-        is_early = optimizer in self._ahead
-        if is_early:
-            self.begins()
+        """An optimizer is about to step. False: it must not, as its step cannot begin before the others have taken this one."""
+        if optimizer in self._ahead:
+            return False
         self._stepped.add(optimizer)
-        return is_early
+        return True

@@ -59,6 +59,8 @@ class Recollection:
         """The latest `Hello` of each member that was in a quorum of an earlier life, also of those lost again."""
         self._training: dict[str, StepKey] = {}
         """Connected members that are still in a step of an earlier life."""
+        self._between: dict[str, StepKey] = {}
+        """Connected members whose last step of an earlier life is over, and that have not asked for the next."""
         self._doubts: dict[StepKey, _Doubt] = {}
         self._committed: list[StepKey] = []
         """What was decided here so far: of two quorums that were in doubt about one step, one is enough."""
@@ -77,8 +79,8 @@ class Recollection:
         self._hellos[hello.replica_id] = hello
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
-        if hello.last_outcome is None:
-            self._training[hello.replica_id] = (hello.last_quorum_id, hello.last_epoch, hello.last_step)
+        here = self._training if hello.last_outcome is None else self._between
+        here[hello.replica_id] = (hello.last_quorum_id, hello.last_epoch, hello.last_step)
         if hello.last_quorum_id > self._last[0]:
             self._last = (hello.last_quorum_id, hello.last_epoch, hello.last_quorum_size)
 
@@ -94,10 +96,15 @@ class Recollection:
     def asked(self, replica_id: str) -> None:
         """A member has left its old step: it asks for the next."""
         self._training.pop(replica_id, None)
+        self._between.pop(replica_id, None)
 
     def lost(self, replica_id: str) -> list[tuple[str, int]]:
         """A member is gone. Returns who must be told that which quorum's collectives are broken."""
-        key = self._training.pop(replica_id, None)
+        return self.left(replica_id)
+
+    def left(self, replica_id: str) -> list[tuple[str, int]]:
+        """A member takes no part in its old quorum's collectives any more. Returns as `lost`."""
+        key = self._training.pop(replica_id, None) or self._between.pop(replica_id, None)
         return self._break_off(key[:2]) if key is not None else []
 
     def settle(self, now: float) -> Iterator[Settled]:
@@ -127,7 +134,7 @@ class Recollection:
             return []
         self._is_patience_spent = True
         broken: list[tuple[str, int]] = []
-        for quorum in dict.fromkeys(key[:2] for key in self._training.values()):
+        for quorum in dict.fromkeys(key[:2] for key in [*self._training.values(), *self._between.values()]):
             if not self._everyone_heard(quorum):
                 broken += self._break_off(quorum)
         return broken
@@ -157,14 +164,16 @@ class Recollection:
     def end(self) -> list[tuple[str, int]]:
         """A quorum of this life is formed. Returns who must be told that which quorum's collectives are broken."""
         self.is_over = True
-        broken = [(replica_id, key[0]) for replica_id, key in self._training.items()]
+        broken = [(replica_id, key[0]) for replica_id, key in {**self._training, **self._between}.items()]
         self._training.clear()
+        self._between.clear()
         self._hellos.clear()
         self._doubts.clear()
         return broken
 
     def _break_off(self, quorum: QuorumKey) -> list[tuple[str, int]]:
-        return [(replica_id, key[0]) for replica_id, key in self._training.items() if key[:2] == quorum]
+        here = {**self._training, **self._between}
+        return [(replica_id, key[0]) for replica_id, key in here.items() if key[:2] == quorum]
 
     def _is_over_at(self, now: float) -> bool:
         return self._patient_until is not None and now >= self._patient_until

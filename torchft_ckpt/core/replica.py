@@ -227,8 +227,8 @@ class ReplicaState:
     @property
     def participating_rank(self) -> int | None:
         """Rank among those that contribute, None for a healing replica and for a spare."""
-        if self.quorum is None or not self.healed:
-            return None
+        if self.quorum is None or (self.phase is not Phase.IDLE and not self.healed):
+            return None  # between two steps it has the part that it had in the last one
         rank = self.quorum.contributor_rank
         if rank is not None and self.settings.fixed_with_spares and rank >= self.settings.min_replica_size:
             return None

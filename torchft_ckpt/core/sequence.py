@@ -79,11 +79,6 @@ class KnownSequences:
         """A word for all of them in their order; empty where there was none."""
         return self._digests[-1] if self._digests else ""
 
-    @property
-    def num_late(self) -> int:
-        """How many of them came after the vote."""
-        return 0 if self._num_voted is None else len(self._digests) - self._num_voted
-
     def voted(self) -> None:
         """The step was voted on. What is issued before the next one begins is compared, and not learned."""
         if self._num_voted is None:
@@ -111,15 +106,16 @@ def why_apart(waits: Mapping[str, CollectiveWait], ended: Mapping[str, int]) -> 
         waits: the latest wait of each member that lives, of one rank, by replica id.
         ended: those that have ended the step, by replica id: after how many collectives.
     """
+    earliest = sorted(ended, key=ended.__getitem__)[:2]
     for waiting, wait in waits.items():
-        for other, num_collectives in ended.items():
-            if other != waiting and num_collectives <= wait.index:
+        for other in earliest:
+            if other != waiting and ended[other] <= wait.index:
                 return other, (
                     f"{waiting} waits in collective {wait.index + 1} of the step ({wait.what}), and {other} has ended the step"
-                    f" after {num_collectives}: the loops of the groups differ"
+                    f" after {ended[other]}: the loops of the groups differ"
                 )
-        for other, another in waits.items():
-            if another.index == wait.index and another.digest != wait.digest and wait.deviates:
+        for other, another in waits.items() if wait.deviates else ():
+            if another.index == wait.index and another.digest != wait.digest:
                 return waiting, (
                     f"{waiting} issues another collective {wait.index + 1} of the step ({wait.what}) than {other}"
                     f" ({another.what}): the loops of the groups differ"

@@ -79,11 +79,6 @@ class Clearing:
         """How many collectives the step has so far."""
         return self._sequences.count
 
-    @property
-    def num_late(self) -> int:
-        """How many of them were issued after the vote."""
-        return self._sequences.num_late
-
     def issued(self, index: int) -> Issued | None:
         """Return a collective of the step, counted from 0; None where the step has not so many."""
         with self._lock:

@@ -92,6 +92,15 @@ class ManagerStatistics:
     """Times that the state was loaded again after healing, because what came out of a step differed from the sources'."""
 
 
+@dataclass(slots=True)
+class _Late:
+    """The collectives between one vote and the next step."""
+
+    count: int = 0
+    has_failed: bool | None = None
+    """Whether one of them has failed, as it was when the next step began; None: it has not begun."""
+
+
 class Manager:
     """Fault tolerance for one rank of one replica group; parameters and methods are torchft's.
 
@@ -224,6 +233,7 @@ class Manager:
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
         self._sharing = SharedStep()
+        self._late = _Late()
         self._batches_committed = 0
         self._commit_failures = 0
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
@@ -574,9 +584,9 @@ class Manager:
         last = self._last_wishes
         is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
-        self._begin_due_step()
-        if is_ready and not is_outer and self._replica.begins_with_load and not self._replica.is_in_step:
-            self._begin_as_before()
+        may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
+        if may_begin and self._replica.begins_with_load and not self._replica.is_in_step:
+            self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
         self._has_computed = self._has_computed or self._replica.is_in_step
 
     def begins_step(self, optimizer: object) -> bool:
@@ -587,18 +597,16 @@ class Manager:
         return self._sharing.clears(optimizer, is_decided=self._replica.is_between_steps)
 
     def takes_step(self, optimizer: object) -> None:
-        """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it."""
-        if self._sharing.steps(optimizer):
-            self._begin_as_before()
+        """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it.
 
-    def _begin_due_step(self) -> None:
-        if self._sharing.is_due:
-            self._sharing.begins()
-            self._begin_as_before()
-
-    def _begin_as_before(self) -> None:
-        last = self._last_wishes
-        self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
+        Raises:
+            ConfigError: it steps again before all that share its last step have stepped.
+        """
+        if not self._sharing.steps(optimizer):
+            raise ConfigError(
+                "an optimizer steps again, and another one that cleared its gradients in the same step has not stepped yet: step"
+                " all of them once in a step, and call zero_grad of those only that step in it"
+            )
 
     def _settle(self, has_to_wait: bool) -> None:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
@@ -659,6 +667,9 @@ class Manager:
                 self._talk.note_error(ProcessGroupAbortedError("the step was abandoned", self.replica_id()))
                 self._pg.abort()
             self._collectives.wait_all()
+        if self._late.count:
+            self._ask_device()
+        self._late.has_failed, self._late = self._talk.has_failed(), _Late()
         if self._is_load_pending:
             self._healing.cancel()
             if self._healing.has_overwritten():
@@ -855,7 +866,7 @@ class Manager:
 
         Between `should_commit` and the next `start_quorum`, a metric say, it belongs to the step just decided: to its quorum and
         its divisor, also where it was discarded. What goes wrong then discards no step; `wait` returns False. All groups issue
-        it, or it ends half a second after the others have gone on.
+        it: one that waits for others that have gone on is told within about half a second.
 
         Args:
             tensor: any shape; a floating point dtype for an average.
@@ -877,11 +888,13 @@ class Manager:
             raise ValueError(f"{what} needs a floating point tensor, got {tensor.dtype}")
         if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
-        self._begin_due_step()
         if self._talk.error() is None:
             self.wait_quorum()
+        late = self._late if self._talk.is_voted_on() else None
+        if late is not None:
+            late.count += 1
         if self._talk.skips_collective():
-            return done_work(tensor, self._talk.has_failed)
+            return done_work(tensor, lambda: True)
         if not self.is_participating():
             fill_with_nothing(tensor, reduce_op)
         is_average = reduce_op == ReduceOp.AVG
@@ -890,14 +903,16 @@ class Manager:
             op=ReduceOp.SUM if is_average else reduce_op,
             divisor=self.num_participants() if is_average else None,
             timeout=self._at_least_patience(self._timeouts.collective),
-            failed=self._has_failed_late if self._talk.is_voted_on() else self._talk.has_failed,
+            failed=self._talk.has_failed if late is None else lambda: self._has_failed(late),
             codec=codec,
         )
 
-    def _has_failed_late(self) -> bool:
+    def _has_failed(self, late: _Late) -> bool:
         """Whether a collective that no vote follows has failed, which the device may know only when it is done."""
-        self._ask_device()
-        return self._talk.has_failed()
+        if late.has_failed is None:
+            self._ask_device()
+            return self._talk.has_failed()
+        return late.has_failed
 
     def _ask_device(self, *, synchronize: bool = True) -> None:
         """Note what has gone wrong on the device or in the process group."""
@@ -961,7 +976,8 @@ class Manager:
             MaxRetriesExceededError: with `max_retries` set.
             StateDictLoadError: a `load_state_dict` function raised; this replica's state is undefined until it heals.
             StateMismatchError: the source's state is not one that this replica can load.
-            ConfigError: it is called again, and something was averaged since the decision, which that is not about.
+            ConfigError: it is called again, and something was averaged since the decision. That may be gradients, which the
+                decision is not about; this replica's state is undefined then until it heals.
         """
         self.wait_quorum()
         if self._is_committed is not None:
@@ -977,12 +993,13 @@ class Manager:
         return self._is_committed
 
     def _ask_again(self) -> bool:
-        if self._clearing.num_late and self._is_committed:
-            self._talk.load_torn()  # by the first optimizer it is of the next step, by the others of this one
+        if self._late.count and self._is_committed:
+            step = self.current_step() - 1
+            self._talk.load_torn()  # the first optimizer has taken this step, the others have not
             raise ConfigError(
-                f"step {self.current_step() - 1} was decided when its first optimizer stepped, and {self._clearing.num_late}"
-                " collectives were issued since, which no vote is about. Do all backward passes of a step before the first"
-                " optimizer steps, or call zero_grad of one after the others have stepped, which begins a step of its own"
+                f"step {step} was decided when its first optimizer stepped, and {self._late.count} collectives were issued since,"
+                " which no vote is about: do all backward passes of a step before the first optimizer steps, and average a metric"
+                " when all have stepped; or call zero_grad of one after the others have stepped, which begins a step of its own"
             )
         return bool(self._is_committed)
 
