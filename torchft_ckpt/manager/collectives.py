@@ -46,13 +46,13 @@ class ExceptionWithTraceback(Exception):
     """An error of the step, with where it came from, as torchft reports it.
 
     Args:
-        error: the error.
+        e: the error.
     """
 
-    def __init__(self, error: Exception) -> None:
-        self.original_exception = error
-        self.stack_trace = "".join(traceback.format_exception(error))
-        super().__init__(f"{error}\n{self.stack_trace}")
+    def __init__(self, e: Exception) -> None:
+        self.original_exception = e
+        self.stack_trace = "".join(traceback.format_exception(e))
+        super().__init__(f"{e}\n{self.stack_trace}")
 
 
 class ManagedWork(Work):

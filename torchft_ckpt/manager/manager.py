@@ -1021,7 +1021,16 @@ class Manager:
         self._collectives.wait_all()
         self._ask_device(synchronize=synchronize)
         if self._is_load_pending:
-            self._load(before_forward=False)
+            try:
+                self._load(before_forward=False)
+            except Exception as error:
+                # Without a vote the others would learn of it by the next request, and may still be in the last collective then.
+                self.report_error(error)
+                self._send_vote()
+                raise
+        return self._send_vote()
+
+    def _send_vote(self) -> CommitVote:
         vote = self._vote = self._talk.vote(*self._clearing.vote())
         if not self._replica.is_learner:
             self._link.send(vote)

@@ -164,7 +164,7 @@ def history(job: Job) -> None:
 def object_in_state(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(model.load_state_dict, lambda: {"model": model.state_dict(), "thing": {1, 2}})
+    job.manager(model.load_state_dict, lambda: {"model": model.state_dict(), "thing": object()})
     loop(job, model, sgd)
 
 
