@@ -3,7 +3,7 @@
     loop_thread        an asyncio loop in a thread of its own, started and ended with its owner
     channel            one WebSocket: ordered bounded sending, decoded receiving, closing
     lighthouse_server  the lighthouse as a service
-    lighthouse_client  a group's one connection to it, kept up
+    lighthouse_connection  a group's one connection to it, kept up
     group_service      group rank 0: this group's ranks on one side, the lighthouse on the other
     rank_session       group ranks above 0: the connection to their group's service
 

@@ -47,7 +47,7 @@ DEAD_PEER_TIMEOUT_S = 10.0
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
 
-class LighthouseClient:
+class LighthouseConnection:
     """Use on its event loop only.
 
     Args:
