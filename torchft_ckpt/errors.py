@@ -7,6 +7,8 @@
     |   |-- AddressInUseError           the port that a service was told to bind is taken
     |   |-- AuthenticationError         the other side refused our token, or we refused theirs
     |   |-- ProtocolVersionError        the two sides speak different versions
+    |   |-- ManagerUnreachableError     nobody answered at a manager server's address (a ConnectionError)
+    |   |-- CallTimeoutError            a call of a LighthouseClient or ManagerClient was not answered in time (a TimeoutError)
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
     |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1)
@@ -75,7 +77,7 @@ class CoordinationError(TorchftCkptError):
     """Base of what goes wrong between this process and its lighthouse or group."""
 
 
-class LighthouseUnreachableError(CoordinationError):
+class LighthouseUnreachableError(CoordinationError, ConnectionError):
     """Nobody answered at the lighthouse's address within the connect timeout."""
 
 
@@ -91,6 +93,14 @@ class ProtocolVersionError(CoordinationError):
     """The two sides speak different protocol versions; no message was exchanged."""
 
 
+class ManagerUnreachableError(CoordinationError, ConnectionError):
+    """A `ManagerServer` did not answer at its address, or went away before it answered; what became of the call is not known."""
+
+
+class CallTimeoutError(CoordinationError, TimeoutError):
+    """A call of a `LighthouseClient` or `ManagerClient` was not answered in the caller's time; what became of it is not known."""
+
+
 class ProtocolError(CoordinationError):
     """A peer sent something that the protocol does not allow; its connection was closed."""
 
@@ -99,7 +109,7 @@ class RefusedError(CoordinationError):
     """The lighthouse will not have this replica group; trying again unchanged cannot help."""
 
 
-class QuorumTimeoutError(CoordinationError):
+class QuorumTimeoutError(CoordinationError, TimeoutError):
     """No quorum was formed in the time that the caller allowed; no state was changed."""
 
 
