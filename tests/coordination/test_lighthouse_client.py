@@ -14,7 +14,8 @@ from datetime import timedelta
 
 import pytest
 from support.ports import reserved_port
-from support.processes import start
+from support.processes import run, start
+from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, LighthouseClient, Quorum, QuorumMember
@@ -82,12 +83,22 @@ def test_who_calls_again_before_the_answer_takes_the_place_of_the_first_call(pai
     client, other = client_of(pair), client_of(pair)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(client.quorum, "a", LONG)
-        while not client._calls._open:
-            pass
+        wait_until(lambda: bool(client._calls._open))
         second = pool.submit(client.quorum, "a", LONG)
         with pytest.raises(ConfigError, match="a called again"):
             first.result()
         assert other.quorum("b", LONG) == second.result()
+
+
+@pytest.mark.processes
+def test_a_process_ends_without_a_word_whatever_it_left_open(pair: LighthouseServer) -> None:
+    program = (
+        "from datetime import timedelta; from torchft_ckpt.coordination import LighthouseClient, ManagerServer;"
+        f"address, time = {pair.address()!r}, timedelta(seconds=20); client = LighthouseClient(address, time);"
+        "client.heartbeat('a'); server = ManagerServer('b', address, '127.0.0.1', '[::]:0', '', 1, time, time, 0)"
+    )
+    ended = run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 @pytest.mark.processes
@@ -131,8 +142,7 @@ def test_a_lighthouse_that_restarts_while_one_waits_goes_on_with_higher_ids() ->
             server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
             assert waits.result().quorum_id == 1000
         server.shutdown()
-        while client._calls._connection.is_up:
-            pass
+        wait_until(lambda: not client._calls._connection.is_up)
         for call in (client.quorum, client.heartbeat):
             with pytest.raises(ConnectionError, match=f"127.0.0.1:{port} cannot be reached; a has waited"):
                 call("a", SHORT)

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 from support.ports import reserved_port
+from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import LighthouseClient, ManagerClient, ManagerServer, QuorumResult
@@ -135,8 +136,7 @@ def test_who_is_not_there_or_goes_away_is_a_connection_error(job: Job) -> None:
         ManagerClient(f"127.0.0.1:{port}", timedelta(seconds=1))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(job.ranks["a", 0].should_commit, 0, 1, True, LONG)
-        while not job.servers["a"]._answers:
-            pass
+        wait_until(lambda: bool(job.servers["a"]._answers))
         job.servers["a"].shutdown()
         with pytest.raises(ConnectionError):
             waits.result()

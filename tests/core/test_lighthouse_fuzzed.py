@@ -123,7 +123,7 @@ def steps_of(messages: st.SearchStrategy[ToLighthouse]) -> st.SearchStrategy[lis
     return st.lists(st.tuples(event, st.sampled_from([0.0, 0.01, 1.0, 20.0]), st.booleans()), min_size=5, max_size=60)
 
 
-@settings(max_examples=by_default(100, thorough=300), deadline=None)
+@settings(max_examples=by_default(60, thorough=300), deadline=None)
 @given(steps=steps_of(MESSAGES), least=st.integers(1, 2))
 def test_it_never_raises_and_says_nothing_that_cannot_be_read(
     steps: list[tuple[Event, float, bool]], least: int
@@ -164,7 +164,7 @@ def test_it_never_raises_and_says_nothing_that_cannot_be_read(
         assert {m.connection for m in state.members.values()} == set(state._by_connection)
 
 
-@settings(max_examples=by_default(100, thorough=300), deadline=None)
+@settings(max_examples=by_default(60, thorough=300), deadline=None)
 @given(steps=steps_of(CALLS | CALLS | CALLS | MESSAGES), least=st.integers(1, 2))
 def test_nor_do_callers_make_it_raise_and_a_job_is_of_one_kind(
     steps: list[tuple[Event, float, bool]], least: int

@@ -37,6 +37,7 @@ from torchft_ckpt.errors import (
     LighthouseUnreachableError,
     QuorumTimeoutError,
 )
+from torchft_ckpt.threads import end_at_exit
 
 _BEAT = timedelta(seconds=1)
 
@@ -209,6 +210,7 @@ class LighthouseClient:
             raise
         calls = self._calls
         weakref.finalize(self, self._thread.finish_soon, lambda: calls.stop("its client is gone")).atexit = False
+        end_at_exit(self.shutdown)
 
     def quorum(
         self,
