@@ -19,6 +19,7 @@ from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, LighthouseClient, Quorum, QuorumMember
+from torchft_ckpt.core.lighthouse import Tick
 from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
 from torchft_ckpt.errors import (
     AuthenticationError,
@@ -147,6 +148,21 @@ def test_a_lighthouse_that_restarts_while_one_waits_goes_on_with_higher_ids() ->
             with pytest.raises(ConnectionError, match=f"127.0.0.1:{port} cannot be reached; a has waited"):
                 call("a", SHORT)
         client.shutdown()
+
+
+def test_one_that_was_taken_for_dead_while_it_waits_calls_again(pair: LighthouseServer) -> None:
+    client, other = client_of(pair), client_of(pair)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(client.quorum, "a", LONG)
+        wait_until(lambda: bool(pair._state.callers.members))
+        pair._thread.run(fall_silent(pair))
+        assert other.quorum("b", LONG) == waits.result()
+
+
+async def fall_silent(server: LighthouseServer) -> None:
+    (caller,) = server._state.callers.members.values()
+    caller.last_seen -= 60.0
+    server._handle(Tick())
 
 
 def test_nobody_answers() -> None:

@@ -159,6 +159,19 @@ def test_a_caller_lives_by_what_names_it() -> None:
     assert job.hears("a")[-1] == "quorum 3 of a for 3"
 
 
+def test_one_that_falls_silent_while_it_waits_is_told_to_connect_again() -> None:
+    job = Job(least=2)
+    job.calls("a")
+    job.hears("a")
+    job.passes(4)
+    assert job.hears("a") == []
+    job.passes(1)
+    assert job.hears("a") == ["Dropped", "close"]
+    job.handle(ConnectionClosed("a"))
+    job.calls("a", "b")
+    assert job.hears("a") == ["1 of at least 2 replica groups are here (a)", "quorum 1 of a b for 1"]
+
+
 def test_who_gave_up_waiting_is_in_no_quorum() -> None:
     job = Job(least=2)
     job.calls("a")

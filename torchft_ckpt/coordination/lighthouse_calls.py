@@ -173,13 +173,15 @@ class LighthouseClient:
     """A trainer's own way to the lighthouse: who is together, without a `Manager`, its state or its votes.
 
         client = LighthouseClient("lighthouse:29510", connect_timeout=timedelta(seconds=10))
-        last = None
-        for step in range(1000):
-            quorum = client.quorum("trainer-3", timeout=timedelta(minutes=5), step=step, store_address=store, data={"loss": loss})
+        step, last, group, loss = 0, None, None, 0.0
+        while step < 1000:
+            quorum = client.quorum("trainer-3", timedelta(minutes=5), store_address=store, step=step, data={"loss": loss})
             if quorum.quorum_id != last:  # others are here, or one was gone in between
-                last = quorum.quorum_id
-                group = connect([member.replica_id for member in quorum.participants], quorum.participants[0].store_address)
-            loss = train(group)
+                last, members = quorum.quorum_id, quorum.participants
+                group = connect(members[0].store_address, [member.replica_id for member in members])
+                step = load_from(max(members, key=lambda member: member.step))
+            loss = train(group)  # where a collective fails, the next quorum says who is left
+            step += 1
 
     A job is of such callers or of Managers, never of both: the lighthouse refuses the other kind by name. What callers do with a
     quorum is their own affair; nothing is voted on, and nobody is told of a loss. A caller is taken for dead when this process

@@ -26,6 +26,7 @@ from torchft_ckpt.core.messages import (
     CallerHeartbeat,
     CallerHello,
     CallGivenUp,
+    Dropped,
     Quorum,
     QuorumCall,
     QuorumCalled,
@@ -140,7 +141,11 @@ class Callers:
             if now < oldest.last_seen + timeout_s:
                 break
             was_lost = True
-            yield from self._lose(replica_id, f"nothing heard from it for {now - oldest.last_seen:.1f} s")
+            reason = f"nothing heard from it for {now - oldest.last_seen:.1f} s"
+            if oldest.call is not None:  # it may wake up and wait on: it is to connect, and call, again
+                yield Send(oldest.connection, Dropped(reason=reason))
+                yield Close(oldest.connection)
+            yield from self._lose(replica_id, reason)
         if was_lost:
             yield from self._reconsider(now)
         if self._evaluate_at is not None and now >= self._evaluate_at:
