@@ -252,7 +252,7 @@ class LighthouseClient:
                 "data": None if data is None else json.loads(json.dumps(data, allow_nan=False)),
             }
             member = msgspec.convert(fields, QuorumMember)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise ConfigError(f"the call for a quorum of {replica_id!r} cannot be sent: {error}", "quorum") from error
         return self._thread.run(self._calls.quorum(member, timeout.total_seconds()))
 
