@@ -256,7 +256,9 @@ def test_when_the_primary_is_lost_another_one_is_adopted_and_what_differs_comes_
     first, second = make_state("a", changed=(0, 1)), make_state("a")
     fault = Losing(16, cut)
     scene.add(first, until(lambda: len(learnt["learn_digests"]) == 2, fault))
-    scene.add(second, until(lambda: scene.gates[1].url in learnt["adopt"]))  # or the first one's state may be whole before
+    scene.add(
+        second, until(lambda: scene.gates[1].url in learnt["adopt"])
+    )  # or the first one's state may be whole before
     with pytest.warns(ReplicaDivergenceWarning, match="8 blocks differ, of layer0, layer1") as caught:
         assert differences(scene.fetch(), second) == []
     assert [f"{scene.gates[0].url} differs from {scene.gates[1].url}" in str(each.message) for each in caught] == [True]

@@ -96,7 +96,7 @@ def stay_away_for_a_while(group: Group) -> None:
 def test_a_connection_that_ends_is_called_lost_only_where_it_was_and_is_opened_again(
     group: Group, end: Callable[[Group], None], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "torchft_ckpt.coordination.lighthouse_client"):
+    with caplog.at_level(logging.WARNING, "torchft_ckpt.coordination.lighthouse_connection"):
         end(group)
         assert group.connects_again()
     lines = [record.getMessage() for record in caplog.records]
@@ -106,7 +106,7 @@ def test_a_connection_that_ends_is_called_lost_only_where_it_was_and_is_opened_a
 
 def test_a_group_that_is_over_leaves_and_does_not_come_back(group: Group, caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 may be at work for a while yet: it connected a thousand times a second, and was taken for one that joins."""
-    with caplog.at_level(logging.WARNING, "torchft_ckpt.coordination.lighthouse_client"):
+    with caplog.at_level(logging.WARNING, "torchft_ckpt.coordination.lighthouse_connection"):
         group.rank.shutdown("it is done")
         assert not group.connects_again()
     assert caplog.records == []

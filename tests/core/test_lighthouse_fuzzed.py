@@ -16,17 +16,25 @@ from torchft_ckpt.core.lighthouse import (
     Tick,
 )
 from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
     AllowStepLoss,
+    CallerHeartbeat,
+    CallerHello,
+    CallGivenUp,
     CommitVote,
     Heartbeat,
     Hello,
     Leave,
     LocateState,
     Outcome,
+    QuorumCall,
+    QuorumCalled,
     QuorumFormed,
+    QuorumMember,
     QuorumRequest,
     StallReport,
     StateVersion,
+    ToLighthouse,
     decode_from_lighthouse,
     encode,
 )
@@ -39,7 +47,7 @@ NAMES = st.sampled_from(["a:1", "a:2", "b:1", "c:1", "d" * 510 + ":1"])
 MESSAGES = st.one_of(
     st.builds(
         Hello,
-        protocol=st.sampled_from([1, 1, 1, 2]),
+        protocol=st.sampled_from([PROTOCOL_VERSION] * 3 + [1]),
         replica_id=NAMES,
         version=VERSIONS,
         newest_step=SMALL,
@@ -85,30 +93,49 @@ MESSAGES = st.one_of(
     st.builds(Leave, REASONS),
     st.just(AllowStepLoss()),
 )
-CONNECTIONS = st.sampled_from(["c1", "c2", "c3", "c4"])
-STEPS = st.lists(
-    st.tuples(
-        st.one_of(
-            st.builds(Received, CONNECTIONS, MESSAGES),
-            st.builds(ConnectionClosed, CONNECTIONS),
-            st.just(Tick()),
+CALLS = st.one_of(
+    st.just(CallerHello(protocol=PROTOCOL_VERSION)),
+    st.builds(
+        QuorumCall,
+        request_id=SMALL,
+        member=st.builds(
+            QuorumMember,
+            replica_id=NAMES,
+            step=SMALL,
+            shrink_only=st.sampled_from([False, False, True]),
+            commit_failures=st.sampled_from([0, 0, 1]),
+            data=st.none() | st.just({"loss": 0.5}),
         ),
-        st.sampled_from([0.0, 0.01, 1.0, 20.0]),
-        st.booleans(),
+        last_quorum_id=SMALL,
+        last_epoch=EPOCHS,
     ),
-    max_size=60,
+    st.builds(CallerHeartbeat, request_id=SMALL, replica_id=NAMES),
+    st.builds(CallGivenUp, request_id=SMALL, replica_id=NAMES),
+    st.builds(Leave, REASONS),
 )
+CONNECTIONS = st.sampled_from(["c1", "c2", "c3", "c4"])
 
 
-@settings(max_examples=by_default(100, thorough=300), deadline=None)
-@given(steps=STEPS, least=st.integers(1, 2))
+def steps_of(messages: st.SearchStrategy[ToLighthouse]) -> st.SearchStrategy[list[tuple[Event, float, bool]]]:
+    event = st.one_of(
+        st.builds(Received, CONNECTIONS, messages), st.builds(ConnectionClosed, CONNECTIONS), st.just(Tick())
+    )
+    return st.lists(st.tuples(event, st.sampled_from([0.0, 0.01, 1.0, 20.0]), st.booleans()), min_size=5, max_size=60)
+
+
+@settings(max_examples=by_default(60, thorough=300), deadline=None)
+@given(steps=steps_of(MESSAGES), least=st.integers(1, 2))
 def test_it_never_raises_and_says_nothing_that_cannot_be_read(
     steps: list[tuple[Event, float, bool]], least: int
 ) -> None:
     """The last part of a step: answer a quorum that was formed with a vote that fits it."""
     state = LighthouseState(LighthouseSettings(min_replicas=least, join_timeout_s=5.0), epoch="now")
     now, highest = 0.0, 0
-    for event, pause, answers in steps:
+    hellos = [
+        (Received(f"c{number}", Hello(protocol=PROTOCOL_VERSION, replica_id=name)), 0.0, False)
+        for number, name in enumerate(("a:1", "b:1", "c:1"), 1)
+    ]
+    for event, pause, answers in (*hellos, *steps):
         now += pause
         out = state.handle(event, now)
         for instruction in list(out):
@@ -135,3 +162,32 @@ def test_it_never_raises_and_says_nothing_that_cannot_be_read(
         assert state._back <= set(state._quorum_members)
         assert all(state.members[r].request is not None for r in state._waiting)
         assert {m.connection for m in state.members.values()} == set(state._by_connection)
+
+
+@settings(max_examples=by_default(60, thorough=300), deadline=None)
+@given(steps=steps_of(CALLS | CALLS | CALLS | MESSAGES), least=st.integers(1, 2))
+def test_nor_do_callers_make_it_raise_and_a_job_is_of_one_kind(
+    steps: list[tuple[Event, float, bool]], least: int
+) -> None:
+    state = LighthouseState(LighthouseSettings(min_replicas=least, join_timeout_s=5.0), epoch="now")
+    now, sets = 0.0, dict[int, list[str]]()
+    hellos = [(Received(f"c{number}", CallerHello(protocol=PROTOCOL_VERSION)), 0.0, False) for number in range(1, 5)]
+    for event, pause, _ in (*hellos, *steps):
+        now += pause
+        for instruction in state.handle(event, now):
+            if isinstance(instruction, Send):
+                message = instruction.message
+                assert decode_from_lighthouse(encode(message), "lighthouse") == message
+                if isinstance(message, QuorumCalled):
+                    names = [member.replica_id for member in message.quorum.participants]
+                    assert sets.setdefault(message.quorum.quorum_id, names) == names
+                    assert message.quorum.quorum_id == max(sets)
+        callers = state.callers
+        assert not (callers.members and state.members)
+        assert {name for name, caller in callers.members.items() if caller.call} == set(callers._waiting)
+        assert set(callers._last) <= set(callers.members)
+        assert callers._num_bytes == sum(caller.num_bytes for caller in callers.members.values())
+        seen = [caller.last_seen for caller in callers.members.values()]
+        assert seen == sorted(seen)
+        deadline = state.next_deadline()
+        assert deadline is None or isinstance(deadline, float)

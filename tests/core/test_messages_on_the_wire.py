@@ -15,20 +15,27 @@ from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     CommitVote,
     FromLighthouse,
+    FromManagerServer,
     GroupToRank,
     Hello,
+    Quorum,
     QuorumFormed,
+    QuorumMember,
     QuorumRequest,
     RankHello,
     RankToGroup,
     Source,
     StateVersion,
+    Timestamp,
     ToLighthouse,
+    ToManagerServer,
     clip,
     decode_from_lighthouse,
+    decode_from_manager_server,
     decode_group_to_rank,
     decode_rank_to_group,
     decode_to_lighthouse,
+    decode_to_manager_server,
     encode,
     group_name,
     name_some,
@@ -40,6 +47,19 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 SECONDS = st.floats(0, 1e9)
 VERSIONS = st.builds(StateVersion, step=COUNTS, quorum_id=COUNTS, epoch=TEXTS)
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+MEMBERS = st.builds(
+    QuorumMember,
+    replica_id=NAMES,
+    address=TEXTS,
+    step=COUNTS,
+    data=st.none() | st.dictionaries(TEXTS, JSON, max_size=3),
+)
+TIMES = st.builds(Timestamp, seconds=COUNTS, nanos=COUNTS)
 
 
 def strategy(message: type) -> st.SearchStrategy[object]:
@@ -61,6 +81,14 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "outcome": st.sampled_from(messages.Outcome),
         "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
+        "recover_src_replica_rank": st.none() | COUNTS,
+        "max_replica_rank": st.none() | COUNTS,
+        "recover_dst_replica_ranks": st.lists(COUNTS, max_size=3),
+        "replica_ids": st.lists(NAMES, max_size=3),
+        "member": MEMBERS,
+        "quorum": st.builds(
+            Quorum, quorum_id=COUNTS, participants=st.lists(MEMBERS, min_size=1, max_size=3), created=TIMES
+        ),
         "sources": st.lists(
             st.builds(Source, replica_id=NAMES, replica_rank=COUNTS, checkpoint_addresses=st.lists(TEXTS, max_size=3)),
             max_size=2,
@@ -88,8 +116,10 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         (FromLighthouse, decode_from_lighthouse),
         (RankToGroup, decode_rank_to_group),
         (GroupToRank, decode_group_to_rank),
+        (ToManagerServer, decode_to_manager_server),
+        (FromManagerServer, decode_from_manager_server),
     ],
-    ids=["to lighthouse", "from lighthouse", "rank to group", "group to rank"],
+    ids=["to lighthouse", "from lighthouse", "rank to group", "group to rank", "to manager server", "from it"],
 )
 @settings(max_examples=by_default(40, thorough=100), deadline=None)
 @given(data=st.data())
@@ -121,10 +151,21 @@ GOOD = encode(Hello(protocol=1, replica_id="a"))
 @example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":1e300}')
 @example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":NaN}')
 @example('{"type":"Leave","reason":"' + "a" * 5000 + '"}')
+@example(
+    '{"type":"QuorumCall","request_id":1,"member":{"replica_id":"a","data":' + '{"a":' * 900 + "{}" + "}" * 901 + "}"
+)
+@example('{"type":"QuorumCall","request_id":1,"member":{"replica_id":"a","data":{"a":NaN}}}')
 @example('{"type":"Leave","reason":"\\ud800"}')
 @example("{" + " " * (MAX_MESSAGE_BYTES + 1) + "}")
 def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes) -> None:
-    for decode in (decode_to_lighthouse, decode_from_lighthouse, decode_rank_to_group, decode_group_to_rank):
+    for decode in (
+        decode_to_lighthouse,
+        decode_from_lighthouse,
+        decode_rank_to_group,
+        decode_group_to_rank,
+        decode_to_manager_server,
+        decode_from_manager_server,
+    ):
         error = None
         try:
             decode(data, "peer 7")

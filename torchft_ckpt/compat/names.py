@@ -66,10 +66,6 @@ _FUTURE = Instead(
 )
 _SLOW_STREAM = Instead("a process group's `timeout` ends collectives on a stream that does not complete")
 _DUMMY = Instead("it runs Baby process groups in threads, and there are none here")
-_LOW_LEVEL = Instead(
-    "it is not built yet; a training loop uses Manager, a watcher reads JSON at the lighthouse's address, as"
-    " `python -m torchft_ckpt status` does"
-)
 _STREAMS = Instead("use torch.accelerator's streams and synchronize()")
 
 TABLE: dict[str, dict[str, Entry]] = {
@@ -93,23 +89,11 @@ TABLE: dict[str, dict[str, Entry]] = {
         "RWLock": Here("compat.rwlock"),
     },
     "checkpointing._serialization": {},
-    "checkpointing.pg_transport": {
-        "PGTransport": Instead("use HTTPTransport, which a Manager makes by itself where it is given no transport"),
-    },
     "collectives": {
         "allocate_reduce_scatter_output": _QUANTIZED,
         "allreduce_quantized": _QUANTIZED,
         "get_padded_sizes": _QUANTIZED,
         "reduce_scatter_quantized": _QUANTIZED,
-    },
-    "coordination": {
-        "LighthouseClient": _LOW_LEVEL,
-        "ManagerClient": _LOW_LEVEL,
-        "ManagerServer": _LOW_LEVEL,
-        "Quorum": _LOW_LEVEL,
-        "QuorumMember": _LOW_LEVEL,
-        "QuorumResult": _LOW_LEVEL,
-        "Timestamp": _LOW_LEVEL,
     },
     "futures": {
         "WATCHDOG_TIMEOUT_SEC": Value("TORCHFT_WATCHDOG_TIMEOUT_SEC"),

@@ -19,7 +19,7 @@ from datetime import timedelta
 from aiohttp import web
 
 from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
-from torchft_ckpt.coordination.lighthouse_client import LighthouseClient
+from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
@@ -82,7 +82,7 @@ class GroupService:
         self._heard_at: dict[int, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
-        self._client = LighthouseClient(
+        self._client = LighthouseConnection(
             lighthouse_addr,
             token=token,
             hello=lambda: self._state.introduce(hello()),

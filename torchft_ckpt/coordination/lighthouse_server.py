@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import socket
+import time
 import uuid
 from dataclasses import asdict
 
@@ -95,7 +96,9 @@ class LighthouseServer:
             heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
             allow_step_loss=allow_step_loss,
         )
-        self._state = LighthouseState(self._settings, epoch=uuid.uuid4().hex[:8])
+        self._state = LighthouseState(
+            self._settings, epoch=uuid.uuid4().hex[:8], unix_time_of_zero=time.time() - time.monotonic()
+        )
         self._channels: dict[str, Channel] = {}
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
@@ -193,6 +196,7 @@ class LighthouseServer:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request)
         state, now = self._state, asyncio.get_running_loop().time()
+        callers = state.callers
         members = [
             {
                 "replica_id": member.replica_id,
@@ -201,15 +205,26 @@ class LighthouseServer:
                 "silent_s": round(now - member.last_seen, 3),
             }
             for member in state.members.values()
+        ] + [
+            {
+                "replica_id": replica_id,
+                "step": caller.step,
+                "waiting_s": round(now - caller.called_at, 3) if caller.call else None,
+                "silent_s": round(now - caller.last_seen, 3),
+            }
+            for replica_id, caller in callers.members.items()
         ]
-        settings = asdict(self._settings)
+        last = callers.quorum
+        participants = [member.replica_id for member in last.participants] if last else []
         return web.json_response(
             {
-                "quorum_id": state.quorum_id,
+                "job": "callers" if callers.who else "managers" if state.members or state.round else "",
+                "quorum_id": last.quorum_id if last else state.quorum_id,
+                "participants": participants or (list(state.round.tally.roles) if state.round else []),
                 "newest_step": state.newest_step,
-                "reason": state.reason,
+                "reason": callers.reason or state.reason,
                 "members": members,
                 "lost": dict(state.lost_members),
-                "settings": settings,
+                "settings": asdict(self._settings),
             }
         )

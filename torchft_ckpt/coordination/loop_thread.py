@@ -31,8 +31,12 @@ class LoopThread:
         end_at_exit(self.stop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it. Call from any other thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        """Run a coroutine on the loop and wait for it. Call from any other thread. Who is interrupted cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> bool:
         """Call a function on the loop, in order of the calls. False: the loop has ended."""
@@ -62,6 +66,15 @@ class LoopThread:
             coroutine.close()  # the loop ended between the check and the call
             logger.debug("%s had ended already: %s", self._thread.name, error)
         self.stop()
+
+    def finish_soon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """As `finish`, without waiting: for finalizers, which run in any thread, this one too."""
+        if os.getpid() == self._owner:
+            self.call_soon(self._finish_here, last)
+
+    def _finish_here(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._last = self.loop.create_task(last())  # a loop keeps no task alive
+        self._last.add_done_callback(lambda _: self.loop.stop())
 
     def stop(self, wait: bool = True) -> None:
         """End the loop and its thread; may be called twice. `wait` False: do not wait for the thread."""

@@ -15,6 +15,9 @@ What must hold, whatever happens (the simulation in `testing` checks it):
 - no quorum is formed below the newest committed step that anybody here knows of, unless on purpose; and while a member
   that holds a newer state lives, or was cut off a moment ago and may be on its way back, not even on purpose;
 
+A job is of Managers, whose life that is, or of callers of `LighthouseClient.quorum` (`core.callers`). Who is here first says
+which; the other kind is refused.
+
 Which states there are and who may hold them is in `core.ledger`; what a lighthouse learns from its members after a
 restart, when it remembers nothing, in `core.recollection`.
 
@@ -25,7 +28,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
+from torchft_ckpt.core.callers import Caller, CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.layouts import (
@@ -52,6 +57,7 @@ from torchft_ckpt.core.locating import locate_state
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
+    CallerHello,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -64,6 +70,7 @@ from torchft_ckpt.core.messages import (
     LocateState,
     Outcome,
     QuorumBroken,
+    QuorumCall,
     QuorumFormed,
     QuorumPending,
     QuorumRequest,
@@ -80,11 +87,10 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.core.patience import JoinBackoff
 from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recollection import Recollection, StepKey
+from torchft_ckpt.core.recollection import Recollection, StepKey, id_before_next_life
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.sequence import may_start, why_apart
 
-QUORUM_IDS_PER_LIFE = 1000
 PENDING_NOTICE_S = 1.0
 MAX_REMEMBERED = 4096
 """Groups of which something is remembered after they are gone."""
@@ -111,11 +117,13 @@ class LighthouseState:
     Args:
         settings: what the operator chose.
         epoch: a text that no other life of this lighthouse has.
+        unix_time_of_zero: what the wall clock shows when `now` is 0, for the time that callers' quorums carry.
     """
 
-    def __init__(self, settings: LighthouseSettings, epoch: str) -> None:
+    def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float = 0.0) -> None:
         self.settings = settings
         self.epoch = epoch
+        self.callers = Callers(settings, epoch, unix_time_of_zero)
         self.quorum_id = 0
         """The newest step that a member has shown or claimed: what remains of `newest_step` without our own decisions."""
         self.allow_step_loss = False
@@ -156,6 +164,8 @@ class LighthouseState:
         if isinstance(event, Received):
             return list(self._received(event.connection, event.message, now))
         if isinstance(event, ConnectionClosed):
+            if self.callers.speaks_on(event.connection):
+                return list(self.callers.closed(event.connection, now, event.reason))
             self._dropped.discard(event.connection)
             replica_id = self._by_connection.get(event.connection)
             if replica_id is None:
@@ -173,9 +183,9 @@ class LighthouseState:
             deadlines.append(self.round.joiners_close_at)
         if self._waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
-        recollected = self._recollection.deadline(self._now)
-        if recollected is not None:
-            deadlines.append(recollected)
+        for deadline in (self._recollection.deadline(self._now), self.callers.next_deadline()):
+            if deadline is not None:
+                deadlines.append(deadline)
         return min(deadlines, default=None)
 
     @property
@@ -191,14 +201,16 @@ class LighthouseState:
     def _notice_pause(self, now: float) -> Log | None:
         """If the lighthouse itself slept, the members' silence is its own deafness: what they said is yet to be read."""
         self._now = now
-        if not self.members:
+        parties: Iterator[Member | Caller] = chain(self.members.values(), self.callers.members.values())  # of one kind
+        oldest = next(parties, None)
+        if oldest is None:
             return None
         timeout = self.settings.heartbeat_timeout_s
-        late = now - (next(iter(self.members.values())).last_seen + timeout)
+        late = now - (oldest.last_seen + timeout)
         if late <= timeout / 2:
             return None
-        for member in self.members.values():
-            member.last_seen = now
+        for party in chain((oldest,), parties):
+            party.last_seen = now
         return Log(f"the lighthouse was paused for at least {late:.1f} s; nobody is dropped on that account", True)
 
     # ------------------------------------------------------------------------------------------------------- messages
@@ -211,6 +223,9 @@ class LighthouseState:
             return
         if isinstance(message, Hello):
             yield from self._hello(connection, message, now)
+            return
+        if isinstance(message, CallerHello) or self.callers.speaks_on(connection):
+            yield from self._caller_said(connection, message, now)
             return
         replica_id = self._by_connection.get(connection)
         if replica_id is None and connection in self._dropped:
@@ -237,6 +252,25 @@ class LighthouseState:
         elif isinstance(message, Leave):
             yield from self._lose(replica_id, clip(message.reason) or "it left", now, is_on_purpose=True)
             yield Close(connection)
+
+    def _caller_said(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
+        if isinstance(message, Leave):
+            yield from self.callers.closed(connection, now, clip(message.reason) or "it left")
+            yield Close(connection)
+        elif not isinstance(message, CallerMessage) or connection in self._by_connection:
+            yield Send(connection, Refused(code="hello", reason="a connection is of a Manager or of callers"))
+            yield Close(connection)
+        elif (self.members or self.round is not None) and not isinstance(message, CallerHello):
+            name = message.member.replica_id if isinstance(message, QuorumCall) else message.replica_id
+            here = name_some(sorted(self.members)) or "none of them is here now"
+            reason = (
+                f"{clip(name, 200)} is a caller of LighthouseClient, and the job at this lighthouse is of Managers ({here});"
+                " each job has a lighthouse of its own"
+            )
+            yield Send(connection, Refused(code="job", reason=reason))
+            yield Close(connection)
+        else:
+            yield from self.callers.received(connection, message, now)
 
     def _hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
         refusal = self._refusal(connection, hello)
@@ -319,8 +353,14 @@ class LighthouseState:
         if hello.protocol != PROTOCOL_VERSION:
             reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, {hello.replica_id} speaks {hello.protocol}"
             return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
-        if connection in self._by_connection:
+        if connection in self._by_connection or self.callers.speaks_on(connection):
             return Refused(code="hello", reason="a connection says Hello once")
+        if self.callers.who:
+            reason = (
+                f"{clip(hello.replica_id, 200)} is a Manager's, and the job at this lighthouse is of callers of"
+                f" LighthouseClient.quorum ({self.callers.who}); each job has a lighthouse of its own"
+            )
+            return Refused(code="job", reason=reason)
         if hello.replica_id in self._superseded:
             return _superseded(group_name(hello.replica_id))
         return None
@@ -341,9 +381,7 @@ class LighthouseState:
         """A quorum is heard of; one of an earlier life: its id and those after it are not given again. Whether that is news."""
         if quorum_id < max(1, self.quorum_id) or epoch == self.epoch:
             return False
-        # Half a thousand at least lie between it and the first id that is given now: those that were not heard of any more.
-        lives = (quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1
-        self.quorum_id = lives * QUORUM_IDS_PER_LIFE - 1
+        self.quorum_id = id_before_next_life(quorum_id)
         return True
 
     def _overtake_round(self, now: float) -> Iterator[Instruction]:
@@ -1194,6 +1232,7 @@ class LighthouseState:
         if current is not None and current.joiners_close_at is not None and now >= current.joiners_close_at:
             current.tally.close()
             yield from self._announce(current, now)
+        yield from self.callers.tick(now)
         yield from self._break_forgotten(self._recollection.expire(now))
         yield from self._settle_forgotten(now)
         if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:

@@ -23,6 +23,15 @@ from torchft_ckpt.core.messages import CommitVote, Hello, Outcome
 StepKey: TypeAlias = tuple[int, str, int]
 """Quorum id, epoch and step: names one step of one quorum."""
 QuorumKey: TypeAlias = tuple[int, str]
+QUORUM_IDS_PER_LIFE = 1000
+
+
+def id_before_next_life(quorum_id: int) -> int:
+    """Return after which quorum id a lighthouse goes on that hears of a quorum of an earlier life.
+
+    Half a thousand at least lie between that one and the first that is given: those that were not heard of any more.
+    """
+    return ((quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1) * QUORUM_IDS_PER_LIFE - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import aiohttp
@@ -20,6 +20,7 @@ from torchft_ckpt.coordination.versions import SAME_EVERYWHERE, other_version
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    CallerHello,
     Dropped,
     FromLighthouse,
     Heartbeat,
@@ -48,7 +49,7 @@ DEAD_PEER_TIMEOUT_S = 10.0
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
 
-class LighthouseClient:
+class LighthouseConnection:
     """Use on its event loop only.
 
     Args:
@@ -60,6 +61,7 @@ class LighthouseClient:
         on_refused: called when the lighthouse will not have this group any more; there will be no further attempt.
         heartbeat_interval: a heartbeat is sent when nothing else was for so long.
         connect_timeout: of one attempt.
+        heartbeats: makes what is sent to say who lives.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class LighthouseClient:
         address: str,
         *,
         token: str,
-        hello: Callable[[], Hello],
+        hello: Callable[[], Hello | CallerHello],
         on_message: Callable[[FromLighthouse], None],
         on_up: Callable[[], None],
         on_refused: Callable[[CoordinationError], None],
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
+        heartbeats: Callable[[], Iterable[ToLighthouse]] = lambda: (Heartbeat(),),
     ) -> None:
         self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
         self._token = token
@@ -80,6 +83,7 @@ class LighthouseClient:
         self._on_message = on_message
         self._on_up = on_up
         self._on_refused = on_refused
+        self._heartbeats = heartbeats
         self._interval_s = heartbeat_interval.total_seconds()
         self._pause_s = self._interval_s
         self.store_address = ""
@@ -93,6 +97,11 @@ class LighthouseClient:
         """The lighthouse's patience, as it said at the last welcome."""
         self._may_connect = asyncio.Event()
         self._may_connect.set()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a connection at the moment."""
+        return self._channel is not None
 
     async def start(self) -> None:
         """Connect, and keep the connection up from then on.
@@ -280,7 +289,8 @@ class LighthouseClient:
             due = channel.sent_at + self._pause_s
             now = loop.time()
             if now >= due:
-                channel.send(Heartbeat())
+                for message in self._heartbeats():
+                    channel.send(message)
                 due = now + self._pause_s
             await asyncio.sleep(due - now)
 

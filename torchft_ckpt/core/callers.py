@@ -1,0 +1,279 @@
+"""This file decides the quorums of a job of callers: who calls `LighthouseClient.quorum`, and trains in its own way.
+
+It knows no sockets and no clock. What callers do in a quorum is their own affair: no state is named, nothing is voted on,
+nobody is told of a loss. Who is in a quorum learns of all who are.
+
+- The rule is `core.quorum`'s. Whoever lives and has not called is waited for, as there.
+- A caller lives for the heartbeat timeout after the last message that names it, or until the connection closes that it
+  called on. Any connection may say that it lives; the one that called last for it gets the answer.
+- A `quorum_id` names one set of callers. It only rises: where another set is formed, where one of them was gone in
+  between, or reports a commit that failed. A restarted lighthouse goes on above what its callers have seen.
+- What all of them say of themselves fits into one message: who would make it too long is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torchft_ckpt.core.lighthouse_events import Close, Instruction, LighthouseSettings, Log, Send
+from torchft_ckpt.core.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    CallerHeard,
+    CallerHeartbeat,
+    CallerHello,
+    CallGivenUp,
+    Dropped,
+    Quorum,
+    QuorumCall,
+    QuorumCalled,
+    QuorumPending,
+    Refused,
+    Timestamp,
+    Welcome,
+    clip,
+    name_some,
+    size_of,
+)
+from torchft_ckpt.core.quorum import Asked, decide_quorum
+from torchft_ckpt.core.recollection import id_before_next_life
+
+PENDING_NOTICE_S = 1.0
+MAX_CALLERS = 65536
+MAX_MEMBERS_BYTES = MAX_MESSAGE_BYTES - 4096 - MAX_CALLERS
+"""For the members of a quorum in its message: the rest is for what stands between and around them."""
+
+CallerMessage: TypeAlias = CallerHello | QuorumCall | CallerHeartbeat | CallGivenUp
+
+
+@dataclass(slots=True)
+class Caller:
+    """One that has called, or said that it lives."""
+
+    connection: str
+    last_seen: float
+    call: QuorumCall | None = None
+    """Its call that waits for a quorum."""
+    called_at: float = 0.0
+    step: int = 0
+    num_bytes: int = 0
+    """Of what it says of itself in its open call."""
+    told_reason: str = ""
+
+
+class Callers:
+    """All that the lighthouse knows of the callers. Not thread-safe: one caller at a time.
+
+    Args:
+        settings: what the operator chose.
+        epoch: a text that no other life of this lighthouse has.
+        unix_time_of_zero: what the wall clock shows when `now` is 0.
+    """
+
+    def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float) -> None:
+        self.quorum: Quorum | None = None
+        """The last that was formed in this life."""
+        self.members: OrderedDict[str, Caller] = OrderedDict()
+        """By replica id, the one heard from longest ago first."""
+        self.reason = ""
+        """Why there is no quorum at the moment, or why the last was formed."""
+        self._settings = settings
+        self._epoch = epoch
+        self._unix_time_of_zero = unix_time_of_zero
+        self._quorum_id = 0
+        self._connections: set[str] = set()
+        self._waiting: dict[str, None] = {}
+        self._last: dict[str, None] = {}
+        """Who was in the last quorum and has not been gone since."""
+        self._num_bytes = 0
+        self._evaluate_at: float | None = None
+
+    @property
+    def who(self) -> str:
+        """Name the job's callers: those who live, else those of the last quorum; empty where there was none of them yet."""
+        last = [member.replica_id for member in self.quorum.participants] if self.quorum is not None else []
+        return name_some(sorted(self.members) or last)
+
+    def speaks_on(self, connection: str) -> bool:
+        """Whether callers speak on a connection."""
+        return connection in self._connections
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due, if nothing else happens before. It never needs to be early."""
+        deadlines = [] if self._evaluate_at is None else [self._evaluate_at]
+        if self.members:
+            deadlines.append(next(iter(self.members.values())).last_seen + self._settings.heartbeat_timeout_s)
+        return min(deadlines, default=None)
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def received(self, connection: str, message: CallerMessage, now: float) -> Iterator[Instruction]:
+        """Take a message of a connection that is of callers."""
+        if isinstance(message, CallerHello):
+            yield from self._hello(connection, message)
+        elif isinstance(message, CallGivenUp):
+            caller = self.members.get(message.replica_id)
+            if caller is not None and (caller.connection, self._request_id(caller)) == (connection, message.request_id):
+                self._withdraw(message.replica_id, caller)
+                yield from self._reconsider(now)
+        elif isinstance(message, CallerHeartbeat):
+            if (yield from self._names(message.replica_id, connection, now)) is not None:
+                yield Send(connection, CallerHeard(request_id=message.request_id))
+        else:
+            yield from self._called(connection, message, now)
+
+    def closed(self, connection: str, now: float, reason: str) -> Iterator[Instruction]:
+        """A connection is gone, and so are those who called on it last."""
+        self._connections.discard(connection)
+        for replica_id in [name for name, caller in self.members.items() if caller.connection == connection]:
+            yield from self._lose(replica_id, reason)
+        yield from self._reconsider(now)
+
+    def tick(self, now: float) -> Iterator[Instruction]:
+        """Time has passed."""
+        timeout_s = self._settings.heartbeat_timeout_s
+        was_lost = False
+        while self.members:
+            replica_id, oldest = next(iter(self.members.items()))
+            if now < oldest.last_seen + timeout_s:
+                break
+            was_lost = True
+            reason = f"nothing heard from it for {now - oldest.last_seen:.1f} s"
+            if oldest.call is not None:  # it may wake up and wait on: it is to connect, and call, again
+                yield Send(oldest.connection, Dropped(reason=reason))
+                yield Close(oldest.connection)
+            yield from self._lose(replica_id, reason)
+        if was_lost:
+            yield from self._reconsider(now)
+        if self._evaluate_at is not None and now >= self._evaluate_at:
+            yield from self._evaluate(now)
+
+    def _hello(self, connection: str, hello: CallerHello) -> Iterator[Instruction]:
+        if hello.protocol != PROTOCOL_VERSION:
+            reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, a LighthouseClient speaks {hello.protocol}"
+            refused = Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
+            yield from _refuse(connection, refused)
+            return
+        self._connections.add(connection)
+        timeout_s = self._settings.heartbeat_timeout_s
+        yield Send(connection, Welcome(protocol=PROTOCOL_VERSION, epoch=self._epoch, heartbeat_timeout_s=timeout_s))
+
+    def _called(self, connection: str, call: QuorumCall, now: float) -> Iterator[Instruction]:
+        replica_id = call.member.replica_id
+        num_bytes = size_of(call.member)
+        before = self.members.get(replica_id)
+        total = self._num_bytes - (before.num_bytes if before is not None else 0) + num_bytes
+        if total > MAX_MEMBERS_BYTES:
+            reason = (
+                f"{clip(replica_id, 200)} says {num_bytes} bytes of itself, {total} with those of the others who wait for"
+                f" a quorum; one carries at most {MAX_MEMBERS_BYTES}: all of them give less `data`"
+            )
+            yield from _refuse(connection, Refused(code="data", reason=reason))
+            return
+        if before is not None and before.connection != connection:
+            if before.call is not None:
+                reason = f"another connection calls as {clip(replica_id, 200)} now"
+                yield Send(before.connection, QuorumPending(reason=reason, waited_s=now - before.called_at))
+            yield from self._lose(replica_id, "it calls on another connection")
+        caller = yield from self._names(replica_id, connection, now)
+        if caller is None:
+            return
+        if call.last_epoch != self._epoch and call.last_quorum_id >= max(1, self._quorum_id):
+            self._quorum_id = id_before_next_life(call.last_quorum_id)
+        self._withdraw(replica_id, caller)
+        caller.call, caller.called_at, caller.step, caller.num_bytes = call, now, call.member.step, num_bytes
+        self._num_bytes += num_bytes
+        self._waiting[replica_id] = None
+        yield from self._reconsider(now)
+
+    def _names(self, replica_id: str, connection: str, now: float) -> Generator[Instruction, None, Caller | None]:
+        """A caller lives. Returns it, None where there is no room for it."""
+        caller = self.members.get(replica_id)
+        if caller is None:
+            if len(self.members) >= MAX_CALLERS:
+                reason = f"{clip(replica_id, 200)} would be one more than the {MAX_CALLERS} callers that are taken"
+                yield from _refuse(connection, Refused(code="callers", reason=reason))
+                return None
+            caller = self.members[replica_id] = Caller(connection=connection, last_seen=now)
+            yield Log(f"{replica_id} calls for quorums, {len(self.members)} callers live")
+        caller.last_seen = now
+        self.members.move_to_end(replica_id)
+        return caller
+
+    def _withdraw(self, replica_id: str, caller: Caller) -> None:
+        self._waiting.pop(replica_id, None)
+        self._num_bytes -= caller.num_bytes
+        caller.call, caller.num_bytes, caller.told_reason = None, 0, ""
+
+    def _lose(self, replica_id: str, reason: str) -> Iterator[Instruction]:
+        self._withdraw(replica_id, self.members.pop(replica_id))
+        self._last.pop(replica_id, None)
+        yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} callers live")
+
+    @staticmethod
+    def _request_id(caller: Caller) -> int | None:
+        return caller.call.request_id if caller.call is not None else None
+
+    # --------------------------------------------------------------------------------------------------------- quorum
+
+    def _reconsider(self, now: float) -> Iterator[Instruction]:
+        """Evaluate the rule if this event can have changed its answer; else leave it to the deadline."""
+        if not self._waiting:
+            self._evaluate_at = None
+            return
+        is_fast = 0 < len(self._last) <= len(self._waiting) and self._last.keys() <= self._waiting.keys()
+        if is_fast or len(self._waiting) == len(self.members):
+            yield from self._evaluate(now)
+        elif self._evaluate_at is None:
+            self._evaluate_at = now + min(PENDING_NOTICE_S, self._settings.join_timeout_s)
+
+    def _evaluate(self, now: float) -> Iterator[Instruction]:
+        calls = {name: caller.call for name in self._waiting if (caller := self.members[name]).call is not None}
+        verdict = decide_quorum(
+            alive=self.members,
+            asked={
+                name: Asked(at=self.members[name].called_at, shrink_only=call.member.shrink_only)
+                for name, call in calls.items()
+            },
+            last_quorum=self._last,
+            min_replicas=self._settings.min_replicas,
+            join_timeout_s=self._settings.join_timeout_s,
+            now=now,
+        )
+        reason, self.reason = self.reason, verdict.reason
+        if not verdict.formed:
+            self._evaluate_at = min(now + PENDING_NOTICE_S, verdict.deadline or now + PENDING_NOTICE_S)
+            if reason != self.reason:
+                yield Log(f"no quorum of callers: {self.reason}")
+            for name in self._waiting:
+                caller = self.members[name]
+                if caller.told_reason != self.reason:
+                    caller.told_reason = self.reason
+                    pending = QuorumPending(reason=clip(self.reason), waited_s=now - caller.called_at)
+                    yield Send(caller.connection, pending)
+            return
+        members = [calls[name].member for name in verdict.members]
+        last = [member.replica_id for member in self.quorum.participants] if self.quorum is not None else []
+        was_lost = len(self._last) < len(last)
+        if list(verdict.members) != last or was_lost or any(member.commit_failures for member in members):
+            self._quorum_id += 1
+            yield Log(f"quorum {self._quorum_id} of callers: {name_some(verdict.members, 8)}; {self.reason}")
+        seconds, nanos = divmod(int((self._unix_time_of_zero + now) * 1e9), 10**9)
+        self.quorum = Quorum(
+            quorum_id=self._quorum_id, participants=members, created=Timestamp(seconds=seconds, nanos=nanos)
+        )
+        self._last = dict.fromkeys(verdict.members)
+        for name in verdict.members:
+            called = QuorumCalled(request_id=calls[name].request_id, epoch=self._epoch, quorum=self.quorum)
+            yield Send(self.members[name].connection, called)
+            self._withdraw(name, self.members[name])
+        self._evaluate_at = None
+        yield from self._reconsider(now)
+
+
+def _refuse(connection: str, refused: Refused) -> Iterator[Instruction]:
+    yield Send(connection, refused)
+    yield Close(connection)
