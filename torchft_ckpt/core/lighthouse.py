@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 from torchft_ckpt.core.callers import Caller, CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
@@ -201,16 +200,15 @@ class LighthouseState:
     def _notice_pause(self, now: float) -> Log | None:
         """If the lighthouse itself slept, the members' silence is its own deafness: what they said is yet to be read."""
         self._now = now
-        parties: Iterator[Member | Caller] = chain(self.members.values(), self.callers.members.values())  # of one kind
-        oldest = next(parties, None)
-        if oldest is None:
+        members: Mapping[str, Member | Caller] = self.members or self.callers.members  # a job is of one kind
+        if not members:
             return None
         timeout = self.settings.heartbeat_timeout_s
-        late = now - (oldest.last_seen + timeout)
+        late = now - (next(iter(members.values())).last_seen + timeout)
         if late <= timeout / 2:
             return None
-        for party in chain((oldest,), parties):
-            party.last_seen = now
+        for member in members.values():
+            member.last_seen = now
         return Log(f"the lighthouse was paused for at least {late:.1f} s; nobody is dropped on that account", True)
 
     # ------------------------------------------------------------------------------------------------------- messages
