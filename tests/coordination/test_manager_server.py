@@ -36,12 +36,17 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def serve(
-    lighthouse: LighthouseServer, name: str, ranks: int = 2, bind: str = "[::]:0", **options: str
+    lighthouse: LighthouseServer,
+    name: str,
+    ranks: int = 2,
+    bind: str = "[::]:0",
+    hostname: str = "127.0.0.1",
+    **options: str,
 ) -> ManagerServer:
     return ManagerServer(
         replica_id=name,
         lighthouse_addr=lighthouse.address(),
-        hostname="127.0.0.1",
+        hostname=hostname,
         bind=bind,
         store_addr=f"{name}:29500",
         world_size=ranks,
@@ -115,6 +120,17 @@ def test_groups_and_other_callers_are_of_one_kind(job: Job, lighthouse: Lighthou
         assert [rank.result().replica_ids for rank in ranks] == [["a", "c"], ["a", "c"]]
     member = quorum.participants[0]
     assert (member.address, member.store_address, member.world_size) == (job.servers["a"].address(), "a:29500", 2)
+
+
+@pytest.mark.parametrize("bind", ["[::]:0", "0.0.0.0:0"])
+def test_a_server_is_reached_where_it_says(lighthouse: LighthouseServer, bind: str) -> None:
+    """A name may be of either family, and the first that is tried need not be that of `bind`."""
+    server = serve(lighthouse, "a", ranks=1, bind=bind, hostname="localhost")
+    assert server.address().startswith("http://localhost:")
+    port = server.address().rpartition(":")[2]
+    for address in (server.address(), f"127.0.0.1:{port}"):
+        assert ManagerClient(address, LONG).should_commit(0, 0, True, LONG)
+    server.shutdown()
 
 
 def test_ranks_hear_that_the_lighthouse_refuses_their_group(job: Job, lighthouse: LighthouseServer) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import http.client
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -20,7 +21,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import refuse_token
+from torchft_ckpt.coordination.channel import client_of, refuse_token
 from torchft_ckpt.coordination.lighthouse_calls import OpenCalls
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import (
@@ -58,15 +59,16 @@ from torchft_ckpt.network import (
     advertised_host,
     bearer_matches,
     in_use_hint,
-    is_wildcard,
     join_host_port,
-    wildcard_for,
+    keep_from_forked_children,
+    listen,
 )
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
 
 _PATH = "/v1/calls"
+_BACKLOG = 1024
 _MAX_CALL_BYTES = 64 << 10
 _FOR_EVER_S = 1e9
 _A = TypeVar("_A", bound=FromManagerServer)
@@ -79,7 +81,7 @@ class ManagerServer:
         replica_id: of the group; a group that starts anew has another one.
         lighthouse_addr: `host:port` or `http://host:port`.
         hostname: address to advertise; empty: the interface that routes to the lighthouse.
-        bind: `host:port` to listen on; `[::]:0` and `0.0.0.0:0` are any port, where `hostname` reaches it.
+        bind: `host:port` to listen on, as `LighthouseServer`'s.
         store_addr: of the group's store; what the others are told.
         world_size: ranks in the group.
         heartbeat_interval: how often to tell the lighthouse that the group lives; its patience may ask for more often.
@@ -130,18 +132,16 @@ class ManagerServer:
             heartbeat_interval=heartbeat_interval,
         )
         advertised = advertised_host(hostname, bound=host, towards=self._calls.address)
-        self._thread = LoopThread("torchft_ckpt-coordination")
         try:
-            bound = self._thread.run(self._listen(wildcard_for(advertised) if is_wildcard(host) else host, port))
-            self._address = f"http://{join_host_port(advertised, bound)}"
-            self._thread.run(self._calls.start())
-        except CoordinationError:
-            self.shutdown()
-            raise
+            listeners = listen(host, port, _BACKLOG)
         except OSError as error:
-            self.shutdown()
             message = f"the manager server of {replica_id} cannot listen on {join_host_port(host, port)}"
             raise AddressInUseError(f"{message}: {in_use_hint(error)}", join_host_port(host, port)) from error
+        self._address = f"http://{join_host_port(advertised, listeners[0].getsockname()[1])}"
+        self._thread = LoopThread("torchft_ckpt-coordination")
+        try:
+            self._thread.run(self._serve(listeners))
+            self._thread.run(self._calls.start())
         except BaseException:  # an interrupt too: nobody else could end the thread
             self.shutdown()
             raise
@@ -160,14 +160,15 @@ class ManagerServer:
 
     # ------------------------------------------------------------------------------------------------- on the loop
 
-    async def _listen(self, host: str, port: int) -> int:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         app = web.Application(client_max_size=_MAX_CALL_BYTES)
         app.add_routes([web.post(_PATH, self._serve_call)])
         # A call whose rank has gone away is cancelled, so that it does not count.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        return int(self._runner.addresses[0][1])
+        for listener in listeners:
+            keep_from_forked_children(listener)
+            await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
 
     async def _stop(self) -> None:
         if self._asking is not None:
@@ -182,7 +183,7 @@ class ManagerServer:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request)
         try:
-            message = decode_to_manager_server(await request.read(), f"a rank at {request.remote}")
+            message = decode_to_manager_server(await request.read(), f"a rank at {client_of(request)}")
         except ProtocolError as error:
             logger.warning("%s", error)
             return web.Response(text=encode(Refused(code="protocol", reason=clip(str(error)))))
