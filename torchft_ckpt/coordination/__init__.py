@@ -1,19 +1,18 @@
 """The shells around `core` that groups and lighthouse talk through: aiohttp WebSockets, one event-loop thread each.
 
-    loop_thread        an asyncio loop in a thread of its own, started and ended with its owner
-    channel            one WebSocket: ordered bounded sending, decoded receiving, closing
-    lighthouse_server  the lighthouse as a service
+    loop_thread            an asyncio loop in a thread of its own, started and ended with its owner
+    channel                one WebSocket: ordered bounded sending, decoded receiving, closing
+    lighthouse_server      the lighthouse as a service
     lighthouse_connection  a group's one connection to it, kept up
-    lighthouse_calls   calls for quorums to it, for trainers without a Manager
-    manager_server     torchft's manager service on top of these, and its client
-    group_service      group rank 0: this group's ranks on one side, the lighthouse on the other
-    rank_session       group ranks above 0: the connection to their group's service
-    versions           what is said to a party of another version that cannot be read
+    lighthouse_calls       calls for quorums to it, for trainers without a Manager
+    manager_server         torchft's manager service on top of these, and its client
+    group_service          group rank 0: this group's ranks on one side, the lighthouse on the other
+    rank_session           group ranks above 0: the connection to their group's service
+    versions               what is said to a party of another version that cannot be read
 
 They receive, hand to the core, carry out what it says and arm one timer. No torch is imported here.
 """
 
-from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.coordination.group_service import GroupService
 from torchft_ckpt.coordination.lighthouse_calls import LighthouseClient
 from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
@@ -33,5 +32,3 @@ __all__ = [
     "RankSession",
     "Timestamp",
 ]
-
-__getattr__ = lookup(__name__)
