@@ -10,14 +10,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port of 127.0.0.1 at which nobody listens, unless somebody is told its number.
+    """Yield a port at which nobody listens, unless somebody is told its number.
 
-    A socket is bound to it, so the kernel gives it to nobody else; whoever asks for it by number, as servers do (with
+    A socket is bound to it at every address, so the kernel gives it to nobody else, and nobody has it for a connection from
+    another address, beside which a store could not listen everywhere. Whoever asks for it by number, as servers do (with
     SO_REUSEADDR), may listen, stop and listen again beside that socket.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        holder.bind(("0.0.0.0", 0))
         port = int(holder.getsockname()[1])
         if not sys.platform.startswith("linux"):
             holder.close()  # elsewhere nobody could listen beside it
