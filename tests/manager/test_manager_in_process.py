@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import re
@@ -31,7 +32,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager import conversation, launch
+from torchft_ckpt.manager import conversation, healing, launch
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -575,3 +576,27 @@ def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> Non
     assert replica.step()
     shutdown(replica)
     transport.shutdown()
+
+
+def test_what_is_served_is_captured_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sharded models the layout is asked for too, and a function may refresh what it has handed out, as torchtitan's does."""
+    right = healing.layout_of
+    monkeypatch.setattr(healing, "layout_of", lambda *a, **o: dataclasses.replace(right(*a, **o), is_sharded=True))
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda n: Replica(server, f"group_{n}", n, min_replica_size=2), range(2)))
+    captured: dict[Replica, list[str]] = {replica: [] for replica in replicas}
+    for replica in replicas:
+        registry = replica.manager._registry
+        for name in ("capture_to_serve", "capture_to_receive"):
+            function = getattr(registry, name)
+
+            def note(name: str = name, function: Any = function, own: Any = captured[replica], **options: Any) -> Any:
+                own.append(name)
+                return function(**options)
+
+            monkeypatch.setattr(registry, name, note)
+    assert together(replicas, Replica.step) == [True, True]
+    assert [names[:2] for names in captured.values()] == [["capture_to_receive", "capture_to_serve"]] * 2
+    shutdown(*replicas)
+    server.shutdown()

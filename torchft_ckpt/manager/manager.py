@@ -533,11 +533,13 @@ class Manager:
         is_sharded = layout.is_sharded
         # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
         has_to_capture = has_to_capture or ((is_sharded or self._healing.needs_local) and self.is_behind)
-        captured = self._registry.capture_to_serve() if has_to_capture and not can_capture_later else None
+        captures = has_to_capture and not can_capture_later
+        # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
+        receiving = self._registry.capture_to_receive() if captures and is_sharded and self.is_behind else None
+        captured = self._registry.capture_to_serve() if captures else None
         self._counted = [] if captured or can_capture_later else self._registry.count_writes()
-        receiving = None if captured is None else captured.state
-        if captured and is_sharded and self.is_behind:
-            receiving = self._registry.capture_to_receive()
+        if captured is not None and receiving is None:
+            receiving = captured.state
         request = self._talk.begin(
             allow_heal=allow_heal,
             shrink_only=shrink_only,
