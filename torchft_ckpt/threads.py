@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-_EXIT_TIMEOUT_S = 6.0
+_EXIT_TIMEOUT_S = 10.0
 
 # Of one thread again and again: what the garbage collector drops in the middle may start a thread to end itself.
 _lock = threading.RLock()
