@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from support.ports import reserved_port
 from support.stores import hosted_store
+from support.waiting import wait_until
 
 from torchft_ckpt.errors import ConfigError, ProcessGroupConfigureError
 from torchft_ckpt.process_group.store import StoreAddress, StorePool, enter_store
@@ -104,3 +106,12 @@ def test_a_store_that_was_started_again_is_connected_again(port: int) -> None:
         assert second is not first
         assert store.get("key") == b"2"
     assert again.port == port
+
+
+def test_nobody_is_left_waiting_at_a_store_that_is_gone(port: int) -> None:
+    """A thread inside of torch holds up the end of its process."""
+    address = StoreAddress.parse(f"127.0.0.1:{port}/x")
+    with pytest.raises(ProcessGroupConfigureError, match=f"store at 127.0.0.1:{port}.*refused"):
+        with StorePool().borrow(address, LIMIT_S, is_wanted=always):
+            pass
+    wait_until(lambda: f"store-connect 127.0.0.1:{port}" not in [thread.name for thread in threading.enumerate()])

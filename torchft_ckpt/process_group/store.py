@@ -4,8 +4,8 @@ torch's store does a reverse name lookup for each connection, in the client and,
 name servers are slow or drop a packet, one new connection holds up every client by seconds. So a connection is kept
 after use and lent out again, and nothing connects just to look.
 
-torch's client has no way to give up: it retries a refused connection until its timeout, and waits for ever for a store
-that accepts but does not answer. So connecting happens on a thread of its own, which its caller may leave; whoever wants
+torch's client has no way to give up: it retries a refused connection for up to five times its timeout, and waits for ever for a
+store that accepts but does not answer. So connecting happens on a thread of its own, which its caller may leave; whoever wants
 the same store next takes over what was left. If connecting is not quick, a plain socket finds out whether anybody listens.
 """
 
@@ -24,14 +24,17 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.errors import ProcessGroupConfigureError
-from torchft_ckpt.threads import Thread, end_at_exit
+from torchft_ckpt.threads import Thread
 
 _NUM_IDLE_MAX = 8
 _PROBE_AFTER_S = 0.2
 # How long a thread that waits at the store may not notice that it need not. Nobody waits for that thread, and torch
 # writes a line to stderr for each.
 _WAIT_SLICE_S = 1.0
-_ATTEMPT_S = 2.0
+# Of the first attempt. The client's name lookup counts too, so it may fail where a store listens.
+_QUICK_S = 0.1
+# Of the probe after it: the first three packets that ask for a connection go out within three seconds (RFC 6298).
+_LISTENS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,7 @@ class StoreConnection:
 
 
 class _Pending:
-    """One attempt to connect, on a thread that ends with the attempt, or a few seconds after the process is to exit."""
+    """One attempt to connect, on a thread that ends within six seconds where nobody listens, and else with the attempt."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._host = host
@@ -83,21 +86,16 @@ class _Pending:
         self.done = threading.Event()
         self.connection: StoreConnection | None = None
         self.error: Exception | None = None
-        self._is_over = False
-        self._thread = Thread(self._run, f"store-connect {host}:{port}")
-        self._thread.start()
-        end_at_exit(self._end)
-
-    def _end(self) -> None:
-        self._is_over = True
+        Thread(self._run, f"store-connect {host}:{port}").start()
 
     def _run(self) -> None:
-        until = time.monotonic() + self._timeout_s
         try:
             peers, local_host = _resolve(self._host, self._port)
-            client = None
-            while client is None:
-                client = self._attempt(until)
+            try:
+                client = self._connect(_QUICK_S)
+            except (OSError, RuntimeError):
+                _probe(self._host, self._port, min(self._timeout_s, _LISTENS_S))
+                client = self._connect(self._timeout_s)
             client.set_timeout(timedelta(seconds=self._timeout_s))
             self.connection = StoreConnection(client=client, peers=peers, local_host=local_host)
         except (OSError, RuntimeError) as error:
@@ -105,21 +103,14 @@ class _Pending:
         finally:
             self.done.set()
 
-    def _attempt(self, until: float) -> TCPStore | None:
-        """Connect, for a few seconds at most: torch does not let go before. None: try again."""
-        left_s = until - time.monotonic()
-        try:
-            return TCPStore(
-                host_name=self._host,
-                port=self._port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=max(min(_ATTEMPT_S, left_s), 0.01)),
-            )
-        except (OSError, RuntimeError):
-            if self._is_over or left_s <= _ATTEMPT_S:
-                raise
-            return None
+    def _connect(self, timeout_s: float) -> TCPStore:
+        return TCPStore(
+            host_name=self._host,
+            port=self._port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
 class StorePool:
@@ -204,6 +195,8 @@ class StorePool:
             with self._lock:
                 self._left[key] = pending
             raise
+        if isinstance(pending.error, ProcessGroupConfigureError):
+            raise pending.error
         if pending.connection is None:
             reason = str(pending.error).partition("\n")[0][:300]
             raise ProcessGroupConfigureError(
