@@ -50,7 +50,7 @@ def advertised_host(argument: str | None = None, *, bound: str = "", towards: st
 
 
 def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Listen at every address of a host, on one port; return the sockets, which do not block.
+    """Listen at every address of a host, on one port; return the sockets, which do not block. Forked children do not listen.
 
     Args:
         host: an address or a name; `::` is all of IPv6 and of IPv4, by one socket, and `0.0.0.0` where that cannot be.
@@ -75,6 +75,7 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
                     continue
                 raise
             opened.enter_context(listener).setblocking(False)
+            keep_from_forked_children(listener)
             listeners.append(listener)
         opened.pop_all()
     return listeners

@@ -28,6 +28,24 @@ def request_socket(request: web.Request) -> socket.socket | None:
     return request.transport.get_extra_info("socket") if request.transport is not None else None
 
 
+async def serve(
+    app: web.Application, listeners: list[socket.socket], backlog: int, handler_cancellation: bool = False
+) -> web.AppRunner:
+    """Begin to serve on sockets that listen; the caller cleans the runner up.
+
+    Args:
+        app: with its routes.
+        listeners: of `network.listen`.
+        backlog: as given there.
+        handler_cancellation: a handler whose client has gone away is cancelled.
+    """
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=handler_cancellation)
+    await runner.setup()
+    for listener in listeners:
+        await web.SockSite(runner, listener, backlog=backlog).start()
+    return runner
+
+
 def client_of(request: web.Request) -> str:
     """Return the address that a request came from, for people."""
     return without_mapping(request.remote or "an unknown address")

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from aiohttp import web
 
-from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
+from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket, serve
 from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import refuse_unreadable
@@ -139,10 +139,7 @@ class GroupService:
     async def _serve(self, listeners: list[socket.socket]) -> None:
         app = web.Application()
         app.add_routes([web.get("/v1/ranks", self._serve_rank)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        for listener in listeners:
-            await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
+        self._runner = await serve(app, listeners, _BACKLOG)
         self._watch = asyncio.get_running_loop().create_task(self._watch_ranks())
 
     async def _watch_ranks(self) -> None:

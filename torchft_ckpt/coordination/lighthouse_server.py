@@ -19,7 +19,7 @@ from dataclasses import asdict
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket
+from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket, serve
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.lighthouse import (
@@ -40,7 +40,6 @@ from torchft_ckpt.network import (
     bearer_matches,
     in_use_hint,
     join_host_port,
-    keep_from_forked_children,
     listen,
 )
 from torchft_ckpt.threads import end_at_exit
@@ -132,11 +131,7 @@ class LighthouseServer:
     async def _start(self, listeners: list[socket.socket]) -> None:
         app = web.Application()
         app.add_routes([web.get("/v1/groups", self._serve_group), web.get("/", self._serve_status)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        for listener in listeners:
-            await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
-            keep_from_forked_children(listener)
+        self._runner = await serve(app, listeners, _BACKLOG)
 
     async def _stop(self) -> None:
         if self._timer is not None:

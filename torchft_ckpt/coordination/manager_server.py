@@ -21,7 +21,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import client_of, refuse_token
+from torchft_ckpt.coordination.channel import client_of, refuse_token, serve
 from torchft_ckpt.coordination.lighthouse_calls import OpenCalls
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import (
@@ -60,7 +60,6 @@ from torchft_ckpt.network import (
     bearer_matches,
     in_use_hint,
     join_host_port,
-    keep_from_forked_children,
     listen,
 )
 from torchft_ckpt.threads import end_at_exit
@@ -164,11 +163,7 @@ class ManagerServer:
         app = web.Application(client_max_size=_MAX_CALL_BYTES)
         app.add_routes([web.post(_PATH, self._serve_call)])
         # A call whose rank has gone away is cancelled, so that it does not count.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
-        await self._runner.setup()
-        for listener in listeners:
-            keep_from_forked_children(listener)
-            await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
+        self._runner = await serve(app, listeners, _BACKLOG, handler_cancellation=True)
 
     async def _stop(self) -> None:
         if self._asking is not None:

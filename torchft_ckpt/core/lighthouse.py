@@ -1028,10 +1028,8 @@ class LighthouseState:
             broken = QuorumBroken(quorum_id=wait.quorum_id, replica_id=member.replica_id, lost=True, reason=reason)
             yield Send(member.connection, broken)
             return
-        if (current.quorum_id, current.step) != (
-            wait.quorum_id,
-            wait.step,
-        ) or member.replica_id not in current.tally.roles:
+        is_of_round = wait.quorum_id == current.quorum_id and wait.step == current.step
+        if not is_of_round or member.replica_id not in current.tally.roles:
             return
         if current.tally.is_after_vote(member.replica_id, wait):
             current.late.setdefault(wait.group_rank, {})[member.replica_id] = wait
@@ -1164,7 +1162,7 @@ class LighthouseState:
                 yield from self._after_vote(current, now)
         if not self.members:
             self._evaluate_at = None
-        yield from self._break_forgotten(self._recollection.lost(replica_id))
+        yield from self._break_forgotten(self._recollection.left(replica_id))
         yield from self._settle_forgotten(now)
         if not is_back:
             yield from self._reconsider(now)

@@ -81,6 +81,11 @@ class Recollection:
         """Since when members of an earlier life's quorum have been coming back; None: none has, or it is over."""
         return None if self._patient_until is None or self.is_over else self._patient_until - self.patience_s
 
+    @property
+    def _here(self) -> dict[str, StepKey]:
+        """Connected members that may share collectives of an earlier life, each with its step."""
+        return {**self._training, **self._between}
+
     def heard(self, hello: Hello, now: float) -> None:
         """A member of an earlier life's quorum is here."""
         if self.is_over:
@@ -107,12 +112,11 @@ class Recollection:
         self._training.pop(replica_id, None)
         self._between.pop(replica_id, None)
 
-    def lost(self, replica_id: str) -> list[tuple[str, int]]:
-        """A member is gone. Returns who must be told that which quorum's collectives are broken."""
-        return self.left(replica_id)
-
     def left(self, replica_id: str) -> list[tuple[str, int]]:
-        """A member takes no part in its old quorum's collectives any more. Returns as `lost`."""
+        """A member is gone, or takes no part in its old quorum's collectives any more.
+
+        Returns who must be told that which quorum's collectives are broken.
+        """
         key = self._training.pop(replica_id, None) or self._between.pop(replica_id, None)
         return self._break_off(key[:2]) if key is not None else []
 
@@ -143,7 +147,7 @@ class Recollection:
             return []
         self._is_patience_spent = True
         broken: list[tuple[str, int]] = []
-        for quorum in dict.fromkeys(key[:2] for key in [*self._training.values(), *self._between.values()]):
+        for quorum in dict.fromkeys(key[:2] for key in self._here.values()):
             if not self._everyone_heard(quorum):
                 broken += self._break_off(quorum)
         return broken
@@ -173,7 +177,7 @@ class Recollection:
     def end(self) -> list[tuple[str, int]]:
         """A quorum of this life is formed. Returns who must be told that which quorum's collectives are broken."""
         self.is_over = True
-        broken = [(replica_id, key[0]) for replica_id, key in {**self._training, **self._between}.items()]
+        broken = [(replica_id, key[0]) for replica_id, key in self._here.items()]
         self._training.clear()
         self._between.clear()
         self._hellos.clear()
@@ -181,8 +185,7 @@ class Recollection:
         return broken
 
     def _break_off(self, quorum: QuorumKey) -> list[tuple[str, int]]:
-        here = {**self._training, **self._between}
-        return [(replica_id, key[0]) for replica_id, key in here.items() if key[:2] == quorum]
+        return [(replica_id, key[0]) for replica_id, key in self._here.items() if key[:2] == quorum]
 
     def _is_over_at(self, now: float) -> bool:
         return self._patient_until is not None and now >= self._patient_until
