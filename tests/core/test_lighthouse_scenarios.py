@@ -808,3 +808,22 @@ def test_groups_that_start_with_equal_weights_can_do_without_loading() -> None:
     for member in (a, b):
         member.asks(can_load=False)
     assert a.hears() == b.hears() == ["quorum 1 step 0 healthy"]
+
+
+def test_a_vote_costs_the_same_however_many_were_cast_before() -> None:
+    class Votes(dict[str, object]):
+        num_read = 0
+
+        def items(self):  # type: ignore[no-untyped-def]
+            type(self).num_read += len(self)
+            return super().items()
+
+    job, members = trained(*(f"g{number}" for number in range(40)))
+    for member in members:
+        member.asks()
+    assert job.lighthouse.round is not None
+    job.lighthouse.round.tally.votes = Votes()  # type: ignore[assignment]
+    for member in members:
+        member.votes()
+    assert {member.hears()[-1] for member in members} == {"commit"}
+    assert Votes.num_read <= len(members)

@@ -1052,6 +1052,8 @@ class LighthouseState:
 
     def _judge_waits(self, current: Round, now: float) -> Iterator[Instruction]:
         """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
+        if not current.waits:
+            return  # each vote comes here
         ended = {replica_id: vote.num_collectives for replica_id, vote in current.tally.votes.items() if vote.approve}
         for group_rank in current.waits:
             apart = why_apart(self._living_waits(current, group_rank), ended)
