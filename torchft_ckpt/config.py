@@ -3,6 +3,7 @@
 | variable                            | also read                     | meaning                                          |
 |-------------------------------------|-------------------------------|--------------------------------------------------|
 | `TORCHFT_CKPT_LIGHTHOUSE`           | `TORCHFT_LIGHTHOUSE`          | address of the lighthouse                        |
+| `TORCHFT_CKPT_JOB`                  |                               | which job of the lighthouse this is; `default`   |
 | `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
 | `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process advertises to peers    |
 | `TORCHFT_CKPT_MANAGER_PORT`         | `TORCHFT_MANAGER_PORT`        | port of the manager service (group rank 0)       |
@@ -30,6 +31,7 @@ from torchft_ckpt.errors import ConfigError
 T = TypeVar("T")
 
 LIGHTHOUSE = ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
+JOB = ("TORCHFT_CKPT_JOB",)
 TOKEN = ("TORCHFT_CKPT_TOKEN",)
 HOSTNAME = ("TORCHFT_CKPT_HOSTNAME",)
 MANAGER_PORT = ("TORCHFT_CKPT_MANAGER_PORT", "TORCHFT_MANAGER_PORT")

@@ -11,6 +11,7 @@
     |   |-- CallTimeoutError            a call of a LighthouseClient or ManagerClient was not answered in time (a TimeoutError)
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
+    |   |   `-- JobFinishedError        the job was over when this group came: there is nothing left to train
     |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1) (a TimeoutError)
     |   |-- NoQuorumError               a call that needs a quorum came before the first `start_quorum`
     |   |-- GroupBrokenError            a rank of this replica group is gone: the group must be restarted as a whole
@@ -112,6 +113,21 @@ class ProtocolError(CoordinationError):
 
 class RefusedError(CoordinationError):
     """The lighthouse will not have this replica group; trying again unchanged cannot help."""
+
+
+class JobFinishedError(RefusedError):
+    """The job was over when this replica group came: it has nothing left to train. Scripts end well on it.
+
+    Args:
+        step: at which it was finished.
+    """
+
+    def __init__(self, message: str, party: str | None = None, step: int = 0) -> None:
+        super().__init__(message, party)
+        self.step = step
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return type(self), (self.args[0], self.party, self.step)
 
 
 class QuorumTimeoutError(CoordinationError, TimeoutError):

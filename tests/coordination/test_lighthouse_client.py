@@ -154,13 +154,13 @@ def test_one_that_was_taken_for_dead_while_it_waits_calls_again(pair: Lighthouse
     client, other = client_of(pair), client_of(pair)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(client.quorum, "a", LONG)
-        wait_until(lambda: bool(pair._state.callers.members))
+        wait_until(lambda: any(state.callers.members for state in list(pair._jobs.states.values())))
         pair._thread.run(fall_silent(pair))
         assert other.quorum("b", LONG) == waits.result()
 
 
 async def fall_silent(server: LighthouseServer) -> None:
-    (caller,) = server._state.callers.members.values()
+    (caller,) = server._jobs.states["default"].callers.members.values()
     caller.last_seen -= 60.0
     server._handle(Tick())
 
@@ -222,6 +222,7 @@ def manager_of(server: LighthouseServer) -> GroupService:
         on_refused=lambda error: None,
         hostname="127.0.0.1",
         port=0,
+        job="default",
         token="",
         heartbeat_interval=timedelta(seconds=1),
         connect_timeout=LONG,
@@ -232,9 +233,9 @@ def test_a_watcher_reads_who_is_here_and_the_last_quorum(lighthouse: LighthouseS
     client = client_of(lighthouse)
     client.quorum("a", LONG, step=5)
     client.heartbeat("b")
-    with urllib.request.urlopen(lighthouse.address()) as answer:
+    with urllib.request.urlopen(f"{lighthouse.address()}/?job=default") as answer:
         status = json.load(answer)
-    assert (status["job"], status["quorum_id"], status["participants"]) == ("callers", 1, ["a"])
+    assert (status["kind"], status["quorum_id"], status["participants"]) == ("callers", 1, ["a"])
     members = [(member["replica_id"], member["step"], member["waiting_s"]) for member in status["members"]]
     assert members == [("a", 5, None), ("b", 0, None)]
 
@@ -247,4 +248,4 @@ def test_a_client_that_is_dropped_leaves_and_ends_its_thread(pair: LighthouseSer
     gc.collect()
     thread[1].join(20)
     assert thread[1] not in threading.enumerate()
-    assert not pair._state.callers.members
+    assert not pair._jobs.states  # it had no quorum

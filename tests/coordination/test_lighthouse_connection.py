@@ -34,6 +34,7 @@ class Group:
             on_refused=lambda error: None,
             hostname="127.0.0.1",
             port=0,
+            job="default",
             token="",
             heartbeat_interval=timedelta(seconds=0.1),
             connect_timeout=LONG,

@@ -137,7 +137,7 @@ async def test_status_shows_who_is_there_and_what_is_waited_for(
     async with aiohttp.ClientSession() as session:
         group = await connect(session, lighthouse, "a")
         await group.say(request(1))
-        await asyncio.to_thread(main, ["status", "--lighthouse", lighthouse.address()])
+        await asyncio.to_thread(main, ["status", "--job", "default", "--lighthouse", lighthouse.address()])
     status = json.loads(capsys.readouterr().out)
     assert [member["replica_id"] for member in status["members"]] == ["a:1"]
     assert status["settings"]["min_replicas"] == 2

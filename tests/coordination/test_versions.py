@@ -36,6 +36,7 @@ def group(lighthouse: str, world_size: int = 1) -> GroupService:
         on_refused=lambda error: None,
         hostname="127.0.0.1",
         port=0,
+        job="default",
         token="",
         heartbeat_interval=LONG,
         connect_timeout=LONG,

@@ -122,7 +122,7 @@ def running_source(replicas: list[Replica], lighthouse: LighthouseServer, name: 
 def looks_on(replica: Replica, lighthouse: LighthouseServer) -> None:
     """Ask for the next quorum as one that did not train; return when the lighthouse has heard it."""
     replica.manager.start_quorum(contributes=False, wait=False)
-    wait_until(lambda: replica.manager.replica_id() in lighthouse._state._waiting)
+    wait_until(lambda: replica.manager.replica_id() in lighthouse._jobs.states["default"]._waiting)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -381,7 +381,7 @@ def test_a_lighthouse_that_is_away_is_waited_for(port: int, replicas: list[Repli
         answer = caught_up.result(20)
     try:
         if not answer:  # the source was not back yet when the question was asked again
-            wait_until(lambda: source.manager.replica_id() in server._state.members)
+            wait_until(lambda: source.manager.replica_id() in server._jobs.states["default"].members)
             assert joiner.manager.catch_up()
         assert joiner.bits() == source.bits()
     finally:

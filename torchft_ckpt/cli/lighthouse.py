@@ -1,4 +1,4 @@
-"""The commands about the lighthouse: run one, ask one, let a job go on. None of them imports torch.
+"""The commands about the lighthouse: run one, ask one, let a job go on, forget one. None of them imports torch.
 
 `lighthouse` takes its options in torchft's spelling too, with underscores.
 """
@@ -10,14 +10,18 @@ import asyncio
 import json
 import signal
 import threading
+from typing import TYPE_CHECKING
 
 from torchft_ckpt import config
-from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError
+from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError, RefusedError
 from torchft_ckpt.network import join_host_port
+
+if TYPE_CHECKING:
+    from torchft_ckpt.core.messages import AllowStepLoss, ForgetJob
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `lighthouse`, `status` and `allow-step-loss`; each sets `run`, which returns the exit status."""
+    """Add `lighthouse`, `status`, `allow-step-loss` and `forget-job`; each sets `run`, which returns the exit status."""
     lighthouse = commands.add_parser("lighthouse", help="run a lighthouse until SIGTERM or Ctrl-C")
     lighthouse.add_argument(
         "--min-replicas", "--min_replicas", type=int, required=True, help="the fewest replica groups that may train"
@@ -51,15 +55,24 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_token(lighthouse)
     lighthouse.set_defaults(run=_run_lighthouse)
 
-    status = commands.add_parser("status", help="print what a lighthouse knows, as JSON")
+    status = commands.add_parser("status", help="print what a lighthouse knows of its jobs, or of one, as JSON")
     _add_lighthouse(status)
+    _add_job(status, "print all of this job (default: all jobs in short)")
     status.set_defaults(run=_run_status)
 
     allow = commands.add_parser(
         "allow-step-loss", help="let a job whose newest state is lost go on from an older one, this once"
     )
     _add_lighthouse(allow)
+    _add_job(allow, "the job; needed where there are several")
     allow.set_defaults(run=_run_allow_step_loss)
+
+    forget = commands.add_parser(
+        "forget-job", help="have a lighthouse forget a job none of whose groups is connected; its name may be used anew"
+    )
+    _add_lighthouse(forget)
+    _add_job(forget, "the job; needed where there are several")
+    forget.set_defaults(run=_run_forget_job)
 
 
 def _add_token(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +82,10 @@ def _add_token(parser: argparse.ArgumentParser) -> None:
 def _add_lighthouse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_CKPT_LIGHTHOUSE)")
     _add_token(parser)
+
+
+def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--job", help=text)
 
 
 def _run_lighthouse(options: argparse.Namespace) -> int:
@@ -93,13 +110,21 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
 
 
 def _run_status(options: argparse.Namespace) -> int:
-    print(json.dumps(asyncio.run(_get_status(*_lighthouse(options))), indent=2))
+    print(json.dumps(asyncio.run(_get_status(*_lighthouse(options), options.job)), indent=2))
     return 0
 
 
 def _run_allow_step_loss(options: argparse.Namespace) -> int:
-    asyncio.run(_send_allow_step_loss(*_lighthouse(options)))
-    print("the next quorum may go on from an older step than the newest that was committed")
+    from torchft_ckpt.core.messages import AllowStepLoss
+
+    print(asyncio.run(_tell(*_lighthouse(options), options.job, AllowStepLoss())))
+    return 0
+
+
+def _run_forget_job(options: argparse.Namespace) -> int:
+    from torchft_ckpt.core.messages import ForgetJob
+
+    print(asyncio.run(_tell(*_lighthouse(options), options.job, ForgetJob())))
     return 0
 
 
@@ -112,34 +137,52 @@ def _lighthouse(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     return join_host_port(*config.parse_host_port(address, what="lighthouse address")), headers
 
 
-async def _get_status(address: str, headers: dict[str, str]) -> object:
+def _query(job: str | None) -> dict[str, str]:
+    from torchft_ckpt.coordination.lighthouse_connection import resolve_job
+
+    return {} if job is None else {"job": resolve_job(job)}
+
+
+async def _get_status(address: str, headers: dict[str, str], job: str | None) -> object:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=10)
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            async with session.get(f"http://{address}/") as response:
+            async with session.get(f"http://{address}/", params=_query(job)) as response:
+                if response.status == 404 and job is not None:
+                    raise ConfigError(f"the lighthouse at {address} knows no job {job}; `status` lists them", "job")
                 _check_status(response.status, address)
                 return await response.json()
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {error}", address) from error
 
 
-async def _send_allow_step_loss(address: str, headers: dict[str, str]) -> None:
+async def _tell(address: str, headers: dict[str, str], job: str | None, word: AllowStepLoss | ForgetJob) -> str:
+    """Say the operator's word; return what follows from it."""
     import aiohttp
 
-    from torchft_ckpt.core.messages import AllowStepLoss, encode
+    from torchft_ckpt.core.messages import Done, Refused, decode_from_lighthouse, encode
 
+    party = f"the lighthouse at {address}"
     try:
         async with aiohttp.ClientSession(headers=headers) as session:
-            socket = await asyncio.wait_for(session.ws_connect(f"http://{address}/v1/groups"), 10)
-            await socket.send_str(encode(AllowStepLoss()))
+            url = f"http://{address}/v1/groups"
+            socket = await asyncio.wait_for(session.ws_connect(url, params=_query(job)), 10)
+            await socket.send_str(encode(word))
+            answer = await socket.receive(timeout=10)
             await socket.close()
     except aiohttp.WSServerHandshakeError as error:
         _check_status(error.status, address)
         raise LighthouseUnreachableError(f"what answers at {address} is no lighthouse of ours", address) from error
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {error}", address) from error
+    if answer.type is not aiohttp.WSMsgType.TEXT:
+        raise LighthouseUnreachableError(f"{party} closed the connection without an answer", address)
+    said = decode_from_lighthouse(answer.data, party)
+    if isinstance(said, Refused):
+        raise RefusedError(f"{party} did not do it: {said.reason}", address)
+    return said.text if isinstance(said, Done) else ""
 
 
 def _check_status(status: int, address: str) -> None:

@@ -33,7 +33,7 @@ from torchft_ckpt.core.messages import (
     Refused,
     decode_rank_to_group,
 )
-from torchft_ckpt.errors import AddressInUseError, CoordinationError, ProtocolError
+from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
 from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, listen, wildcard_for
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class GroupService:
         on_refused: called when the lighthouse will not have this group any more.
         hostname: address to advertise to the other ranks, None: the interface that routes to the lighthouse.
         port: for the other ranks, 0 for any.
+        job: its name.
         token: shared secret, empty for none.
         heartbeat_interval, connect_timeout: towards the lighthouse.
 
@@ -70,6 +71,7 @@ class GroupService:
         on_refused: Callable[[CoordinationError], None],
         hostname: str | None,
         port: int,
+        job: str,
         token: str,
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
@@ -84,6 +86,7 @@ class GroupService:
         self._runner: web.AppRunner | None = None
         self._client = LighthouseConnection(
             lighthouse_addr,
+            job=job,
             token=token,
             hello=lambda: self._state.introduce(hello()),
             on_message=lambda message: self._handle(LighthouseSaid(message)),
@@ -177,8 +180,11 @@ class GroupService:
 
     def _refused(self, error: CoordinationError) -> None:
         self._user_on_refused(error)
+        refused = Refused(code="lighthouse", reason=str(error)[:1000])
+        if isinstance(error, JobFinishedError):
+            refused = Refused(code="finished", reason=refused.reason, step=error.step)
         for channel in self._channels.values():
-            channel.send(Refused(code="lighthouse", reason=str(error)[:1000]))
+            channel.send(refused)
 
     def _handle(self, event: GroupEvent) -> None:
         for instruction in self._state.handle(event):

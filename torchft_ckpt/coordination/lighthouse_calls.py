@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
+from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection, resolve_job
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
@@ -49,6 +49,7 @@ class OpenCalls:
 
     Args:
         address: of the lighthouse.
+        job: its name.
         token: shared secret, empty for none.
         connect_timeout: of the first connection.
         alive: a caller that lives for as long as this process does; others live while they call.
@@ -59,6 +60,7 @@ class OpenCalls:
         self,
         address: str,
         *,
+        job: str,
         token: str,
         connect_timeout: timedelta,
         alive: str | None = None,
@@ -73,6 +75,7 @@ class OpenCalls:
         self._refusal: CoordinationError | None = None
         self._connection = LighthouseConnection(
             address,
+            job=job,
             token=token,
             hello=lambda: CallerHello(protocol=PROTOCOL_VERSION),
             on_message=self._hears,
@@ -202,7 +205,10 @@ class LighthouseClient:
 
     def __init__(self, addr: str, connect_timeout: timedelta, *, token: str | None = None) -> None:
         self._calls = OpenCalls(
-            addr, token=config.resolve(token, config.TOKEN, "", str), connect_timeout=connect_timeout
+            addr,
+            job=resolve_job(None),
+            token=config.resolve(token, config.TOKEN, "", str),
+            connect_timeout=connect_timeout,
         )
         self._thread = LoopThread("torchft_ckpt-coordination")
         try:

@@ -17,6 +17,7 @@ import aiohttp
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel
 from torchft_ckpt.coordination.versions import SAME_EVERYWHERE, other_version
+from torchft_ckpt.core.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -34,7 +35,9 @@ from torchft_ckpt.core.messages import (
 from torchft_ckpt.core.patience import reconnect_delay_s
 from torchft_ckpt.errors import (
     AuthenticationError,
+    ConfigError,
     CoordinationError,
+    JobFinishedError,
     LighthouseUnreachableError,
     ProtocolError,
     ProtocolVersionError,
@@ -49,11 +52,24 @@ DEAD_PEER_TIMEOUT_S = 10.0
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
 
+def resolve_job(argument: str | None) -> str:
+    """Return the name of this job: the argument, else the environment's, else `default`.
+
+    Raises:
+        ConfigError: it is no name of a job.
+    """
+    name = config.resolve(argument, config.JOB, DEFAULT_JOB, str)
+    if not is_job_name(name):
+        raise ConfigError(f"job={name!r} cannot be used: expected {JOB_NAME_RULE} (job, TORCHFT_CKPT_JOB)", party="job")
+    return name
+
+
 class LighthouseConnection:
     """Use on its event loop only.
 
     Args:
         address: of the lighthouse, `host:port` or `http://host:port`.
+        job: its name.
         token: shared secret, empty for none.
         hello: makes the first message of each connection.
         on_message: gets what the lighthouse says, in order, `Welcome` excepted.
@@ -68,6 +84,7 @@ class LighthouseConnection:
         self,
         address: str,
         *,
+        job: str,
         token: str,
         hello: Callable[[], Hello | CallerHello],
         on_message: Callable[[FromLighthouse], None],
@@ -78,6 +95,7 @@ class LighthouseConnection:
         heartbeats: Callable[[], Iterable[ToLighthouse]] = lambda: (Heartbeat(),),
     ) -> None:
         self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
+        self._job = job
         self._token = token
         self._hello = hello
         self._on_message = on_message
@@ -170,7 +188,7 @@ class LighthouseConnection:
         if self._session is None:
             raise RuntimeError("internal error: not started")
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        url = f"http://{self.address}/v1/groups"
+        url = f"http://{self.address}/v1/groups?job={self._job}"
         try:
             socket = await asyncio.wait_for(
                 self._session.ws_connect(url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0),
@@ -296,6 +314,8 @@ class LighthouseConnection:
 
 
 def _refused(message: Refused, address: str) -> CoordinationError:
+    if message.code == "finished":
+        return JobFinishedError(message.reason, address, message.step)
     text = f"the lighthouse at {address} refused this replica group: {message.reason}"
     return ProtocolVersionError(text, address) if message.code == "version" else RefusedError(text, address)
 

@@ -1,7 +1,7 @@
 """The lighthouse as a service: an aiohttp shell around `core.lighthouse`, in a thread of its own.
 
-    GET /v1/groups    WebSocket of one replica group, messages of `core.messages`
-    GET /             status as JSON, for people and probes
+    GET /v1/groups?job=NAME    WebSocket of one replica group, messages of `core.messages`
+    GET /                      status as JSON, for people and probes: all jobs in short; with ?job=NAME that one
 
 Both want `Authorization: Bearer TOKEN` where a token is set.
 """
@@ -22,6 +22,7 @@ from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket, serve
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import refuse_unreadable
+from torchft_ckpt.core.jobs import Jobs
 from torchft_ckpt.core.lighthouse import (
     Close,
     ConnectionClosed,
@@ -33,6 +34,7 @@ from torchft_ckpt.core.lighthouse import (
     Send,
     Tick,
 )
+from torchft_ckpt.core.lighthouse_events import Opened
 from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
 from torchft_ckpt.network import (
@@ -95,9 +97,8 @@ class LighthouseServer:
             heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
             allow_step_loss=allow_step_loss,
         )
-        self._state = LighthouseState(
-            self._settings, epoch=uuid.uuid4().hex[:8], unix_time_of_zero=time.time() - time.monotonic()
-        )
+        self._unix_time_of_zero = time.time() - time.monotonic()
+        self._jobs = Jobs(self._settings, epoch=uuid.uuid4().hex[:8], unix_time_of_zero=self._unix_time_of_zero)
         self._channels: dict[str, Channel] = {}
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
@@ -124,7 +125,7 @@ class LighthouseServer:
         self._thread.finish(self._stop)
 
     def __repr__(self) -> str:
-        return f"LighthouseServer(address={self._address!r}, quorum={self._state.quorum_id})"
+        return f"LighthouseServer(address={self._address!r}, jobs={sorted(self._jobs.states)})"
 
     # ------------------------------------------------------------------------------------------------- on the loop
 
@@ -148,6 +149,7 @@ class LighthouseServer:
         name, party = next(self._names), f"the group at {client_of(request)}"
         channel = Channel(websocket, request_socket(request), party, self._settings.heartbeat_timeout_s)
         self._channels[name] = channel
+        self._handle(Opened(name, request.query.get("job")))
         reason = "its connection closed"
         try:
             async for data in channel.messages():
@@ -163,9 +165,9 @@ class LighthouseServer:
             await channel.wait_closed()
         return websocket
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Opened | Event) -> None:
         loop = asyncio.get_running_loop()
-        for instruction in self._state.handle(event, loop.time()):
+        for instruction in self._jobs.handle(event, loop.time()):
             if isinstance(instruction, Send):
                 channel = self._channels.get(instruction.connection)
                 if channel is not None:
@@ -176,7 +178,7 @@ class LighthouseServer:
                     channel.close()
             elif isinstance(instruction, Log):
                 logger.log(logging.WARNING if instruction.is_warning else logging.INFO, "%s", instruction.line)
-        deadline = self._state.next_deadline()
+        deadline = self._jobs.next_deadline()
         if self._timer is not None and (deadline is None or self._timer.when() != deadline):
             self._timer.cancel()
             self._timer = None
@@ -190,36 +192,56 @@ class LighthouseServer:
     async def _serve_status(self, request: web.Request) -> web.Response:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request)
-        state, now = self._state, asyncio.get_running_loop().time()
-        callers = state.callers
-        members = [
-            {
-                "replica_id": member.replica_id,
-                "step": member.version.step,
-                "waiting_s": round(now - member.asked_at, 3) if member.request else None,
-                "silent_s": round(now - member.last_seen, 3),
-            }
-            for member in state.members.values()
-        ] + [
-            {
-                "replica_id": replica_id,
-                "step": caller.step,
-                "waiting_s": round(now - caller.called_at, 3) if caller.call else None,
-                "silent_s": round(now - caller.last_seen, 3),
-            }
-            for replica_id, caller in callers.members.items()
-        ]
-        last = callers.quorum
-        participants = [member.replica_id for member in last.participants] if last else []
-        return web.json_response(
-            {
-                "job": "callers" if callers.who else "managers" if state.members or state.round else "",
-                "quorum_id": last.quorum_id if last else state.quorum_id,
-                "participants": participants or (list(state.round.tally.roles) if state.round else []),
-                "newest_step": state.newest_step,
-                "reason": callers.reason or state.reason,
-                "members": members,
-                "lost": dict(state.lost_members),
-                "settings": asdict(self._settings),
-            }
-        )
+        now, name = asyncio.get_running_loop().time(), request.query.get("job")
+        finished = {
+            job: {"step": over.step, "finished_at": round(over.finished_at + self._unix_time_of_zero, 3)}
+            for job, over in self._jobs.finished.items()
+        }
+        if name is None:
+            jobs = {job: _in_short(state) for job, state in self._jobs.states.items()}
+            return web.json_response({"jobs": jobs, "finished": finished, "settings": asdict(self._settings)})
+        if name in self._jobs.states:
+            return web.json_response(_at_length(self._jobs.states[name], now) | {"settings": asdict(self._settings)})
+        if name in finished:
+            return web.json_response(finished[name])
+        return web.json_response({"error": f"no job {name[:64]} is here"}, status=404)
+
+
+def _in_short(state: LighthouseState) -> dict[str, object]:
+    """Describe a job in a few words."""
+    return {
+        "kind": "callers" if state.callers.who else "managers" if state.members or state.round else "",
+        "groups": sorted([*state.members, *state.callers.members]),
+        "quorum_id": state.callers.quorum.quorum_id if state.callers.quorum else state.quorum_id,
+        "newest_step": state.newest_step,
+        "finished_step": state.finished_step,
+        "reason": state.callers.reason or state.reason,
+    }
+
+
+def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
+    """Describe a job with all of its groups."""
+    members = [
+        {
+            "replica_id": member.replica_id,
+            "step": member.version.step,
+            "waiting_s": round(now - member.asked_at, 3) if member.request else None,
+            "silent_s": round(now - member.last_seen, 3),
+        }
+        for member in state.members.values()
+    ] + [
+        {
+            "replica_id": replica_id,
+            "step": caller.step,
+            "waiting_s": round(now - caller.called_at, 3) if caller.call else None,
+            "silent_s": round(now - caller.last_seen, 3),
+        }
+        for replica_id, caller in state.callers.members.items()
+    ]
+    last = state.callers.quorum
+    participants = [member.replica_id for member in last.participants] if last else []
+    return _in_short(state) | {
+        "participants": participants or (list(state.round.tally.roles) if state.round else []),
+        "members": members,
+        "lost": dict(state.lost_members),
+    }

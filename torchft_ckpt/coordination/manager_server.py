@@ -23,6 +23,7 @@ from aiohttp import web
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import client_of, refuse_token, serve
 from torchft_ckpt.coordination.lighthouse_calls import OpenCalls
+from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
@@ -125,6 +126,7 @@ class ManagerServer:
         self._runner: web.AppRunner | None = None
         self._calls = OpenCalls(
             lighthouse_addr,
+            job=resolve_job(None),
             token=self._token,
             connect_timeout=connect_timeout,
             alive=replica_id,

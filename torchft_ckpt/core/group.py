@@ -241,7 +241,8 @@ class GroupState:
             self._request_id += 1
             versions = {located.version for located in self._locating.values()}
             version = message.version if len(versions) == 1 else StateVersion()
-            self._located_for = LocateState(request_id=self._request_id, version=version)
+            has_finished = all(located.has_finished for located in self._locating.values())
+            self._located_for = LocateState(request_id=self._request_id, version=version, has_finished=has_finished)
             self._quorum = None
             self._votes.clear()
             self._voted = None

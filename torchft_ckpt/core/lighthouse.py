@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from torchft_ckpt.core.callers import Caller, CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.gathering import decide_gathering
@@ -117,9 +119,17 @@ class LighthouseState:
         settings: what the operator chose.
         epoch: a text that no other life of this lighthouse has.
         unix_time_of_zero: what the wall clock shows when `now` is 0, for the time that callers' quorums carry.
+        finished_step: the job was over at this step, when its groups were gone and all else was forgotten.
     """
 
-    def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float = 0.0) -> None:
+    def __init__(
+        self,
+        settings: LighthouseSettings,
+        epoch: str,
+        unix_time_of_zero: float = 0.0,
+        *,
+        finished_step: int | None = None,
+    ) -> None:
         self.settings = settings
         self.epoch = epoch
         self.callers = Callers(settings, epoch, unix_time_of_zero)
@@ -145,6 +155,12 @@ class LighthouseState:
         """The latest incarnation of each group, also while it is away."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
         self._ledger = Ledger(self.members)
+        if finished_step is not None:
+            self._ledger.newest_step = finished_step
+        self._finished_at_step = finished_step
+        """The latest step at which a group said that it has finished; see `finished_step`."""
+        self._left_at_step = -1
+        """The latest step that a group held which left on purpose."""
         self._recollection = Recollection(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._store_hosts: tuple[str, ...] = ()
         """The member at whose store the last quorum met, and the one that stands by for it."""
@@ -191,6 +207,29 @@ class LighthouseState:
     def newest_step(self) -> int:
         """The highest committed step that anybody here knows of."""
         return self._ledger.newest_step
+
+    @property
+    def finished_step(self) -> int | None:
+        """At which step the job is over, None where it is not: a group that held the newest state said so, and no living group
+        that holds it goes on."""
+        step = self._finished_at_step
+        if step is None or step != self.newest_step:
+            return None
+        goes_on = any(not m.has_finished and self._holds_newest(m.version) for m in self.members.values())
+        return None if goes_on else step
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether nobody is connected."""
+        return not self.members and not self.callers.members
+
+    @property
+    def had_quorum(self) -> bool:
+        """Whether there is anything to remember."""
+        return self.quorum_id > 0 or self.newest_step > 0 or bool(self.callers.who)
+
+    def _holds_newest(self, version: StateVersion) -> bool:
+        return self._ledger.is_valid(version) and version.step >= self.newest_step
 
     @property
     def reason(self) -> str:
@@ -262,8 +301,8 @@ class LighthouseState:
             name = message.member.replica_id if isinstance(message, QuorumCall) else message.replica_id
             here = name_some(sorted(self.members)) or "none of them is here now"
             reason = (
-                f"{clip(name, 200)} is a caller of LighthouseClient, and the job at this lighthouse is of Managers ({here});"
-                " each job has a lighthouse of its own"
+                f"{clip(name, 200)} is a caller of LighthouseClient, and this job is of Managers ({here}); name another job"
+                " (TORCHFT_CKPT_JOB)"
             )
             yield Send(connection, Refused(code="job", reason=reason))
             yield Close(connection)
@@ -355,8 +394,8 @@ class LighthouseState:
             return Refused(code="hello", reason="a connection says Hello once")
         if self.callers.who:
             reason = (
-                f"{clip(hello.replica_id, 200)} is a Manager's, and the job at this lighthouse is of callers of"
-                f" LighthouseClient.quorum ({self.callers.who}); each job has a lighthouse of its own"
+                f"{clip(hello.replica_id, 200)} is a Manager's, and this job is of callers of LighthouseClient.quorum"
+                f" ({self.callers.who}); name another job (Manager(job=...), TORCHFT_CKPT_JOB)"
             )
             return Refused(code="job", reason=reason)
         if hello.replica_id in self._superseded:
@@ -426,7 +465,7 @@ class LighthouseState:
             member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
-        member.request, member.is_looking = request, False
+        member.request, member.is_looking, member.has_finished = request, False, False
         member.told_reason = ""
         if request.needs_new_quorum:
             yield from self._break_forgotten(self._recollection.left(replica_id))
@@ -444,6 +483,7 @@ class LighthouseState:
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._abandoned(current, replica_id, now)
         member.request, member.has_left_step = None, True
+        member.has_finished = message.has_finished
         self._waiting.pop(replica_id, None)
         self._back.discard(replica_id)
         yield from self._goes_on(member)
@@ -456,10 +496,13 @@ class LighthouseState:
             is_valid=self._ledger.is_valid,
             rolled_back_to=self._ledger.rolled_back_to,
         )
-        member.is_looking = not located.is_held
+        if message.has_finished and self._holds_newest(message.version):
+            self._finished_at_step = self.newest_step
+            yield Log(f"{replica_id} has finished, at step {self.newest_step}")
+        member.is_looking = message.has_finished or not located.is_held
         if member.is_looking:
             self._quorum_members.pop(replica_id, None)
-        yield Send(member.connection, located)
+        yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         yield from self._reconsider(now)
 
     def _shows(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
@@ -492,7 +535,7 @@ class LighthouseState:
             return
         everyone = len(self._waiting) == len(self.members)
         survivors_back = bool(self._quorum_members) and len(self._back) == len(self._quorum_members)
-        if everyone or survivors_back:
+        if everyone or survivors_back or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
             self._evaluate_at = now + PENDING_NOTICE_S
@@ -504,6 +547,9 @@ class LighthouseState:
         hold = self._recollection.hold(now)
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1])
+            return
+        yield from self._end_late_groups(now)
+        if not self._waiting:
             return
         yield from self._gather(now)
         gathering = self._gathering()
@@ -535,6 +581,8 @@ class LighthouseState:
         yield from self._tell_others(others, now)
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
+            if left := self._if_over():
+                reason = f"{reason}.{left}"
             yield from self._pending(
                 reason, now, verdict.deadline, is_warning=bool(others), but=others.keys() | gathering
             )
@@ -586,6 +634,22 @@ class LighthouseState:
                 replica_id, "it has no state dict functions and would have to heal", now, is_on_purpose=True
             )
             yield Close(connection)
+
+    def _end_late_groups(self, now: float) -> Iterator[Instruction]:
+        """Where the job is over, tell those who came too late for its last step."""
+        step = self.finished_step
+        if step is None:
+            return
+        for replica_id in list(self._waiting):
+            member = self.members[replica_id]
+            reason = (
+                f"the job is finished at step {step}, and {replica_id} came with step {member.version.step}. To train on, or from"
+                " the beginning, name another job (Manager(job=...), TORCHFT_CKPT_JOB), or have this one forgotten:"
+                " python -m torchft_ckpt forget-job"
+            )
+            yield Send(member.connection, Refused(code="finished", reason=clip(reason), step=step))
+            yield from self._lose(replica_id, "it came when the job was over", now, is_on_purpose=True)
+            yield Close(member.connection)
 
     def _gathering(self) -> set[str]:
         return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
@@ -647,8 +711,18 @@ class LighthouseState:
         gone = name_some(list(self.lost_members)[-5:]) or "not known here"
         return (
             f"step {lost.newest_step} was committed, the newest state here is step {lost.best_step}:"
-            f" every group that held it is gone ({gone}). Bring one of them back, or start a group from a"
-            " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss"
+            f" every group that held it is gone ({gone}).{self._if_over()} Bring one of them back, or start a group from a"
+            " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss. A new run of"
+            " the same script is another job: set another TORCHFT_CKPT_JOB"
+        )
+
+    def _if_over(self) -> str:
+        """Say that the job may be over, where nobody holds its newest state and a group that did has left on purpose."""
+        if not 0 < self._left_at_step == self.newest_step or self._ledger.ahead((), self.newest_step):
+            return ""
+        return (
+            f" Those that held step {self.newest_step} left on purpose (Manager.shutdown). If the job was over, end this group;"
+            " where its script calls Manager.finish() after the last step, a late group ends by itself."
         )
 
     def _of_another_layout(self) -> dict[str, str]:
@@ -1143,6 +1217,8 @@ class LighthouseState:
             self._dropped.add(member.connection)
         if not is_on_purpose:
             self._ledger.cut_off(group_name(replica_id), member.version, now)
+        elif self._ledger.is_valid(member.version):
+            self._left_at_step = max(self._left_at_step, member.version.step)
         self._waiting.pop(replica_id, None)
         self._quorum_members.pop(replica_id, None)
         self._back.discard(replica_id)

@@ -22,6 +22,14 @@ class LighthouseSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A connection was opened for a job. `job`: as it was named, None where it was not. For `core.jobs` alone."""
+
+    connection: str
+    job: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """A message came in on a connection."""
 

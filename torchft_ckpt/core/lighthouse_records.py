@@ -31,6 +31,8 @@ class Member:
     request: QuorumRequest | None = None
     has_left_step: bool = False
     """It asked where the newest state is, and takes no decision on an earlier step any more."""
+    has_finished: bool = False
+    """It has made its last step, and has not asked for another since."""
     is_looking: bool = False
     """It is about to fetch the newest state: nobody waits for it before it asks for a quorum."""
     asked_at: float = 0.0

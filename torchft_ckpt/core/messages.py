@@ -21,7 +21,7 @@ import msgspec
 from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_QUOTE_CHARS = 600
 MAX_DATA_BYTES = 64 << 10
@@ -169,6 +169,8 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: Count
     version: StateVersion
     """What the asker holds; unproven where it holds nothing whole."""
+    has_finished: bool = False
+    """The asker has made its last step."""
 
 
 class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -226,7 +228,11 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllowStepLoss(msgspec.Struct, frozen=True, tag=True):
-    """The operator's word that the job may go on from an older state than the newest one committed."""
+    """The operator's word that the job may go on from an older state than the newest one committed. Answered by `Done`."""
+
+
+class ForgetJob(msgspec.Struct, frozen=True, tag=True):
+    """The operator's word that nobody of this job comes back. Answered by `Done`."""
 
 
 # ---------------------------------------------------------------------------------------------- lighthouse -> group
@@ -246,7 +252,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The sender closes after this; trying again unchanged cannot help."""
 
     code: Annotated[str, msgspec.Meta(max_length=64)]
+    """`finished`: the job is over, at `step`."""
     reason: Text
+    step: Count = 0
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What the operator asked for is done. `text`: what follows from it."""
+
+    text: Text
 
 
 class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -307,6 +321,8 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     committed."""
     is_held: bool = False
     """The asker, with all of its ranks, holds it."""
+    is_finished: bool = False
+    """It is the last one: a group that holds it has finished, and nobody goes on from it."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
     """Who else holds it; empty where no address is known."""
     rolled_back_to: StateVersion = StateVersion()
@@ -603,6 +619,7 @@ ToLighthouse: TypeAlias = (
     | CollectiveWait
     | Leave
     | AllowStepLoss
+    | ForgetJob
     | CallerHello
     | QuorumCall
     | CallerHeartbeat
@@ -611,6 +628,7 @@ ToLighthouse: TypeAlias = (
 FromLighthouse: TypeAlias = (
     Welcome
     | Refused
+    | Done
     | QuorumPending
     | QuorumFormed
     | StateLocated

@@ -326,11 +326,11 @@ class ReplicaState:
             store_address=store_address,
         )
 
-    def locate(self) -> LocateState:
-        """Ask where the newest state is. A step that is open is abandoned."""
+    def locate(self, has_finished: bool = False) -> LocateState:
+        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other."""
         self._leave_step()
         self.phase = Phase.IDLE
-        return LocateState(request_id=self._request_id, version=self.version)
+        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished)
 
     def located(self, located: StateLocated) -> None:
         """The answer says what the newest state is, or that nothing is known of it."""

@@ -45,6 +45,7 @@ from torchft_ckpt.errors import (
     CommitUnknownError,
     CoordinationError,
     GroupBrokenError,
+    JobFinishedError,
     ProcessGroupError,
     QuorumTimeoutError,
     RefusedError,
@@ -68,15 +69,23 @@ class Conversation:
     Args:
         replica: this rank's state; touched with the lock of this object only.
         replica_id: for log and errors.
+        job: its name, for the log.
         abort: called when collectives in flight cannot finish.
         cancel: called when what is being fetched is of no use any more.
     """
 
     def __init__(
-        self, replica: ReplicaState, replica_id: str, *, abort: Callable[[], None], cancel: Callable[[], None]
+        self,
+        replica: ReplicaState,
+        replica_id: str,
+        *,
+        job: str,
+        abort: Callable[[], None],
+        cancel: Callable[[], None],
     ) -> None:
         self.replica = replica
         self.replica_id = replica_id
+        self._job = job
         self._abort = abort
         self._cancel = cancel
         self._lock = threading.Lock()
@@ -156,10 +165,12 @@ class Conversation:
         with self._lock:
             return self.replica.is_behind
 
-    def locate(self, send: Callable[[RankToGroup], None], until: float) -> StateLocated | None:
+    def locate(
+        self, send: Callable[[RankToGroup], None], until: float, *, has_finished: bool = False
+    ) -> StateLocated | None:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
 
-        An open step is abandoned.
+        An open step is abandoned. `has_finished`: say that it was the last.
 
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
@@ -168,7 +179,7 @@ class Conversation:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
-            asked = self._asked_where = self.replica.locate()
+            asked = self._asked_where = self.replica.locate(has_finished)
         send(asked)
         self._wait_for(lambda: self._located is not None, until)
         return self._located
@@ -213,7 +224,12 @@ class Conversation:
                 if now >= say_at:
                     step, waited = self.replica.version.step, now - started
                     logger.warning(
-                        "%s has waited %.1f s for a quorum at step %d: %s", self.replica_id, waited, step, reason
+                        "%s of job %s has waited %.1f s for a quorum at step %d: %s",
+                        self.replica_id,
+                        self._job,
+                        waited,
+                        step,
+                        reason,
                     )
                     say_at = now + PENDING_LOG_S
                 self._changed.wait(min(say_at, give_up_at) - now)
@@ -510,7 +526,12 @@ class Conversation:
         elif isinstance(message, JoinerWaiting):
             replica.capture_wanted = True
         elif isinstance(message, Refused):
-            self._fatal = self._fatal or RefusedError(message.reason, self.replica_id)
+            is_over = message.code == "finished"
+            self._fatal = self._fatal or (
+                JobFinishedError(message.reason, self.replica_id, message.step)
+                if is_over
+                else RefusedError(message.reason, self.replica_id)
+            )
         elif isinstance(message, GroupBroken):
             self._fatal = self._fatal or GroupBrokenError(
                 f"replica group {self.replica_id} cannot go on, restart all of its ranks: {message.reason}",

@@ -18,6 +18,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from torchft_ckpt import config
+from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.errors import ConfigError, GroupBrokenError
 from torchft_ckpt.network import advertised_host, join_host_port, leave_to_parent
 
@@ -47,6 +48,7 @@ class Launch:
     group_world_size: int
     lighthouse_addr: str
     hostname: str
+    job: str
     token: str
     manager_port: int
     store: TCPStore
@@ -68,6 +70,7 @@ def resolve_launch(
     replica_id: str | None,
     port: int | None,
     hostname: str | None,
+    job: str | None,
     token: str | None,
     connect_timeout: timedelta,
 ) -> Launch:
@@ -86,6 +89,7 @@ def resolve_launch(
             f"rank={group_rank}, world_size={group_world_size}: expected 0 <= rank < world_size inside the replica group",
             party="rank",
         )
+    name = resolve_job(job)
     if group_rank == 0:
         _name_what_is_not_read()
     lighthouse = config.resolve(lighthouse_addr, config.LIGHTHOUSE, "", str)
@@ -109,6 +113,7 @@ def resolve_launch(
         group_world_size=group_world_size,
         lighthouse_addr=lighthouse,
         hostname=host,
+        job=name,
         token=config.resolve(token, config.TOKEN, "", str),
         manager_port=config.resolve(port, config.MANAGER_PORT, 0, config.parse_port),
         store=store,

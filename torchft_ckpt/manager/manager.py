@@ -35,6 +35,7 @@ from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState,
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
+    CoordinationError,
     GroupBrokenError,
     MaxRetriesExceededError,
     NoQuorumError,
@@ -139,6 +140,8 @@ class Manager:
             load a tensor from itself.
         transfer_timeout: overall deadline of fetching the state; 10 min. It binds the joiner, not the others.
         token: shared secret of the job.
+        job: its name at the lighthouse, which serves many jobs; the same in all replica groups; `default`. What starts all
+            groups at once sets `TORCHFT_CKPT_JOB` to another name for each start.
 
     Raises:
         ConfigError: an argument or variable cannot be used.
@@ -175,6 +178,7 @@ class Manager:
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
+        job: str | None = None,
     ) -> None:
         if min_replica_size < 1:
             raise ConfigError(f"min_replica_size={min_replica_size}: at least one has to train", "min_replica_size")
@@ -201,6 +205,7 @@ class Manager:
             replica_id=replica_id,
             port=port,
             hostname=hostname,
+            job=job,
             token=token,
             connect_timeout=self._timeouts.connect,
         )
@@ -215,7 +220,11 @@ class Manager:
             )
         )
         self._talk = Conversation(
-            self._replica, self._launch.replica_id, abort=pg.abort, cancel=lambda: self._healing.cancel()
+            self._replica,
+            self._launch.replica_id,
+            job=self._launch.job,
+            abort=pg.abort,
+            cancel=lambda: self._healing.cancel(),
         )
         self._quorum_future: Future[None] | None = None
         self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
@@ -260,7 +269,9 @@ class Manager:
             token=self._launch.token or None,
             lock=self._state_dict_lock,
         )
-        logger.info("%s serves its state at %s", self._launch.replica_id, self._transport.metadata())
+        logger.info(
+            "%s of job %s serves its state at %s", self._launch.replica_id, self._launch.job, self._transport.metadata()
+        )
         self._moves_over_group = needs_process_group(self._transport)
         if not isinstance(self._transport, CheckpointTransport):
             logger.warning(
@@ -312,6 +323,7 @@ class Manager:
                 on_refused=self._talk.end,
                 hostname=launch.hostname,
                 port=launch.manager_port,
+                job=launch.job,
                 token=launch.token,
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=self._timeouts.connect,
@@ -1440,16 +1452,52 @@ class Manager:
     def __repr__(self) -> str:
         return f"Manager(replica_id={self.replica_id()!r}, rank={self._launch.group_rank}, step={self.current_step()})"
 
-    def shutdown(self, wait: bool = True) -> None:
+    def finish(self) -> bool:
+        """Say that the job is over for this replica group: it has made its last step. Call it before `shutdown`.
+
+        All ranks of the group call it, on the training thread. The job is finished at step N when a group that holds the newest
+        step N has said so and no living group that holds N goes on; a group that comes later with less gets a
+        `JobFinishedError`. To begin another step afterwards takes it back. A lighthouse that is restarted has forgotten it.
+
+        Returns:
+            whether the job is finished now. False, with a warning, where the lighthouse did not answer within `connect_timeout`,
+            or not all ranks of the group called.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        self._leave_step()
+        limit_s = self._timeouts.connect.total_seconds()
+        located = self._talk.locate(self._link.send, time.monotonic() + limit_s, has_finished=True)
+        if located is None:
+            logger.warning(
+                "%s has finished, and the lighthouse did not answer within %g s (%s): a group that comes late waits",
+                self.replica_id(),
+                limit_s,
+                self._link.waiting_for(),
+            )
+            return False
+        step = self.current_step()
+        ends = "the job is finished" if located.is_finished else "other groups train on, or have not said so yet"
+        logger.info("%s of job %s has finished at step %d: %s", self.replica_id(), self._launch.job, step, ends)
+        return located.is_finished
+
+    def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
 
         In a forked child (a data loader's worker, say) it does nothing: all of this is the parent's.
 
         Args:
             wait: return when threads and sockets are gone.
+            finished: call `finish` before.
         """
         if self._is_shut_down or os.getpid() != self._owner:
             return
+        if finished:
+            try:
+                self.finish()
+            except CoordinationError as error:  # it is to be shut down in any case
+                logger.warning("%s could not say that it has finished: %s", self.replica_id(), error)
         self._talk.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
         self._link.shutdown("it was shut down")
         self._pg.abort()
