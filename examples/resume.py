@@ -224,7 +224,7 @@ def train(options: argparse.Namespace) -> None:
     digest = digest_of(all_tensors())
     diary.write("finished", step=manager.current_step(), digest=digest)
     print(f"[{group}] finished at step {manager.current_step()} with state {digest}", flush=True)
-    manager.shutdown()
+    manager.shutdown(finished=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- the demo
@@ -249,6 +249,7 @@ class Life:
         for group in range(options.groups):
             variables = {
                 "TORCHFT_LIGHTHOUSE": address,
+                "TORCHFT_CKPT_JOB": f"resume-{os.getpid()}",
                 "REPLICA_GROUP_ID": str(group),
                 "NUM_REPLICA_GROUPS": str(options.groups),
             }

@@ -34,6 +34,7 @@ from torchft_ckpt import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
+from torchft_ckpt.errors import JobFinishedError
 
 CONTEXT = 24
 
@@ -181,8 +182,11 @@ def main() -> None:
     if options.report is not None and group_rank == 0:
         report = {"step": manager.current_step(), "loss": loss.item(), "digest": digest}
         options.report.write_text(json.dumps(report))
-    manager.shutdown()
+    manager.shutdown(finished=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except JobFinishedError as over:  # this group came when the others had made the last step
+        print(over, flush=True)

@@ -34,6 +34,7 @@ from diloco.task import (
 )
 
 from torchft_ckpt import DiLoCo, Manager, ProcessGroupGloo
+from torchft_ckpt.errors import JobFinishedError
 
 
 def train(options: Options, group: int) -> None:
@@ -117,7 +118,7 @@ def train(options: Options, group: int) -> None:
             held_out_loss=held_out_loss,
         )
     print(f"[{group}] ended after round {manager.current_step()}: held-out loss {held_out_loss:.4f}, state {digest}")
-    manager.shutdown()
+    manager.shutdown(finished=True)
 
 
 def main() -> None:
@@ -133,4 +134,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except JobFinishedError as over:  # this group came when the others had made the last step
+        print(over, flush=True)

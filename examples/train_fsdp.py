@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from torchft_ckpt.errors import JobFinishedError
+
 
 def shard(model: Model, options: Options) -> Place:
     """Split the blocks' matrix products along `tensor`, then shard everything along `data`."""
@@ -47,4 +49,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except JobFinishedError as over:  # this group came when the others had made the last step
+        print(over, flush=True)

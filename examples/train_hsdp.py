@@ -25,6 +25,8 @@ from sharded.task import Model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torchft_ckpt.errors import JobFinishedError
+
 
 def shard(model: Model) -> Place:
     """Shard over all ranks of this group. The replicate dimension of HSDP is no part of the mesh: it is the manager's."""
@@ -44,4 +46,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except JobFinishedError as over:  # this group came when the others had made the last step
+        print(over, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections import deque
@@ -72,6 +73,7 @@ class Supervisor:
         self.timeline = Timeline(num_groups=options.num_groups, started_s=time.monotonic())
         self._options = options
         self._audience = audience
+        self._job = f"demo-{os.getpid()}"
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._victims: set[int] = set()  # groups whose death is ordered and has not been seen yet
         self._num_ordered = 0
@@ -131,6 +133,7 @@ class Supervisor:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
+                env=os.environ | {"TORCHFT_CKPT_JOB": self._job},
             )
         self._processes[group] = process
         life = Life(group=group, number=number, spawned_s=time.monotonic())

@@ -151,5 +151,5 @@ def main(arguments: list[str]) -> int:
         written = gpt.write_on(module, prompt, num_characters=240, seed=options.seed)
         sample = corpus.decode(bytes(written.tolist()))
     send(pipe, events.Finished(at_s=time.monotonic(), step=manager.current_step(), digest=digest, sample=sample))
-    manager.shutdown()
+    manager.shutdown(finished=True)
     return 0

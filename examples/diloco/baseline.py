@@ -71,7 +71,7 @@ def train(options: Options, group: int) -> None:
             digest=digest_of(task.model, [adamw]),
             held_out_loss=task.held_out_loss(),
         )
-    manager.shutdown()
+    manager.shutdown(finished=True)
 
 
 if __name__ == "__main__":

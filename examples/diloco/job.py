@@ -204,6 +204,7 @@ class Job:
         environment = os.environ | {
             "REPLICA_GROUP_ID": str(group),
             "TORCHFT_LIGHTHOUSE": self._address,
+            "TORCHFT_CKPT_JOB": self._plan.name,
             "TORCHFT_CKPT_HOSTNAME": self._network.address(group),
             "OMP_NUM_THREADS": "1",
         }

@@ -88,5 +88,5 @@ def train(options: Options, shard: Callable[[Model], Place]) -> None:
             report = {"step": manager.current_step(), "loss": loss.item(), "digest": digest}
             options.report.write_text(json.dumps(report))
     dist.barrier()
-    manager.shutdown()
+    manager.shutdown(finished=True)
     dist.destroy_process_group()
