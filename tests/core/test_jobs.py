@@ -361,6 +361,19 @@ def test_who_comes_when_only_the_step_is_remembered_is_told_so_too() -> None:
     assert lighthouse.jobs.finished["gpt"].step == 3
 
 
+def test_all_that_wait_when_the_job_ends_are_told() -> None:
+    lighthouse = Lighthouse(LighthouseSettings(min_replicas=1, join_timeout_s=1000.0))
+    first = Group(lighthouse, "gpt")
+    first.trains(3)
+    late = [Group(lighthouse, "gpt", f"late-{number}:1") for number in range(3)]
+    for group in late:
+        group.asks()
+    lighthouse.pass_time(2.0)
+    first.finishes()
+    lighthouse.pass_time(1.0)
+    assert [refusal(lighthouse.said[group.connection]).step for group in late] == [3, 3, 3]
+
+
 def two_groups() -> tuple[Lighthouse, Group, Group]:
     lighthouse = Lighthouse(LighthouseSettings(min_replicas=2))
     a, b = Group(lighthouse, "gpt", "a:1"), Group(lighthouse, "gpt", "b:1")

@@ -255,6 +255,7 @@ class LighthouseState:
     def _received(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, AllowStepLoss):
             self.allow_step_loss = True
+            self._finished_at_step = None
             yield Log("the operator allows the loss of steps", is_warning=True)
             yield from self._evaluate(now)
             return
@@ -640,7 +641,8 @@ class LighthouseState:
         step = self.finished_step
         if step is None:
             return
-        for replica_id in list(self._waiting):
+        while self._waiting:
+            replica_id = next(iter(self._waiting))
             member = self.members[replica_id]
             reason = (
                 f"the job is finished at step {step}, and {replica_id} came with step {member.version.step}. To train on, or from"

@@ -228,7 +228,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllowStepLoss(msgspec.Struct, frozen=True, tag=True):
-    """The operator's word that the job may go on from an older state than the newest one committed. Answered by `Done`."""
+    """The operator's word that the job may go on from an older state than the newest one committed, also where it is finished.
+
+    Answered by `Done`.
+    """
 
 
 class ForgetJob(msgspec.Struct, frozen=True, tag=True):

@@ -313,14 +313,15 @@ class Simulation:
             reasons = [t.pending.reason for g in self.groups for t in g.trainers if t.pending is not None]
             needs_word = [r for r in reasons if "accept the loss" in r]
             is_torn = [r for r in reasons if "whole state" in r]
-            if not needs_word and not is_torn:
+            is_over = self.lighthouse.process.is_alive and self.lighthouse.state.finished_step is not None
+            if not needs_word and not is_torn and not is_over:
                 stuck_since = None
             elif stuck_since is None:
                 stuck_since = self.clock.now
             elif self.clock.now > stuck_since + OPERATOR_PATIENCE_S and self.lighthouse.process.is_alive:
                 stuck_since = None
                 self._num_words += 1
-                if needs_word:
+                if needs_word or is_over:
                     self.log("the operator allows the loss")
                     self.lighthouse.handle(Received("operator", AllowStepLoss()))
                 else:

@@ -31,13 +31,15 @@ class Moods:
     """Gives up waiting for the decision early."""
     skips_late: float = 0.0
     """A group goes on without a collective that others issue between two steps: loops that differ, not a trouble."""
+    finishes: float = 0.0
+    """Says that it has finished, and after a while goes on nevertheless."""
     slowness: float = 1.0
     uses_state: float = 0.0
     """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
 
     def calm_down(self, slowness: float) -> None:
         """Nothing goes wrong from now on."""
-        self.abandon = self.step_error = self.no_heal = self.impatience = 0.0
+        self.abandon = self.step_error = self.no_heal = self.impatience = self.finishes = 0.0
         self.slowness = slowness
 
 
@@ -123,6 +125,7 @@ def draw_scenario(rng: Random) -> Scenario:
             impatience=sometimes(0.3, 0.5),
             uses_state=rng.choice((0.0, 0.5, 1.0)),
             skips_late=sometimes(0.3, 0.05),
+            finishes=sometimes(0.3, 0.1),
         ),
         decision_timeout_s=rng.choice((0.5, 2.0)),
         num_late=rng.choice((0, 0, 1, 3)),

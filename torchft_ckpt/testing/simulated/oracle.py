@@ -29,6 +29,7 @@ from torchft_ckpt.core.messages import (
     Outcome,
     QuorumFormed,
     QuorumRequest,
+    Refused,
     Role,
     StateVersion,
     Welcome,
@@ -52,6 +53,8 @@ class _Life:
         self.highest_quorum_id = 0
         self.heard_quorum_id = 0
         self.may_lose_steps = False
+        self.finished_step: int | None = None
+        """Where the job was over before the present event."""
 
 
 class Oracle:
@@ -77,6 +80,8 @@ class Oracle:
         self._formed: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
         self._asked: dict[str, QuorumRequest] = {}
+        self._asked_on: dict[str, QuorumRequest] = {}
+        """By connection, the latest."""
         self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
         """Called when a quorum is formed, with what its members had asked for, by replica id."""
 
@@ -214,6 +219,7 @@ class Oracle:
                 if message.last_epoch != state.epoch:
                     life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
             elif isinstance(message, QuorumRequest):
+                self._asked_on[event.connection] = message
                 asker = next((m for m in state.members.values() if m.connection == event.connection), None)
                 if asker is not None:
                     self._asked[asker.replica_id] = message
@@ -232,9 +238,29 @@ class Oracle:
         for instruction in instructions:
             if isinstance(instruction, Send):
                 if isinstance(instruction.message, QuorumFormed):
+                    self._check_goes_on(state, life, event, instruction.message)
                     self._check_formed(state, life, instruction.message)
+                elif isinstance(instruction.message, Refused) and instruction.message.code == "finished":
+                    self._check_late(instruction.connection, instruction.message)
                 elif isinstance(instruction.message, CommitDecided):
                     self._check_decided(life, instruction.message)
+        life.finished_step = state.finished_step
+
+    def _check_goes_on(self, state: LighthouseState, life: _Life, event: Event, formed: QuorumFormed) -> None:
+        """Where the job is over, a step begins only because somebody asks who holds the newest state."""
+        step = life.finished_step
+        if step is None or formed.gathers or formed.role is Role.LEARNER:
+            return
+        asked = event.message if isinstance(event, Received) else None
+        if not isinstance(asked, QuorumRequest) or not asked.version.proven or asked.version.step < step:
+            self.fail(
+                f"the job was finished at step {step}, and quorum {formed.quorum_id} trains on from {formed.version}"
+            )
+
+    def _check_late(self, connection: str, refused: Refused) -> None:
+        version = self._asked_on[connection].version
+        if version.proven and version.step >= refused.step and not self._is_void(version):
+            self.fail(f"a group that holds {version} is refused: the job is finished at step {refused.step}")
 
     def _learn(self, life: _Life, version: StateVersion) -> None:
         if version.proven:

@@ -31,6 +31,7 @@ from torchft_ckpt.core.messages import (
     Refused,
     Role,
     StallReport,
+    StateLocated,
     StateVersion,
 )
 from torchft_ckpt.core.patience import StallWatch
@@ -118,6 +119,7 @@ class Trainer:
         """What the open step is computed with has changed while it was computed."""
         self._after_load: Callable[[], None] | None = None
         self._watch = StallWatch()
+        self._said_finished_at = StateVersion()
 
     # ---------------------------------------------------------------------------------------------------- one step
 
@@ -125,6 +127,10 @@ class Trainer:
         """Begin a step; one that is open is abandoned."""
         self._turn += 1
         turn = self._turn
+        if self._finishes():
+            self._send(self.replica.locate(has_finished=True))
+            self._later(self._rng.uniform(0.05, 1.5), lambda: self.begin() if turn == self._turn else None)
+            return
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
         self._is_spoiled = False
@@ -141,6 +147,14 @@ class Trainer:
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
         )
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+
+    def _finishes(self) -> bool:
+        """Whether this group says, once after this step, that it has finished. All of its ranks say the same."""
+        version = self.replica.version
+        if version == self._said_finished_at or not version.proven or not self._moods.finishes:
+            return False
+        self._said_finished_at = version
+        return Random(f"{self.replica_id} {version} finishes").random() < self._moods.finishes
 
     def _ask_again(self, turn: int) -> None:
         if turn == self._turn and self.replica.phase is Phase.ASKING:
@@ -401,6 +415,8 @@ class Trainer:
             self.replica.capture_wanted = True
         elif isinstance(message, QuorumPending):
             self.pending = message
+        elif isinstance(message, StateLocated):
+            self.replica.located(message)
         elif isinstance(message, GroupBroken | Refused):
             self._stop(message.reason)
 
