@@ -22,7 +22,7 @@ from bench import sides
 from bench.wire import Commands, Reporter
 
 _PATIENCE = timedelta(seconds=300)
-_PATH = "/v1/groups"
+_PATH = "/v1/groups?job="
 
 
 # ---------------------------------------------------------------------------------------------------------- torchft
@@ -108,7 +108,7 @@ class _Group(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(
-            f"GET {_PATH} HTTP/1.1\r\nHost: {self._groups.host}:{self._groups.port}\r\n"
+            f"GET {_PATH}{self._groups.job_of(self._number)} HTTP/1.1\r\nHost: {self._groups.host}:{self._groups.port}\r\n"
             "Upgrade: websocket\r\nConnection: Upgrade\r\n"
             "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
         )
@@ -204,6 +204,7 @@ class _OurGroups:
         self.host = self.host.strip("[]")
         self.port = int(port)
         self._first, self._count = options["first"], options["count"]
+        self._num_jobs = options.get("num_jobs", 0)
         self._members: list[_Group] = []
         self._target = 0
         self._num_welcomed = 0
@@ -211,6 +212,10 @@ class _OurGroups:
         self._decided_at: dict[int, float] = {}
         self._num_decided: Counter[int] = Counter()
         self._done = asyncio.Event()
+
+    def job_of(self, number: int) -> str:
+        """Return the job of a group: with `num_jobs` they are dealt to so many, else all are of one."""
+        return f"job-{number % self._num_jobs}" if self._num_jobs else "default"
 
     async def connect(self) -> None:
         """Open all connections, one after the other, and wait for every welcome."""

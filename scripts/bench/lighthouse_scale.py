@@ -21,6 +21,10 @@ SIZES = (16, 64, 256, 1000)
 AHEAD_FROM = 256
 EXPONENT_BAR = 1.15
 """Linear is 1, quadratic 2; what lies between is noise of caches and schedulers."""
+NUM_OTHER_JOBS = 50
+BESIDE_SIZE = 256
+BESIDE_BAR = 1.03
+"""No more than alone; what lies above 1 is noise of schedulers."""
 _NUM_CLIENTS = 2
 _READY_S = 120
 
@@ -63,7 +67,8 @@ class _Fleet:
             figures.clear()
 
 
-def _start(children: Children, side: str, size: int) -> _Fleet:
+def _start(children: Children, side: str, size: int, num_other_jobs: int = 0) -> _Fleet:
+    """Start a lighthouse and the groups of one job. `num_other_jobs`: of two groups each, which wait for more."""
     settings = {
         "min_replicas": size,
         "join_timeout_ms": 100,
@@ -79,6 +84,17 @@ def _start(children: Children, side: str, size: int) -> _Fleet:
         clients.append(children.start("bench.lighthouse_client", options, f"{side}-client{number}"))
     for client in clients:
         client.wait_for("ready", _READY_S)
+    if num_other_jobs:
+        options = {
+            "side": side,
+            "address": address,
+            "first": 0,
+            "count": 2 * num_other_jobs,
+            "num_jobs": num_other_jobs,
+        }
+        others = children.start("bench.lighthouse_client", options, f"{side}-other-jobs")
+        others.wait_for("ready", _READY_S)
+        others.tell(rounds=1)
     return _Fleet(lighthouse=lighthouse, clients=clients)
 
 
@@ -105,6 +121,24 @@ def _measure(
         for name, fleet in fleets.items():
             say(f"{size} groups, {name}: {seconds(median(fleet.round_s))}, {rounds[name]} rounds a turn")
         return fleets
+
+
+def _measure_beside(turns: int, turn_s: float, log_dir: Path) -> tuple[float | None, float | None]:
+    """Return how many times as long a step takes beside other jobs, and how many times the lighthouse's processor time."""
+    log_dir.mkdir(parents=True)
+    with Children(log_dir) as children:
+        alone = _start(children, sides.OURS, BESIDE_SIZE)
+        beside = _start(children, sides.OURS, BESIDE_SIZE, NUM_OTHER_JOBS)
+        for fleet in (alone, beside):
+            fleet.play(1, 300)
+            fleet.measure(3, 300)
+        rounds = _rounds_a_turn(BESIDE_SIZE, alone.round_s[-1], turn_s)
+        for fleet in (alone, beside):
+            fleet.forget()
+        for _ in range(turns):
+            for fleet in (alone, beside):
+                fleet.measure(rounds, 300)
+        return median(pair_ratios(beside.round_s, alone.round_s)), median(pair_ratios(beside.cpu_s, alone.cpu_s))
 
 
 def _growth(fleets: dict[int, dict[str, _Fleet]], side: str, sizes: Iterable[int]) -> str:
@@ -165,6 +199,16 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
             figure="    the same of the lighthouse's processor time alone",
             ours=_growth(fleets, sides.OURS, large),
             reference=_growth(fleets, sides.REFERENCE, large),
+        )
+    )
+    beside, beside_cpu = _measure_beside(4 if quick else 8, 0.4 if quick else 1.2, log_dir / "jobs")
+    rows.append(
+        Row(
+            figure=f"  {BESIDE_SIZE} groups beside {NUM_OTHER_JOBS} other jobs whose groups wait: a step",
+            ours=f"{ratio(beside)} alone; processor time {ratio(beside_cpu)}",
+            reference="one job",
+            bar=f"<= {BESIDE_BAR}x",
+            verdict=judge_at_most(beside, BESIDE_BAR),
         )
     )
     notes = [
