@@ -12,8 +12,10 @@
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
 | `TORCHFT_CKPT_JOIN_BUDGET_SEC`      |                               | how long healthy groups wait for a joiner        |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
-| `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore of this replica group, as torchrun sets |
+| `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
+|                                     |                               | find each other, as torchrun sets them           |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
+| `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |               | torchrun's: which start of the group this is     |
 
 What torchft reads besides and nothing here does is in `NOT_READ`; a `Manager` says so where it is set.
 """
@@ -41,6 +43,8 @@ JOIN_BUDGET = ("TORCHFT_CKPT_JOIN_BUDGET_SEC",)
 USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)
+RUN_ID = ("TORCHELASTIC_RUN_ID",)
+RESTART_COUNT = ("TORCHELASTIC_RESTART_COUNT",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
 

@@ -120,9 +120,11 @@ class Manager:
         connect_timeout: to the lighthouse, the store and the group's manager service; 60 s.
         rank, world_size: inside this replica group.
         world_size_mode: see `WorldSizeMode`.
-        store_addr, store_port: TCPStore of this replica group; a group of one that names none hosts its own.
+        store_addr, store_port: TCPStore at which the ranks of this replica group find each other; rank 0 hosts it where nobody
+            does. Each group of several ranks has one of its own; a group of one uses none.
         lighthouse_addr: `HOST:PORT`; needed at rank 0.
-        replica_id: name of this replica group; a restarted group should have the same.
+        replica_id: name of this replica group, the same on all of its ranks and on no other group's; a restarted group should
+            have the same, as it takes the place of the one before.
         port: of the manager service that rank 0 runs for the other ranks; 0 for any.
         hostname: address that peers reach this process at; default: the interface that routes to the lighthouse.
         heartbeat_interval: 100 ms.
@@ -302,8 +304,8 @@ class Manager:
         end_at_exit(self.shutdown)
 
     def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
-        launch = self._launch
-        if launch.group_rank == 0:
+        launch, group_store = self._launch, self._launch.group_store
+        if launch.group_rank == 0 or group_store is None:
             service = GroupService(
                 world_size=launch.group_world_size,
                 lighthouse_addr=launch.lighthouse_addr,
@@ -316,22 +318,17 @@ class Manager:
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=self._timeouts.connect,
             )
-            if launch.group_world_size > 1:
-                launch.store.set(launch.key("replica_id"), launch.replica_id)
-                launch.store.set(launch.key("manager_addr"), service.address)
+            if group_store is not None:
+                try:
+                    group_store.announce(service.address)
+                except BaseException:
+                    service.shutdown("the other ranks of its group cannot find it")
+                    raise
             return service
-        try:
-            launch.store.wait([launch.key("manager_addr")], self._timeouts.connect)
-            self._talk.replica_id = launch.store.get(launch.key("replica_id")).decode()
-            address = launch.store.get(launch.key("manager_addr")).decode()
-        except RuntimeError as error:
-            message = (
-                f"group rank {launch.group_rank} heard nothing from group rank 0 within"
-                f" {self._timeouts.connect.total_seconds():g} s: it has not created its Manager ({error})"
-            )
-            raise GroupBrokenError(message, party="group rank 0") from error
+        rank_0 = group_store.find_rank_0(launch.name)
+        self._talk.replica_id = rank_0.replica_id
         return RankSession(
-            address=address,
+            address=rank_0.manager_address,
             group_rank=launch.group_rank,
             on_message=self._talk.hear,
             token=launch.token,
