@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Received, Send
-from torchft_ckpt.core.messages import Heartbeat, Hello, Outcome, QuorumFormed, Refused, StateVersion
+from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Log, Received, Send
+from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Outcome,
+    QuorumFormed,
+    Refused,
+    StateVersion,
+)
 from torchft_ckpt.core.recovery import MAX_SOURCES
 from torchft_ckpt.core.replica import Comparison
 
@@ -662,6 +670,21 @@ def test_an_older_process_of_a_group_is_refused_once_a_newer_one_runs() -> None:
     newer.asks()
     b.asks(can_serve=True)
     assert newer.formed.role.value == "joiner"
+
+
+def test_two_groups_of_one_id_that_end_each_other_are_told_to_have_one_each() -> None:
+    state, said = LighthouseState(Job().settings, "e"), []
+    for life in range(1, 4):
+        said += state.handle(Received(f"c{life}", Hello(protocol=PROTOCOL_VERSION, replica_id=f"g:{life}")), 0.0)
+    own = "each group needs a replica id of its own (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
+    refusals = [i.message for i in said if isinstance(i, Send) and isinstance(i.message, Refused)]
+    assert [own in refusal.reason for refusal in refusals] == [True, True]
+    lines = [i.line for i in said if isinstance(i, Log) and i.is_warning]
+    assert [line.partition(". ")[0] for line in lines] == [
+        "g:2 takes the place of g:1, which was connected",
+        "g:3 takes the place of g:2, which was connected",
+    ]
+    assert all(own in line for line in lines)
 
 
 def test_an_older_process_that_was_away_when_the_newer_one_came_is_refused_too() -> None:

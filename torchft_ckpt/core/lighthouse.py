@@ -91,6 +91,11 @@ from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost
 from torchft_ckpt.core.sequence import may_start, why_apart
 
 PENDING_NOTICE_S = 1.0
+OWN_ID = (
+    "If that is another replica group, and not this one started again: each group needs a replica id of its own"
+    " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
+)
+"""Two groups of one id, each started again when it ends, end each other in turn."""
 MAX_REMEMBERED = 4096
 """Groups of which something is remembered after they are gone."""
 
@@ -292,6 +297,7 @@ class LighthouseState:
             if before == replica_id:
                 yield from self._lose(before, "it connected again", now, is_back=True)
             else:
+                yield Log(f"{replica_id} takes the place of {before}, which was connected. {OWN_ID}", is_warning=True)
                 yield from self._lose(before, f"replaced by a newer process of {name}", now)
                 yield Send(old_connection, _superseded(name))
             yield Close(old_connection)
@@ -1236,7 +1242,7 @@ class LighthouseState:
 
 
 def _superseded(name: str) -> Refused:
-    return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now")
+    return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
 
 
 def _sources(members: Sequence[Member], ranks: Iterable[int]) -> list[Source]:
