@@ -150,18 +150,24 @@ def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple
         default_host: the host of `:port`.
 
     Raises:
-        ConfigError: there is no port or it is out of range.
+        ConfigError: there is no port or it is out of range, or the scheme is another than http (or ws): nobody who is reached at
+            such an address speaks TLS.
     """
-    text = address.strip()
-    for scheme in ("http://", "https://", "ws://", "wss://"):
-        text = text.removeprefix(scheme)
-    text = text.rstrip("/")
-    host, colon, port_text = text.rpartition(":")
+    scheme, has_scheme, text = address.strip().rpartition("://")
+    host, colon, port_text = text.rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
+        if has_scheme and scheme.lower() in ("https", "wss"):
+            raise ValueError("TLS is not spoken there, and without it the token would travel in the clear")
+        if has_scheme and scheme.lower() not in ("http", "ws"):
+            raise ValueError(f"{scheme}:// is not spoken there")
         if not colon:
             raise ValueError("it has no port")
+        if "/" in host:
+            raise ValueError(f"{host!r} is no host")
         port = parse_port(port_text)
     except ValueError as error:
-        raise ConfigError(f"{what} {address!r} cannot be used: {error}; expected HOST:PORT", party=what) from error
+        raise ConfigError(
+            f"{what} {address!r} cannot be used: {error}; expected HOST:PORT or http://HOST:PORT", party=what
+        ) from error
     return host or default_host, port

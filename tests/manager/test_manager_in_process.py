@@ -517,7 +517,7 @@ def test_bad_arguments_are_named(
 def test_no_lighthouse_address_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ConfigError, match="pass lighthouse_addr or set TORCHFT_CKPT_LIGHTHOUSE"):
+    with pytest.raises(ConfigError, match="pass lighthouse_addr or set TORCHFT_LIGHTHOUSE"):
         Replica("", "group")
 
 
