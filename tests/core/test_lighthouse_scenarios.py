@@ -658,6 +658,28 @@ def test_a_torn_state_is_not_trained_from_and_the_line_says_what_to_do() -> None
     assert "no replica group here has a whole state (a:1" in a.hears()[-1]
 
 
+def test_a_step_whose_collective_failed_names_the_group_that_had_not_come_to_it() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.waits_in(0)
+    b.waits_in(0)
+    a.votes(error="CollectiveFailedError: timed out", broken=True)
+    said = "a:1: CollectiveFailedError: timed out; c:1 had not come to a collective that the others wait in"
+    assert job.log[-1] == f"step 1 of quorum 1 is discarded: {said}"
+
+
+def test_a_step_that_ended_by_a_death_blames_nobody_else() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.waits_in(0)
+    c.dies()
+    a.votes(error="c:1: its connection closed", broken=True)
+    b.votes(error="c:1: its connection closed", broken=True)
+    assert job.log[-1] == "step 1 of quorum 1 is discarded: a:1: c:1: its connection closed"
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 

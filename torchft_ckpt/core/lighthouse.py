@@ -901,6 +901,7 @@ class LighthouseState:
                 return
             was_broken = current.tally.broken
             current.tally.cast(member.replica_id, vote)
+            current.name_late(member.replica_id)
             if vote.broken and not current.tally.decided:
                 # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
                 if member.replica_id not in current.failed:

@@ -29,6 +29,7 @@ from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
+from torchft_ckpt.core.discards import DiscardRun
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateArrived, StateVersion, clip
 from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
@@ -238,6 +239,7 @@ class Manager:
         self._late = _Late()
         self._batches_committed = 0
         self._commit_failures = 0
+        self._discards = DiscardRun()
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
         self._num_healed = 0
         self._num_corrected = 0
@@ -1304,6 +1306,7 @@ class Manager:
                 why,
             )
         self._warn_if_too_few(vote)
+        self._warn_of_discards(outcome, reason)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise MaxRetriesExceededError(
                 f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
@@ -1320,6 +1323,15 @@ class Manager:
                 vote.step,
                 self.num_participants(),
             )
+
+    def _warn_of_discards(self, outcome: Outcome, reason: str) -> None:
+        """Say once that steps are discarded again and again for one cause, and what would help."""
+        if outcome is Outcome.COMMIT:
+            self._discards.committed()
+        elif self._too_few_since is None and not self._replica.is_learner:
+            warning = self._discards.discarded(reason)
+            if warning is not None:
+                logger.warning("%s: %s", self.replica_id(), warning)
 
     def _warn_if_too_few(self, vote: CommitVote) -> None:
         """Say now and then that steps are discarded for want of replica groups, and for how long already."""
