@@ -6,11 +6,14 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 
-from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
+from torchft_ckpt.__main__ import main
 from torchft_ckpt.config import parse_host_port
+from torchft_ckpt.coordination import LighthouseClient, ManagerServer
 from torchft_ckpt.errors import AddressInUseError, ConfigError
 from torchft_ckpt.network import (
     advertised_host,
@@ -145,3 +148,57 @@ def test_a_forked_child_destroys_nothing_that_is_left_to_its_parent() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     held.clear()
     assert lives() is None, "it is not kept where it is used"
+
+
+# ---------------------------------------------------------------------------------------- the address of a lighthouse
+
+
+@pytest.mark.parametrize("address", ["host:29510", "http://host:29510", "HTTP://host:29510/", "ws://host:29510"])
+def test_a_scheme_that_is_spoken_may_be_written_in_any_case(address: str) -> None:
+    assert parse_host_port(address, what="lighthouse address") == ("host", 29510)
+
+
+NOT_SPOKEN = {
+    "https://127.0.0.1:1": "TLS is not spoken there",
+    "HTTPS://127.0.0.1:1": "TLS is not spoken there",
+    "wss://127.0.0.1:1": "TLS is not spoken there",
+    "tcp://127.0.0.1:1": "tcp:// is not spoken there",
+    "http:/127.0.0.1:1": "is no host",
+}
+
+
+def by_a_client(address: str) -> None:
+    LighthouseClient(address, timedelta(hours=1))
+
+
+def by_a_manager_server(address: str) -> None:
+    beat = timedelta(seconds=1)
+    ManagerServer("group", address, "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1, beat, timedelta(hours=1))
+
+
+def by_a_manager_and_its_ranks(address: str) -> None:
+    for rank in (1, 0):
+        with pytest.raises(ConfigError):
+            Manager(ProcessGroupGloo(), None, None, 1, lighthouse_addr=address, rank=rank, world_size=2)
+    Manager(ProcessGroupGloo(), None, None, 1, lighthouse_addr=address)
+
+
+@pytest.mark.parametrize("address", NOT_SPOKEN)
+@pytest.mark.parametrize("connect", [by_a_client, by_a_manager_server, by_a_manager_and_its_ranks])
+def test_an_address_that_cannot_be_spoken_to_is_refused_before_anybody_connects(
+    connect: Callable[[str], None], address: str
+) -> None:
+    with pytest.raises(ConfigError, match=NOT_SPOKEN[address]):
+        connect(address)
+
+
+@pytest.mark.parametrize("command", ["status", "allow-step-loss"])
+def test_the_commands_refuse_it_too_and_name_the_variable_where_there_is_none(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert main([command, "--lighthouse", "https://127.0.0.1:1", "--token", "secret"]) == 2
+    assert "TLS is not spoken there" in capsys.readouterr().err
+    assert main([command]) == 2
+    assert "pass --lighthouse or set TORCHFT_LIGHTHOUSE" in capsys.readouterr().err

@@ -13,8 +13,10 @@
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
 | `TORCHFT_CKPT_JOIN_BUDGET_SEC`      |                               | how long healthy groups wait for a joiner        |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
-| `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore of this replica group, as torchrun sets |
+| `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
+|                                     |                               | find each other, as torchrun sets them           |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
+| `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |               | torchrun's: which start of the group this is     |
 
 What torchft reads besides and nothing here does is in `NOT_READ`; a `Manager` says so where it is set.
 """
@@ -43,6 +45,8 @@ JOIN_BUDGET = ("TORCHFT_CKPT_JOIN_BUDGET_SEC",)
 USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)
+RUN_ID = ("TORCHELASTIC_RUN_ID",)
+RESTART_COUNT = ("TORCHELASTIC_RESTART_COUNT",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
 
@@ -148,18 +152,24 @@ def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple
         default_host: the host of `:port`.
 
     Raises:
-        ConfigError: there is no port or it is out of range.
+        ConfigError: there is no port or it is out of range, or the scheme is another than http (or ws): nobody who is reached at
+            such an address speaks TLS.
     """
-    text = address.strip()
-    for scheme in ("http://", "https://", "ws://", "wss://"):
-        text = text.removeprefix(scheme)
-    text = text.rstrip("/")
-    host, colon, port_text = text.rpartition(":")
+    scheme, has_scheme, text = address.strip().rpartition("://")
+    host, colon, port_text = text.rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
+        if has_scheme and scheme.lower() in ("https", "wss"):
+            raise ValueError("TLS is not spoken there, and without it the token would travel in the clear")
+        if has_scheme and scheme.lower() not in ("http", "ws"):
+            raise ValueError(f"{scheme}:// is not spoken there")
         if not colon:
             raise ValueError("it has no port")
+        if "/" in host:
+            raise ValueError(f"{host!r} is no host")
         port = parse_port(port_text)
     except ValueError as error:
-        raise ConfigError(f"{what} {address!r} cannot be used: {error}; expected HOST:PORT", party=what) from error
+        raise ConfigError(
+            f"{what} {address!r} cannot be used: {error}; expected HOST:PORT or http://HOST:PORT", party=what
+        ) from error
     return host or default_host, port

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Received, Send
-from torchft_ckpt.core.messages import Heartbeat, Hello, Outcome, QuorumFormed, Refused, StateVersion
+from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Log, Received, Send
+from torchft_ckpt.core.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Outcome,
+    QuorumFormed,
+    Refused,
+    StateVersion,
+)
 from torchft_ckpt.core.recovery import MAX_SOURCES
 from torchft_ckpt.core.replica import Comparison
 
@@ -650,6 +658,28 @@ def test_a_torn_state_is_not_trained_from_and_the_line_says_what_to_do() -> None
     assert "no replica group here has a whole state (a:1" in a.hears()[-1]
 
 
+def test_a_step_whose_collective_failed_names_the_group_that_had_not_come_to_it() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.waits_in(0)
+    b.waits_in(0)
+    a.votes(error="CollectiveFailedError: timed out", broken=True)
+    said = "a:1: CollectiveFailedError: timed out; c:1 had not come to a collective that the others wait in"
+    assert job.log[-1] == f"step 1 of quorum 1 is discarded: {said}"
+
+
+def test_a_step_that_ended_by_a_death_blames_nobody_else() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.waits_in(0)
+    c.dies()
+    a.votes(error="c:1: its connection closed", broken=True)
+    b.votes(error="c:1: its connection closed", broken=True)
+    assert job.log[-1] == "step 1 of quorum 1 is discarded: a:1: c:1: its connection closed"
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -662,6 +692,21 @@ def test_an_older_process_of_a_group_is_refused_once_a_newer_one_runs() -> None:
     newer.asks()
     b.asks(can_serve=True)
     assert newer.formed.role.value == "joiner"
+
+
+def test_two_groups_of_one_id_that_end_each_other_are_told_to_have_one_each() -> None:
+    state, said = LighthouseState(Job().settings, "e"), []
+    for life in range(1, 4):
+        said += state.handle(Received(f"c{life}", Hello(protocol=PROTOCOL_VERSION, replica_id=f"g:{life}")), 0.0)
+    own = "each group needs a replica id of its own (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
+    refusals = [i.message for i in said if isinstance(i, Send) and isinstance(i.message, Refused)]
+    assert [own in refusal.reason for refusal in refusals] == [True, True]
+    lines = [i.line for i in said if isinstance(i, Log) and i.is_warning]
+    assert [line.partition(". ")[0] for line in lines] == [
+        "g:2 takes the place of g:1, which was connected",
+        "g:3 takes the place of g:2, which was connected",
+    ]
+    assert all(own in line for line in lines)
 
 
 def test_an_older_process_that_was_away_when_the_newer_one_came_is_refused_too() -> None:

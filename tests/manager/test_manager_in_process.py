@@ -190,6 +190,29 @@ def test_too_many_discarded_steps_in_a_row_raise_when_asked_to(lighthouse: Light
     shutdown(replica)
 
 
+def test_steps_discarded_for_one_cause_are_warned_of_once_in_a_row(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = Replica(lighthouse, "alone")
+    assert replica.step()
+
+    def discards() -> list[str]:
+        caplog.clear()
+        for number in range(5):
+            replica.manager.start_quorum()
+            replica.manager.report_error(ValueError(f"batch {number} is torn"))
+            assert not replica.manager.should_commit()
+        return [line for line in caplog.messages if "in a row" in line]
+
+    with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"):
+        first = discards()
+        assert replica.step()
+        again = discards()
+    told = r"alone:.*: 3 steps in a row were discarded for one cause: alone:.*: ValueError: batch 2 is torn"
+    assert [re.fullmatch(told, line) is not None for line in first + again] == [True, True]
+    shutdown(replica)
+
+
 def test_waiting_for_a_quorum_says_what_for_and_how_long(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +510,9 @@ def test_the_older_of_two_processes_of_one_name_is_refused(lighthouse: Lighthous
     older = Replica(lighthouse, "group")
     assert older.step()
     newer = Replica(lighthouse, "group")
-    with pytest.raises(RefusedError, match="another process runs as replica group 'group'"):
+    with pytest.raises(
+        RefusedError, match=r"another process runs as replica group 'group' now.*own \(Manager\(replica_id"
+    ):
         for _ in range(100):
             older.step()
     shutdown(older, newer)
@@ -515,7 +540,7 @@ def test_bad_arguments_are_named(
 def test_no_lighthouse_address_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ConfigError, match="pass lighthouse_addr or set TORCHFT_CKPT_LIGHTHOUSE"):
+    with pytest.raises(ConfigError, match="pass lighthouse_addr or set TORCHFT_LIGHTHOUSE"):
         Replica("", "group")
 
 

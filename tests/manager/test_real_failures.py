@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.groups import Job, LighthouseProcess, Rank, discards_in_a_row, longest_gap_s, running_job
+from support.ports import reserved_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 PAUSE_S = 0.02
@@ -17,7 +19,7 @@ FAR_BELOW_S = 40.0
 """For a death that must be known from the connection: below HEARTBEAT_S, and below the time that a forked child lives."""
 
 
-def start_three(job: Job, **options: object) -> list[Rank]:
+def start_three(job: Job, **options: Any) -> list[Rank]:
     return [job.start(f"group_{i}", **options)[0] for i in range(3)]
 
 
@@ -45,6 +47,22 @@ def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Pa
     assert max(discards) <= 1, discards
     assert len(reports) == 3
     assert_equal_ends(reports)
+
+
+def test_groups_whose_shells_name_one_master_port_do_without_the_one_that_dies(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job, reserved_port() as port:
+        shell = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        groups = start_three(job, environment=shell)
+        for group in groups:
+            group.wait_for_step(5)
+        killed_at = time.monotonic()
+        groups[0].kill()
+        survivors = groups[1:]
+        step = max(group.steps()[-1]["step"] for group in survivors)
+        for group in survivors:
+            group.wait_for_step(step + 3)
+        assert max(sum(not s["committed"] for s in group.steps(since=killed_at)) for group in survivors) <= 1
+        assert_equal_ends(job.finish())
 
 
 @pytest.mark.parametrize("logs_loss", [False, True], ids=["", "averages the loss between two steps"])

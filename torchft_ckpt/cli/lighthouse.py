@@ -80,7 +80,7 @@ def _add_token(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_lighthouse(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_CKPT_LIGHTHOUSE)")
+    parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_LIGHTHOUSE)")
     _add_token(parser)
 
 
@@ -131,7 +131,7 @@ def _run_forget_job(options: argparse.Namespace) -> int:
 def _lighthouse(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     address = config.resolve(options.lighthouse, config.LIGHTHOUSE, "", str)
     if not address:
-        raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_CKPT_LIGHTHOUSE", "lighthouse")
+        raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
     token = config.resolve(options.token, config.TOKEN, "", str)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return join_host_port(*config.parse_host_port(address, what="lighthouse address")), headers

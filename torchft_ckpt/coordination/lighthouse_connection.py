@@ -68,7 +68,7 @@ class LighthouseConnection:
     """Use on its event loop only.
 
     Args:
-        address: of the lighthouse, `host:port` or `http://host:port`.
+        address: of the lighthouse, `host:port` or `http://host:port`; another is a ConfigError.
         job: its name.
         token: shared secret, empty for none.
         hello: makes the first message of each connection.
@@ -144,7 +144,7 @@ class LighthouseConnection:
                     message = (
                         f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({_why(error)});"
                         " start one with `python -m torchft_ckpt lighthouse`, or mend the address"
-                        " (lighthouse_addr, TORCHFT_CKPT_LIGHTHOUSE)"
+                        " (lighthouse_addr, TORCHFT_LIGHTHOUSE)"
                     )
                     raise LighthouseUnreachableError(message, self.address) from error
                 await asyncio.sleep(pause)

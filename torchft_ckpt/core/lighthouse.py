@@ -93,6 +93,11 @@ from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost
 from torchft_ckpt.core.sequence import may_start, why_apart
 
 PENDING_NOTICE_S = 1.0
+OWN_ID = (
+    "If that is another replica group, and not this one started again: each group needs a replica id of its own"
+    " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
+)
+"""Two groups of one id, each started again when it ends, end each other in turn."""
 MAX_REMEMBERED = 4096
 """Groups of which something is remembered after they are gone."""
 
@@ -332,6 +337,7 @@ class LighthouseState:
             if before == replica_id:
                 yield from self._lose(before, "it connected again", now, is_back=True)
             else:
+                yield Log(f"{replica_id} takes the place of {before}, which was connected. {OWN_ID}", is_warning=True)
                 yield from self._lose(before, f"replaced by a newer process of {name}", now)
                 yield Send(old_connection, _superseded(name))
             yield Close(old_connection)
@@ -971,6 +977,7 @@ class LighthouseState:
                 return
             was_broken = current.tally.broken
             current.tally.cast(member.replica_id, vote)
+            current.name_late(member.replica_id)
             if vote.broken and not current.tally.decided:
                 # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
                 if member.replica_id not in current.failed:
@@ -1316,7 +1323,7 @@ class LighthouseState:
 
 
 def _superseded(name: str) -> Refused:
-    return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now")
+    return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
 
 
 def _sources(members: Sequence[Member], ranks: Iterable[int]) -> list[Source]:

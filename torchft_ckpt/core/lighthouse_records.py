@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchft_ckpt.core.commit import Tally, num_issued
-from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, StateVersion
+from torchft_ckpt.core.commit import Tally, Verdict, num_issued
+from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, StateVersion, name_some
 from torchft_ckpt.core.recovery import Assignment
 
 
@@ -86,6 +86,16 @@ class Round:
     """By group rank: of those that have gone on, who issued the fewest collectives, and how many."""
     failed: set[str] = field(default_factory=set)
     """Joiners whose attempt has been counted as failed already."""
+
+    def name_late(self, replica_id: str) -> None:
+        """A member has voted. If that ended the step because its collective failed while it waited, name who had not come."""
+        vote = self.tally.votes.get(replica_id)
+        if self.tally.verdict is not Verdict.DISCARD or self.tally.lost or vote is None or not vote.broken:
+            return
+        waiting = {member for waits in self.waits.values() for member in waits}
+        late = [m for m in self.tally.roles if m not in waiting and m not in self.tally.votes]
+        if replica_id in waiting and late:
+            self.tally.reason += f"; {name_some(late)} had not come to a collective that the others wait in"
 
     @property
     def joiners_close_at(self) -> float | None:

@@ -29,6 +29,7 @@ from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
+from torchft_ckpt.core.discards import DiscardRun
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateArrived, StateVersion, clip
 from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
@@ -121,9 +122,11 @@ class Manager:
         connect_timeout: to the lighthouse, the store and the group's manager service; 60 s.
         rank, world_size: inside this replica group.
         world_size_mode: see `WorldSizeMode`.
-        store_addr, store_port: TCPStore of this replica group; a group of one that names none hosts its own.
+        store_addr, store_port: TCPStore at which the ranks of this replica group find each other; rank 0 hosts it where nobody
+            does. Each group of several ranks has one of its own; a group of one uses none.
         lighthouse_addr: `HOST:PORT`; needed at rank 0.
-        replica_id: name of this replica group; a restarted group should have the same.
+        replica_id: name of this replica group, the same on all of its ranks and on no other group's; a restarted group should
+            have the same, as it takes the place of the one before.
         port: of the manager service that rank 0 runs for the other ranks; 0 for any.
         hostname: address that peers reach this process at; default: the interface that routes to the lighthouse.
         heartbeat_interval: 100 ms.
@@ -245,6 +248,7 @@ class Manager:
         self._late = _Late()
         self._batches_committed = 0
         self._commit_failures = 0
+        self._discards = DiscardRun()
         self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
         self._num_healed = 0
         self._num_corrected = 0
@@ -313,8 +317,8 @@ class Manager:
         end_at_exit(self.shutdown)
 
     def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
-        launch = self._launch
-        if launch.group_rank == 0:
+        launch, group_store = self._launch, self._launch.group_store
+        if launch.group_rank == 0 or group_store is None:
             service = GroupService(
                 world_size=launch.group_world_size,
                 lighthouse_addr=launch.lighthouse_addr,
@@ -328,22 +332,17 @@ class Manager:
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=self._timeouts.connect,
             )
-            if launch.group_world_size > 1:
-                launch.store.set(launch.key("replica_id"), launch.replica_id)
-                launch.store.set(launch.key("manager_addr"), service.address)
+            if group_store is not None:
+                try:
+                    group_store.announce(service.address)
+                except BaseException:
+                    service.shutdown("the other ranks of its group cannot find it")
+                    raise
             return service
-        try:
-            launch.store.wait([launch.key("manager_addr")], self._timeouts.connect)
-            self._talk.replica_id = launch.store.get(launch.key("replica_id")).decode()
-            address = launch.store.get(launch.key("manager_addr")).decode()
-        except RuntimeError as error:
-            message = (
-                f"group rank {launch.group_rank} heard nothing from group rank 0 within"
-                f" {self._timeouts.connect.total_seconds():g} s: it has not created its Manager ({error})"
-            )
-            raise GroupBrokenError(message, party="group rank 0") from error
+        rank_0 = group_store.find_rank_0(launch.name)
+        self._talk.replica_id = rank_0.replica_id
         return RankSession(
-            address=address,
+            address=rank_0.manager_address,
             group_rank=launch.group_rank,
             on_message=self._talk.hear,
             token=launch.token,
@@ -1319,6 +1318,7 @@ class Manager:
                 why,
             )
         self._warn_if_too_few(vote)
+        self._warn_of_discards(outcome, reason)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise MaxRetriesExceededError(
                 f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
@@ -1335,6 +1335,15 @@ class Manager:
                 vote.step,
                 self.num_participants(),
             )
+
+    def _warn_of_discards(self, outcome: Outcome, reason: str) -> None:
+        """Say once that steps are discarded again and again for one cause, and what would help."""
+        if outcome is Outcome.COMMIT:
+            self._discards.committed()
+        elif self._too_few_since is None and not self._replica.is_learner:
+            warning = self._discards.discarded(reason)
+            if warning is not None:
+                logger.warning("%s: %s", self.replica_id(), warning)
 
     def _warn_if_too_few(self, vote: CommitVote) -> None:
         """Say now and then that steps are discarded for want of replica groups, and for how long already."""

@@ -94,7 +94,7 @@ class _Pending:
             try:
                 client = self._connect(_QUICK_S)
             except (OSError, RuntimeError):
-                _probe(self._host, self._port, min(self._timeout_s, _LISTENS_S))
+                probe(self._host, self._port, min(self._timeout_s, _LISTENS_S))
                 client = self._connect(self._timeout_s)
             client.set_timeout(timedelta(seconds=self._timeout_s))
             self.connection = StoreConnection(client=client, peers=peers, local_host=local_host)
@@ -184,7 +184,7 @@ class StorePool:
                 if not is_wanted():
                     raise ProcessGroupConfigureError(f"no longer connecting to the store at {host}:{port}")
                 if waited_s == _PROBE_AFTER_S:
-                    _probe(host, port, timeout_s)
+                    probe(host, port, timeout_s)
                 if waited_s >= timeout_s:
                     raise ProcessGroupConfigureError(
                         f"the store at {host}:{port} accepted the connection but did not answer within {timeout_s:.1f} s: "
@@ -277,8 +277,12 @@ def _resolve(host: str, port: int) -> tuple[frozenset[tuple[str, int]], str]:
     raise OSError(f"no route to {host}:{port}: {problem}")
 
 
-def _probe(host: str, port: int, timeout_s: float) -> None:
-    """Raise if nobody listens at the address."""
+def probe(host: str, port: int, timeout_s: float) -> None:
+    """Find out whether anybody listens at an address, without a connection that a store's server would look up.
+
+    Raises:
+        ProcessGroupConfigureError: nobody does, or nobody answered in time.
+    """
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as sock:
             # Closed by a reset: a server that is held up finds nothing to look up when it comes to this connection.

@@ -1,0 +1,80 @@
+"""This file notices that steps are discarded again and again for one cause, and says what would help. It knows no clock.
+
+One discarded step is what the death of a group costs. Several in a row for one cause do not end by themselves: a timeout is
+shorter than a step of the slowest group, say, or the groups cannot reach each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+NUM_BEFORE_WARNING = 3
+
+_JOIN_BUDGET = (
+    "Give the groups that train a longer join_budget (TORCHFT_CKPT_JOIN_BUDGET_SEC): the group that joins takes longer"
+)
+_TIMEOUT = (
+    "Where that group is slow, give all groups a longer timeout (Manager(timeout=...), TORCHFT_TIMEOUT_SEC); where it hangs, its"
+    " own log says in what"
+)
+_HOSTNAME = (
+    "The groups have to reach each other: set TORCHFT_CKPT_HOSTNAME (Manager(hostname=...)) to an address of that group's machine"
+    " that the others reach"
+)
+_LOOP = "No setting helps: docs/what-your-loop-may-do.md says what the loops of all groups have to do alike"
+_HEARTBEAT = (
+    "Where that group lives and is only held up, give the lighthouse a longer --heartbeat-timeout-ms; where it dies, its own log"
+    " says of what"
+)
+_ADVICE = (
+    ("longer than join_budget", _JOIN_BUDGET),
+    ("the joiners' time is up", _JOIN_BUDGET),
+    ("its state is not loaded yet", _JOIN_BUDGET),
+    ("TransferTimeoutError", _JOIN_BUDGET),
+    ("the loops of the groups differ", _LOOP),
+    ("gave step", _LOOP),
+    ("gave the step up", _LOOP),
+    ("nothing heard from it for", _HEARTBEAT),
+    ("its connection closed", _HEARTBEAT),
+    ("ProcessGroupConfigureError", _HOSTNAME),
+    ("CollectiveFailedError", _TIMEOUT),
+    ("the decision", _TIMEOUT),
+)
+"""What is said in the reason of a discarded step, and what helps. The first that fits is its cause."""
+
+_OF_ONE_LIFE = re.compile(r":[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<!\w)\d[\d.]*")
+"""What differs between two reasons that are alike: which process of a group it is, and counts, times, addresses."""
+
+
+@dataclass(slots=True)
+class DiscardRun:
+    """The steps that one rank has discarded since it last committed one."""
+
+    _cause: str = ""
+    _count: int = 0
+    _is_said: bool = False
+
+    def committed(self) -> None:
+        """A step counts: the run is over."""
+        self._cause, self._count, self._is_said = "", 0, False
+
+    def discarded(self, reason: str) -> str | None:
+        """Note a step that does not count; return what to warn of, once in a run, else None.
+
+        Args:
+            reason: why, as the lighthouse or this rank says it, with the name of the group.
+        """
+        cause, advice = next(((what, advice) for what, advice in _ADVICE if what in reason), (_kind(reason), ""))
+        self._count = self._count + 1 if cause == self._cause else 1
+        self._cause = cause
+        if self._is_said or self._count < NUM_BEFORE_WARNING:
+            return None
+        self._is_said = True
+        return f"{self._count} steps in a row were discarded for one cause: {reason}" + (
+            f". {advice}" if advice else ""
+        )
+
+
+def _kind(reason: str) -> str:
+    return _OF_ONE_LIFE.sub("", reason)
