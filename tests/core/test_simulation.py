@@ -250,7 +250,7 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError):
-        run_seeds(range(60))
+        run_seeds(range(120))
 
 
 def broken_spectator(patch: pytest.MonkeyPatch) -> None:

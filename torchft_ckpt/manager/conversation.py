@@ -25,6 +25,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    LeavesWanted,
     LoadState,
     LocateState,
     Outcome,
@@ -34,6 +35,7 @@ from torchft_ckpt.core.messages import (
     QuorumRequest,
     RankToGroup,
     Refused,
+    ReplicasDiffer,
     StallReport,
     StateLate,
     StateLocated,
@@ -48,6 +50,7 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     QuorumTimeoutError,
     RefusedError,
+    ReplicasDifferError,
     SourceLostError,
     TransferTimeoutError,
 )
@@ -70,15 +73,23 @@ class Conversation:
         replica_id: for log and errors.
         abort: called when collectives in flight cannot finish.
         cancel: called when what is being fetched is of no use any more.
+        tell_leaves: called when the lighthouse wants to know which leaves of the state have which digests.
     """
 
     def __init__(
-        self, replica: ReplicaState, replica_id: str, *, abort: Callable[[], None], cancel: Callable[[], None]
+        self,
+        replica: ReplicaState,
+        replica_id: str,
+        *,
+        abort: Callable[[], None],
+        cancel: Callable[[], None],
+        tell_leaves: Callable[[LeavesWanted], None],
     ) -> None:
         self.replica = replica
         self.replica_id = replica_id
         self._abort = abort
         self._cancel = cancel
+        self._tell_leaves = tell_leaves
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._plan: StepPlan | None = None
@@ -389,16 +400,17 @@ class Conversation:
 
     # ---------------------------------------------------------------------------------------------------- the step ends
 
-    def vote(self, collectives: str, num_collectives: int) -> CommitVote:
+    def vote(self, collectives: str, num_collectives: int, state_digest: str) -> CommitVote:
         """All work of the step is done. Returns what to send.
 
         Args:
             collectives: a word for the collectives of the step in their order.
             num_collectives: how many they are.
+            state_digest: as in `ReplicaState.vote`.
         """
         with self._lock:
             self._raise_if_fatal()
-            return self.replica.vote(collectives, num_collectives)
+            return self.replica.vote(collectives, num_collectives, state_digest)
 
     def learned(self) -> tuple[Outcome, str]:
         """End a step beside the quorum, which nobody else knows of; returns how, and why."""
@@ -470,6 +482,10 @@ class Conversation:
             self._abort()
         if cancel:
             self._cancel()
+        if isinstance(message, LeavesWanted):
+            self._tell_leaves(message)
+        elif isinstance(message, ReplicasDiffer) and not message.stops:
+            logger.warning("%s: %s", self.replica_id, message.reason)
 
     def _note(self, message: GroupToRank) -> tuple[str, bool]:
         """Returns why to abort, if so, and whether to cancel."""
@@ -511,6 +527,9 @@ class Conversation:
             replica.capture_wanted = True
         elif isinstance(message, Refused):
             self._fatal = self._fatal or RefusedError(message.reason, self.replica_id)
+        elif isinstance(message, ReplicasDiffer) and message.stops:
+            self._fatal = self._fatal or ReplicasDifferError(message.reason, self.replica_id)
+            return message.reason, True
         elif isinstance(message, GroupBroken):
             self._fatal = self._fatal or GroupBrokenError(
                 f"replica group {self.replica_id} cannot go on, restart all of its ranks: {message.reason}",

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -29,7 +29,16 @@ from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
-from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateArrived, StateVersion, clip
+from torchft_ckpt.core.messages import (
+    CommitVote,
+    OnReplicasDiffer,
+    Outcome,
+    QuorumFormed,
+    Role,
+    StateArrived,
+    StateVersion,
+    clip,
+)
 from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
@@ -45,6 +54,7 @@ from torchft_ckpt.errors import (
     UnsupportedValueError,
 )
 from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
+from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, fill_with_nothing, first_of
 from torchft_ckpt.manager.conversation import Conversation
@@ -139,6 +149,13 @@ class Manager:
             load a tensor from itself.
         transfer_timeout: overall deadline of fetching the state; 10 min. It binds the joiner, not the others.
         token: shared secret of the job.
+        check_equal_every: compare the states of the replica groups after each so many committed steps; 0: never. All groups
+            give the same. Compared are parameters, the state and settings of optimizers that are wrapped or guarded, and plain
+            values of what is registered, between groups that hold that step. Not compared are other tensors and arrays
+            (BatchNorm's running statistics), states of random number generators, and what outer loops let differ.
+        on_replicas_differ: what becomes of groups that differ. "warn" names them, and the first tensors or values, in
+            the logs of the lighthouse and of the groups. "heal" makes a minority load the others' state too, where a strict
+            majority of the compared groups is equal. "stop" discards the step and raises `ReplicasDifferError` in all groups.
 
     Raises:
         ConfigError: an argument or variable cannot be used.
@@ -175,11 +192,17 @@ class Manager:
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
+        check_equal_every: int = 0,
+        on_replicas_differ: Literal["warn", "heal", "stop"] = "warn",
     ) -> None:
         if min_replica_size < 1:
             raise ConfigError(f"min_replica_size={min_replica_size}: at least one has to train", "min_replica_size")
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("load_state_dict and state_dict belong together: pass both or neither", "state_dict")
+        if check_equal_every < 0:
+            raise ConfigError(f"check_equal_every={check_equal_every}: 0 means never", "check_equal_every")
+        if on_replicas_differ not in (policies := [policy.value for policy in OnReplicasDiffer]):
+            raise ConfigError(f"on_replicas_differ={on_replicas_differ!r} is none of {policies}", "on_replicas_differ")
         seconds = config.parse_seconds
         self._timeouts = Timeouts(
             collective=config.resolve(timeout, config.TIMEOUT, timedelta(seconds=60), seconds),
@@ -212,11 +235,18 @@ class Manager:
                 heal_inline=not use_async_quorum,
                 fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
                 join_budget_s=budget.total_seconds(),
+                check_equal_every=check_equal_every,
+                on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
             )
         )
         self._talk = Conversation(
-            self._replica, self._launch.replica_id, abort=pg.abort, cancel=lambda: self._healing.cancel()
+            self._replica,
+            self._launch.replica_id,
+            abort=pg.abort,
+            cancel=lambda: self._healing.cancel(),
+            tell_leaves=lambda wanted: self._link.send(self._check.answer(wanted)),
         )
+        self._check = EqualityCheck()
         self._quorum_future: Future[None] | None = None
         self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
         self._has_computed = False
@@ -537,6 +567,11 @@ class Manager:
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = self._registry.capture_to_receive() if captures and is_sharded and self.is_behind else None
         captured = self._registry.capture_to_serve() if captures else None
+        if self._replica.is_checked and contributes:
+            compared = self._registry.capture() if captured is None else captured.state
+            self._check.begin(self._replica.version, self._registry.leaves_to_compare(compared))
+        else:
+            self._check.forget()
         self._counted = [] if captured or can_capture_later else self._registry.count_writes()
         if captured is not None and receiving is None:
             receiving = captured.state
@@ -1033,7 +1068,8 @@ class Manager:
         return self._send_vote()
 
     def _send_vote(self) -> CommitVote:
-        vote = self._vote = self._talk.vote(*self._clearing.vote())
+        digest = "" if self._talk.has_failed() else self._check.digest()
+        vote = self._vote = self._talk.vote(*self._clearing.vote(), digest)
         if not self._replica.is_learner:
             self._link.send(vote)
         return vote
@@ -1150,6 +1186,15 @@ class Manager:
             self._talk.load_torn()
             raise
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
+        found = self._registry.not_returned(state["user"])
+        if found.paths:
+            logger.warning(
+                "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
+                " loaded. A step that depends on that comes to another state than the other replica groups; set it in"
+                " load_state_dict, as a scheduler's learning rate in optimizer.param_groups",
+                self.replica_id(),
+                found,
+            )
 
     # --------------------------------------------------------------------------------------------- outside of quorums
 
@@ -1461,3 +1506,4 @@ class Manager:
     def _stop_threads(self, wait: bool) -> None:
         self._worker.shutdown(timeout_s=5.0 if wait else 0.0)
         self._healing.shutdown()
+        self._check.shutdown(timeout_s=5.0 if wait else 0.0)

@@ -1,0 +1,172 @@
+"""Digests the state of a step beside its forward pass, so that the lighthouse can compare it with that of other replica groups.
+
+What has to be equal in all of them is the memory that optimizers own, their settings, and the plain values of a state. What
+no optimizer owns is each group's own: of BatchNorm's running statistics every group has another, as it sees other data. So are
+the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors count.
+
+Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,
+before the vote, after which an optimizer may write to them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES
+from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
+from torchft_ckpt.core.equality import runs_of
+from torchft_ckpt.core.messages import LeafDigests, LeavesWanted, StateVersion
+from torchft_ckpt.manager.comparing import bits_of, value_in_words
+from torchft_ckpt.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+Leaf: TypeAlias = "tuple[str, torch.Tensor | str]"
+"""A tensor, or a value in words, and where it is."""
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_NUM_PYTHON_WORDS = 625
+_LEAF_CHARS = 16
+
+
+def leaves_to_compare(
+    state: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], *, still: Collection[str] = ()
+) -> list[Leaf]:
+    """Return what has to be equal in all groups, with values in words and tensors as they are.
+
+    Args:
+        state: what the registered functions returned, by key.
+        optimizers: what they own is compared, whether it is in the state or not.
+        still: keys whose state changes between two steps only.
+    """
+    names: dict[int, str] = {}
+    leaves: dict[str, torch.Tensor | str] = {}
+    for key, item in state.items():
+        for path, leaf in _leaves(item, key):
+            if not isinstance(leaf, torch.Tensor):
+                leaves[path] = leaf
+                continue
+            if key in still:
+                leaves[path] = leaf
+            for part in memory_of(leaf):
+                names.setdefault(part.data_ptr(), path)
+    for number, optimizer in enumerate(optimizers):
+        for path, leaf in _owned(optimizer, f"optimizer {number}"):
+            if isinstance(leaf, torch.Tensor):
+                path = next((names[part.data_ptr()] for part in memory_of(leaf) if part.data_ptr() in names), path)
+            leaves.setdefault(path, leaf)
+    return sorted(leaves.items(), key=lambda pair: pair[0])
+
+
+def _leaves(value: Any, path: str) -> Iterator[Leaf]:
+    """Yield the tensors and plain values of a state. A sequence of values and nothing else is one of them."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_meta:
+            yield path, value
+    elif _is_random_state(value) or isinstance(value, np.ndarray):
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, SEQUENCES) and not all(isinstance(item, _PLAIN) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+    else:
+        words = value_in_words(value)
+        if words is not None:  # else another process may have other words for the same
+            yield path, words
+
+
+def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Leaf]:
+    """Yield parameters, settings and state of an optimizer, parameters by their number as in its state dict."""
+    number = 0
+    for place, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        yield from _leaves(settings, f"{path}.param_groups.{place}")
+        for parameter in group["params"]:
+            yield f"{path}.parameter {number}", parameter
+            yield from _leaves(optimizer.state.get(parameter, {}), f"{path}.state.{number}")
+            number += 1
+
+
+def _is_random_state(value: object) -> bool:
+    """Whether a value is what Python's or numpy's generators return as their state. torch's are tensors that nobody owns."""
+    if isinstance(value, Mapping):
+        return "bit_generator" in value
+    if not isinstance(value, (list, tuple)) or len(value) < 3:
+        return False
+    words = value[1]
+    is_pythons = isinstance(words, (list, tuple)) and len(words) == _NUM_PYTHON_WORDS
+    return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
+
+
+def digest_of(leaf: torch.Tensor | str) -> str:
+    """Return a digest of a tensor's dtype, shape and bits, of those that are here of a sharded one; or of a value in words."""
+    if isinstance(leaf, str):
+        return xxhash.xxh3_128_hexdigest(leaf.encode(errors="surrogatepass"))
+    adapter = adapter_of(leaf)
+    boxes, data = ([], [leaf]) if adapter is None else adapter.boxes_and_data(leaf, "")
+    hasher = xxhash.xxh3_128(f"{leaf.dtype} {tuple(leaf.shape)} {boxes}".encode())
+    for part in data:
+        hasher.update(bits_of(part).numpy().data)
+    return hasher.hexdigest()
+
+
+def _digest_of_all(digests: Sequence[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+class EqualityCheck:
+    """The digests of one state at a time. The training thread begins and votes; any thread answers."""
+
+    def __init__(self) -> None:
+        self._worker = Threads("torchft_ckpt-check")
+        self._work: Future[list[tuple[str, str]]] | None = None
+        self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
+        self._version = StateVersion()
+        self._has_warned = False
+
+    def begin(self, version: StateVersion, leaves: Sequence[Leaf]) -> None:
+        """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned."""
+        if not leaves and not self._has_warned:
+            self._has_warned = True
+            logger.warning("check_equal_every is set, and nothing can be compared: wrap or guard an optimizer")
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the thread has a stream of its own
+        self._version = version
+        self._work = self._worker.submit(lambda: [(name, digest_of(leaf)) for name, leaf in leaves]) if leaves else None
+
+    def forget(self) -> None:
+        """A step begins with a state that is not compared."""
+        self._work = None
+
+    def digest(self) -> str:
+        """Return the digest of the state that the step began with; empty where it is not compared."""
+        work, self._work = self._work, None
+        if work is None:
+            return ""
+        try:
+            leaves = work.result()
+        except Exception:  # whatever a tensor of another library raises: not compared, and no more
+            logger.exception("the state of step %d cannot be compared", self._version.step)
+            return ""
+        self._done = self._version, leaves
+        return _digest_of_all([text for leaf in leaves for text in leaf])
+
+    def answer(self, wanted: LeavesWanted) -> LeafDigests:
+        """Say which digests the leaves of a state had, as far as they are known still."""
+        done = self._done
+        leaves = [] if done is None or done[0] != wanted.version else done[1]
+        short = [(name, digest[:_LEAF_CHARS]) for name, digest in leaves]
+        runs = runs_of(short, lambda some: some[0] if len(some) == 1 else _digest_of_all(some)[:_LEAF_CHARS])
+        return LeafDigests(version=wanted.version, group_rank=wanted.group_rank, leaves=runs)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._worker.shutdown(timeout_s=timeout_s)
