@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.errors import ConfigError, ReplicasDifferError
+from torchft_ckpt.manager import checking
 
 EVERY = 3
 
@@ -159,6 +162,43 @@ def test_an_argument_that_cannot_be_used_is_refused() -> None:
     for options in ({"check_equal_every": -1}, {"check_equal_every": 1, "on_replicas_differ": "explode"}):
         with pytest.raises(ConfigError):
             Replica("127.0.0.1:1", "a", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("holds_lock", [True, False])
+def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, holds_lock: bool
+) -> None:
+    """Who holds the lock waits for the digest; who does not is told, and compared with nobody."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = groups(server, 2)
+    is_changed = threading.Event()
+    right = checking.digest_of
+
+    def slow(leaf: Any) -> str:
+        is_changed.wait(0.02 if holds_lock else 10)
+        return right(leaf)
+
+    train_to(replicas, EVERY)
+    monkeypatch.setattr(checking, "digest_of", slow)
+    held = [replica.model.weight.detach().clone() for replica in replicas]
+    lock = replicas[1].manager.state_dict_lock
+
+    def step(replica: Replica) -> None:
+        replica.optimizer.zero_grad()
+        if replica is replicas[1]:
+            with lock.write() if holds_lock else contextlib.nullcontext(), torch.no_grad():
+                replica.model.weight.add_(1)
+                is_changed.set()
+            with lock.write() if holds_lock else contextlib.nullcontext(), torch.no_grad():
+                replica.model.weight.copy_(held[1])
+        replica.step()
+
+    with caplog.at_level(logging.WARNING):
+        together(replicas, step)  # type: ignore[arg-type]
+    assert not said(caplog, "different states")
+    assert bool(said(caplog, "is not compared: default.model.weight was written to")) is not holds_lock
+    shutdown(*replicas)
+    server.shutdown()
 
 
 class Scheduled(Replica):

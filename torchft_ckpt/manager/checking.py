@@ -5,24 +5,28 @@ no optimizer owns is each group's own: of BatchNorm's running statistics every g
 the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors count.
 
 Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,
-before the vote, after which an optimizer may write to them.
+before the vote, after which an optimizer may write to them; whoever takes the write lock before that waits until they are read.
+One that was written to without the lock is found by its version, and the state is not compared.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
 
+from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
+from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
 from torchft_ckpt.core.equality import runs_of
 from torchft_ckpt.core.messages import LeafDigests, LeavesWanted, StateVersion
+from torchft_ckpt.errors import StateChangedError
 from torchft_ckpt.manager.comparing import bits_of, value_in_words
 from torchft_ckpt.threads import Threads
 
@@ -122,10 +126,28 @@ def _digest_of_all(digests: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
-class EqualityCheck:
-    """The digests of one state at a time. The training thread begins and votes; any thread answers."""
+def _digests(leaves: Sequence[Leaf], counted: Sequence[Sequence[Counted]], step: int) -> list[tuple[str, str]]:
+    digests: list[tuple[str, str]] = []
+    for (name, leaf), versions in zip(leaves, counted, strict=True):
+        digests.append((name, digest_of(leaf)))
+        if is_changed(versions):
+            raise StateChangedError(
+                f"{name} was written to while the state of step {step} was digested: hold Manager.state_dict_lock.write() around"
+                " each change outside of the optimizer's step",
+                party=name,
+            )
+    return digests
 
-    def __init__(self) -> None:
+
+class EqualityCheck:
+    """The digests of one state at a time. The training thread begins and votes; any thread answers.
+
+    Args:
+        lock: who is about to hold its write side waits for the digests.
+    """
+
+    def __init__(self, lock: StateDictLock) -> None:
+        lock.add_before_write(self._finish)
         self._worker = Threads("torchft_ckpt-check")
         self._work: Future[list[tuple[str, str]]] | None = None
         self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
@@ -140,7 +162,12 @@ class EqualityCheck:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the thread has a stream of its own
         self._version = version
-        self._work = self._worker.submit(lambda: [(name, digest_of(leaf)) for name, leaf in leaves]) if leaves else None
+        counted = [count_writes(leaf) if isinstance(leaf, torch.Tensor) else () for _, leaf in leaves]
+        self._work = self._worker.submit(_digests, leaves, counted, version.step) if leaves else None
+
+    def _finish(self) -> None:
+        if (work := self._work) is not None:
+            wait([work])
 
     def forget(self) -> None:
         """A step begins with a state that is not compared."""
@@ -153,8 +180,8 @@ class EqualityCheck:
             return ""
         try:
             leaves = work.result()
-        except Exception:  # whatever a tensor of another library raises: not compared, and no more
-            logger.exception("the state of step %d cannot be compared", self._version.step)
+        except Exception as error:  # noqa: BLE001 - whatever a tensor's class raises: not compared, and no more
+            logger.warning("the state of step %d is not compared: %s", self._version.step, error)
             return ""
         self._done = self._version, leaves
         return _digest_of_all([text for leaf in leaves for text in leaf])

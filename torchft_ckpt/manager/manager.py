@@ -246,7 +246,6 @@ class Manager:
             cancel=lambda: self._healing.cancel(),
             tell_leaves=lambda wanted: self._link.send(self._check.answer(wanted)),
         )
-        self._check = EqualityCheck()
         self._quorum_future: Future[None] | None = None
         self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
         self._has_computed = False
@@ -281,6 +280,7 @@ class Manager:
             else StateDictLock(self._timeouts.collective)
         )
         self._registry = StateRegistry(self._state_dict_lock)
+        self._check = EqualityCheck(self._state_dict_lock)
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
         self._transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
