@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
 import threading
@@ -174,9 +175,9 @@ def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
     is_changed = threading.Event()
     right = checking.digest_of
 
-    def slow(leaf: Any) -> str:
+    def slow(value: Any) -> str:
         is_changed.wait(0.02 if holds_lock else 10)
-        return right(leaf)
+        return right(value)
 
     train_to(replicas, EVERY)
     monkeypatch.setattr(checking, "digest_of", slow)
@@ -197,6 +198,18 @@ def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
         together(replicas, step)  # type: ignore[arg-type]
     assert not said(caplog, "different states")
     assert bool(said(caplog, "is not compared: default.model.weight was written to")) is not holds_lock
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_state_dict_that_returns_copies_in_one_group_gives_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = groups(server, 2)
+    right = replicas[1].manager._registry.capture
+    replicas[1].manager._registry.capture = lambda: copy.deepcopy(right())  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        train_to(replicas, EVERY + 1)
+    assert not said(caplog, "different states")
     shutdown(*replicas)
     server.shutdown()
 

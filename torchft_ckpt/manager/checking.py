@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -32,11 +32,21 @@ from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-Leaf: TypeAlias = "tuple[str, torch.Tensor | str]"
+Found: TypeAlias = "tuple[str, torch.Tensor | str]"
 """A tensor, or a value in words, and where it is."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _NUM_PYTHON_WORDS = 625
 _LEAF_CHARS = 16
+
+
+class Leaf(NamedTuple):
+    """A tensor, or a value in words, that has to be equal in all groups."""
+
+    place: str
+    """The same in all groups, however their state dicts are laid out."""
+    name: str
+    """For people."""
+    value: torch.Tensor | str
 
 
 def leaves_to_compare(
@@ -50,25 +60,22 @@ def leaves_to_compare(
         still: keys whose state changes between two steps only.
     """
     names: dict[int, str] = {}
-    leaves: dict[str, torch.Tensor | str] = {}
+    leaves: list[Leaf] = []
     for key, item in state.items():
-        for path, leaf in _leaves(item, key):
-            if not isinstance(leaf, torch.Tensor):
-                leaves[path] = leaf
-                continue
-            if key in still:
-                leaves[path] = leaf
-            for part in memory_of(leaf):
-                names.setdefault(part.data_ptr(), path)
+        for path, value in _leaves(item, key):
+            if key in still or not isinstance(value, torch.Tensor):
+                leaves.append(Leaf(path, path, value))
+            if isinstance(value, torch.Tensor):
+                names.update((part.data_ptr(), path) for part in memory_of(value))
     for number, optimizer in enumerate(optimizers):
-        for path, leaf in _owned(optimizer, f"optimizer {number}"):
-            if isinstance(leaf, torch.Tensor):
-                path = next((names[part.data_ptr()] for part in memory_of(leaf) if part.data_ptr() in names), path)
-            leaves.setdefault(path, leaf)
-    return sorted(leaves.items(), key=lambda pair: pair[0])
+        for path, value in _owned(optimizer, f"optimizer {number}"):
+            parts = memory_of(value) if isinstance(value, torch.Tensor) else ()
+            name = next((names[part.data_ptr()] for part in parts if part.data_ptr() in names), path)
+            leaves.append(Leaf(path, name, value))
+    return sorted(leaves, key=lambda leaf: leaf.place)
 
 
-def _leaves(value: Any, path: str) -> Iterator[Leaf]:
+def _leaves(value: Any, path: str) -> Iterator[Found]:
     """Yield the tensors and plain values of a state. A sequence of values and nothing else is one of them."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_meta:
@@ -87,7 +94,7 @@ def _leaves(value: Any, path: str) -> Iterator[Leaf]:
             yield path, words
 
 
-def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Leaf]:
+def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Found]:
     """Yield parameters, settings and state of an optimizer, parameters by their number as in its state dict."""
     number = 0
     for place, group in enumerate(optimizer.param_groups):
@@ -110,13 +117,13 @@ def _is_random_state(value: object) -> bool:
     return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
 
 
-def digest_of(leaf: torch.Tensor | str) -> str:
+def digest_of(value: torch.Tensor | str) -> str:
     """Return a digest of a tensor's dtype, shape and bits, of those that are here of a sharded one; or of a value in words."""
-    if isinstance(leaf, str):
-        return xxhash.xxh3_128_hexdigest(leaf.encode(errors="surrogatepass"))
-    adapter = adapter_of(leaf)
-    boxes, data = ([], [leaf]) if adapter is None else adapter.boxes_and_data(leaf, "")
-    hasher = xxhash.xxh3_128(f"{leaf.dtype} {tuple(leaf.shape)} {boxes}".encode())
+    if isinstance(value, str):
+        return xxhash.xxh3_128_hexdigest(value.encode(errors="surrogatepass"))
+    adapter = adapter_of(value)
+    boxes, data = ([], [value]) if adapter is None else adapter.boxes_and_data(value, "")
+    hasher = xxhash.xxh3_128(f"{value.dtype} {tuple(value.shape)} {boxes}".encode())
     for part in data:
         hasher.update(bits_of(part).numpy().data)
     return hasher.hexdigest()
@@ -126,15 +133,15 @@ def _digest_of_all(digests: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
-def _digests(leaves: Sequence[Leaf], counted: Sequence[Sequence[Counted]], step: int) -> list[tuple[str, str]]:
-    digests: list[tuple[str, str]] = []
-    for (name, leaf), versions in zip(leaves, counted, strict=True):
-        digests.append((name, digest_of(leaf)))
+def _digests(leaves: Sequence[Leaf], counted: Sequence[Sequence[Counted]], step: int) -> list[str]:
+    digests: list[str] = []
+    for leaf, versions in zip(leaves, counted, strict=True):
+        digests.append(digest_of(leaf.value))
         if is_changed(versions):
             raise StateChangedError(
-                f"{name} was written to while the state of step {step} was digested: hold Manager.state_dict_lock.write() around"
-                " each change outside of the optimizer's step",
-                party=name,
+                f"{leaf.name} was written to while the state of step {step} was digested: hold Manager.state_dict_lock.write()"
+                " around each change outside of the optimizer's step",
+                party=leaf.name,
             )
     return digests
 
@@ -149,9 +156,11 @@ class EqualityCheck:
     def __init__(self, lock: StateDictLock) -> None:
         lock.add_before_write(self._finish)
         self._worker = Threads("torchft_ckpt-check")
-        self._work: Future[list[tuple[str, str]]] | None = None
-        self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
+        self._work: Future[list[str]] | None = None
         self._version = StateVersion()
+        self._names: list[str] = []
+        self._places: list[str] = []
+        self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
         self._has_warned = False
 
     def begin(self, version: StateVersion, leaves: Sequence[Leaf]) -> None:
@@ -162,7 +171,8 @@ class EqualityCheck:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the thread has a stream of its own
         self._version = version
-        counted = [count_writes(leaf) if isinstance(leaf, torch.Tensor) else () for _, leaf in leaves]
+        self._names, self._places = [leaf.name for leaf in leaves], [leaf.place for leaf in leaves]
+        counted = [count_writes(leaf.value) if isinstance(leaf.value, torch.Tensor) else () for leaf in leaves]
         self._work = self._worker.submit(_digests, leaves, counted, version.step) if leaves else None
 
     def _finish(self) -> None:
@@ -179,12 +189,12 @@ class EqualityCheck:
         if work is None:
             return ""
         try:
-            leaves = work.result()
+            digests = work.result()
         except Exception as error:  # noqa: BLE001 - whatever a tensor's class raises: not compared, and no more
             logger.warning("the state of step %d is not compared: %s", self._version.step, error)
             return ""
-        self._done = self._version, leaves
-        return _digest_of_all([text for leaf in leaves for text in leaf])
+        self._done = self._version, list(zip(self._names, digests, strict=True))
+        return _digest_of_all([*self._places, *digests])
 
     def answer(self, wanted: LeavesWanted) -> LeafDigests:
         """Say which digests the leaves of a state had, as far as they are known still."""

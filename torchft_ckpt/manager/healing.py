@@ -212,11 +212,12 @@ class StateRegistry:
         here = fixed(captured)
         return lambda received: compare_states(here, received, [*self._optimizers, *self._unguarded])
 
-    def leaves_to_compare(self, captured: dict[str, Any]) -> list[Leaf]:
-        """Return what has to be equal in all groups of this state, which one of the functions here has just returned.
+    def leaves_to_compare(self) -> list[Leaf]:
+        """Return what has to be equal in all groups of the state of now. On the training thread.
 
         Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with.
         """
+        captured = self.capture()
         still = captured.keys() - self._moving
         if self._agreed_on:
             return leaves_to_compare({key: captured[key] for key in still}, (), still=still)

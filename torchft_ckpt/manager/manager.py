@@ -564,14 +564,13 @@ class Manager:
         # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
         has_to_capture = has_to_capture or ((is_sharded or self._healing.needs_local) and self.is_behind)
         captures = has_to_capture and not can_capture_later
+        if self._replica.is_checked and contributes:
+            self._check.begin(self._replica.version, self._registry.leaves_to_compare())
+        else:
+            self._check.forget()
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = self._registry.capture_to_receive() if captures and is_sharded and self.is_behind else None
         captured = self._registry.capture_to_serve() if captures else None
-        if self._replica.is_checked and contributes:
-            compared = self._registry.capture() if captured is None else captured.state
-            self._check.begin(self._replica.version, self._registry.leaves_to_compare(compared))
-        else:
-            self._check.forget()
         self._counted = [] if captured or can_capture_later else self._registry.count_writes()
         if captured is not None and receiving is None:
             receiving = captured.state
