@@ -15,6 +15,7 @@
     |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1) (a TimeoutError)
     |   |-- NoQuorumError               a call that needs a quorum came before the first `start_quorum`
     |   |-- GroupBrokenError            a rank of this replica group is gone: the group must be restarted as a whole
+    |   |-- ReplicasDifferError         replica groups hold different states of a step, and `on_replicas_differ` is "stop"
     |   `-- CommitUnknownError          the vote was sent, its outcome is not known
     |-- CheckpointError                 moving or holding state (a RuntimeError)
     |   |-- LockTimeoutError            the state dict lock was not free in time (a TimeoutError)
@@ -140,6 +141,13 @@ class NoQuorumError(CoordinationError):
 
 class GroupBrokenError(CoordinationError):
     """A rank of this replica group is gone; the group has left and must be restarted as a whole."""
+
+
+class ReplicasDifferError(CoordinationError):
+    """Replica groups hold different states of one step, and were told to stop then: it names the groups and what differs first.
+
+    The step that was open was discarded, so each group holds the state that was compared.
+    """
 
 
 class CommitUnknownError(CoordinationError):

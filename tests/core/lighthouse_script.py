@@ -34,14 +34,19 @@ from torchft_ckpt.core.messages import (
     FromLighthouse,
     Heartbeat,
     JoinerWaiting,
+    Leaf,
+    LeafDigests,
     Leave,
+    LeavesWanted,
     Outcome,
     QuorumBroken,
     QuorumFormed,
     QuorumPending,
     Refused,
+    ReplicasDiffer,
     Role,
     StallReport,
+    StateVersion,
     ToLighthouse,
     decode_from_lighthouse,
     decode_to_lighthouse,
@@ -196,9 +201,10 @@ class Member:
         broken: bool = False,
         collectives: str = "",
         num_collectives: int = 0,
+        state: str = "",
     ) -> None:
         """Ends its part of the step. Who has to load has loaded, unless `load` is False; who had to compare its state has found
-        this out beside its forward pass, and None that it could not.
+        this out beside its forward pass, and None that it could not. `state`: its state, where that is to be compared.
         """
         if self.replica.phase is not Phase.TRAINING:
             return
@@ -210,7 +216,8 @@ class Member:
             self.replica.fail(error)
         if broken:
             self.replica.collectives_failed()
-        self.says(self.replica.vote(collectives, num_collectives))
+        digest = state if self.replica.is_checked else ""
+        self.says(self.replica.vote(collectives, num_collectives, digest))
 
     def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False, rank: int = 0) -> None:
         """A collective takes long, or (`deviates`) is one that never came here."""
@@ -227,6 +234,11 @@ class Member:
                 what=f"sum of {digest}",
             )
         )
+
+    def tells_leaves(self, version: StateVersion, **digests: str) -> None:
+        """Says which digests the leaves of its state have."""
+        leaves = [Leaf(name=name, digest=digest) for name, digest in digests.items()]
+        self.says(LeafDigests(version=version, leaves=leaves))
 
     def has_the_sum(self) -> None:
         """Its collectives had finished before it could abort them."""
@@ -304,4 +316,8 @@ def _words(message: FromLighthouse) -> str:
         return f"pending: {message.reason}"
     if isinstance(message, Refused):
         return f"refused: {message.code}"
+    if isinstance(message, LeavesWanted):
+        return f"leaves of rank {message.group_rank} wanted"
+    if isinstance(message, ReplicasDiffer):
+        return f"{'stop' if message.stops else 'differ'}: {message.reason}"
     return "joiner waiting" if isinstance(message, JoinerWaiting) else type(message).__name__.lower()

@@ -45,6 +45,7 @@ from torchft_ckpt.errors import ProtocolError
 COUNTS = st.integers(0, (1 << 62) - 1)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 SECONDS = st.floats(0, 1e9)
+DIGESTS = st.text("0123456789abcdef", max_size=32)
 VERSIONS = st.builds(StateVersion, step=COUNTS, quorum_id=COUNTS, epoch=TEXTS)
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 JSON = st.recursive(
@@ -76,6 +77,9 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(COUNTS, max_size=3),
         "collectives_by_rank": st.lists(COUNTS, max_size=3),
+        "on_replicas_differ": st.sampled_from(messages.OnReplicasDiffer),
+        "state_digests": st.lists(DIGESTS, max_size=3),
+        "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
         "contributor_rank": st.none() | COUNTS,
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),
@@ -156,6 +160,11 @@ GOOD = encode(Hello(protocol=1, replica_id="a"))
 )
 @example('{"type":"QuorumCall","request_id":1,"member":{"replica_id":"a","data":{"a":NaN}}}')
 @example('{"type":"Leave","reason":"\\ud800"}')
+@example('{"type":"Hello","protocol":1,"replica_id":"a","on_replicas_differ":"explode"}')
+@example('{"type":"CommitVote","quorum_id":1,"epoch":"","step":1,"approve":true,"state_digests":["' + "a" * 33 + '"]}')
+@example(
+    '{"type":"LeafDigests","version":{},"leaves":[' + '{"name":"","digest":""},' * 4096 + '{"name":"","digest":""}]}'
+)
 @example("{" + " " * (MAX_MESSAGE_BYTES + 1) + "}")
 def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes) -> None:
     for decode in (

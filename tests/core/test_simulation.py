@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core import lighthouse, recovery
+from torchft_ckpt.core import equality, lighthouse, recovery
 from torchft_ckpt.core.commit import Tally
+from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.group import GroupState
 from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse import LighthouseState
@@ -249,7 +250,7 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError):
-        run_seeds(range(60))
+        run_seeds(range(120))
 
 
 def broken_spectator(patch: pytest.MonkeyPatch) -> None:
@@ -331,7 +332,58 @@ def test_the_simulation_finds_that_who_was_cut_off_is_forgotten(monkeypatch: pyt
             run_with_cuts(seed)
 
 
+def run_with_drift(seed: int) -> Report:
+    """A job whose groups drift apart, are cut off and killed, do not wait for decisions, and heal by majority."""
+    rng = Random(seed)
+    plan = Scenario(
+        num_groups=rng.choice((3, 4, 5)),
+        group_world_size=rng.choice((1, 1, 2)),
+        heal_inline=rng.random() < 0.5,
+        check_equal_every=rng.choice((1, 1, 3)),
+        transfer_failure_rate=0.2,
+        fault_rate=0.004,
+        faults={Fault.CUT: 1.0, Fault.KILL_GROUP: 0.3, Fault.CRASH_LIGHTHOUSE: 0.3, Fault.SILENCE: 0.3},
+        decision_timeout_s=0.5,
+        moods=Moods(drift=0.03, impatience=rng.choice((0, 0.5, 1.0)), uses_state=rng.choice((0.0, 0.5))),
+    )
+    return Simulation(seed, plan).run()
+
+
+def test_a_group_that_differs_from_most_never_serves_and_all_are_equal_in_the_end() -> None:
+    num_seeds = by_default(40, thorough=300)
+    assert sum(run_with_drift(seed).num_apart for seed in range(num_seeds)) > num_seeds
+
+
+def broken_minority(patch: pytest.MonkeyPatch) -> None:
+    """Who holds another state than most goes on as the others do."""
+    patch.setattr(equality, "minority", lambda groups: [])
+
+
+def broken_memory_of_the_minority(patch: pytest.MonkeyPatch) -> None:
+    """Who holds another state than most is taken by its word for what it holds."""
+    patch.setattr(Equality, "proven_of", lambda state, replica_id, version: version)
+
+
+def broken_followers_of_the_minority(patch: pytest.MonkeyPatch) -> None:
+    """Who loads from one that is found to differ in the same step is taken for equal."""
+    patch.setattr(equality, "with_those_served", lambda groups, assignment: set(groups))
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [broken_minority, broken_memory_of_the_minority, broken_followers_of_the_minority],
+    ids=lambda function: function.__name__,
+)
+def test_the_simulation_of_drift_finds_a_rule_that_was_broken_on_purpose(
+    break_it: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError):
+        for seed in range(100):
+            run_with_drift(seed)
+
+
 def test_moods_calm_down() -> None:
-    moods = Moods(abandon=1.0, step_error=1.0, no_heal=1.0, impatience=1.0)
+    moods = Moods(abandon=1.0, step_error=1.0, no_heal=1.0, impatience=1.0, drift=1.0)
     moods.calm_down(slowness=2.0)
     assert moods == Moods(slowness=2.0)

@@ -45,6 +45,8 @@ class Tally:
     lost: set[str] = field(default_factory=set)
     undecided_voters: int = 0
     undecided_joiners: int = 0
+    apart: frozenset[str] = frozenset()
+    """Members that approved and began the step with another state than most: they do not commit."""
     first_approval: str | None = None
     """The voter whose collectives are those of the step."""
 
@@ -106,6 +108,10 @@ class Tally:
         if not self.decided:
             self._decide(Verdict.DISCARD, reason, broken=True)
 
+    def discard_all(self, reason: str) -> None:
+        """A step that all approved does not count after all; its collectives are over."""
+        self.verdict, self.reason = Verdict.DISCARD, reason
+
     def close(self, reason: str = "the joiners' time is up") -> None:
         """Stop waiting for joiners. Does nothing while a voter is waited for."""
         if self.all_voters_approved:
@@ -127,7 +133,7 @@ class Tally:
             return Outcome.DISCARD
         vote = self.votes.get(replica_id)
         approved = vote is not None and vote.approve and not self._has_other_collectives(vote)
-        return Outcome.COMMIT if approved else Outcome.LEFT_BEHIND
+        return Outcome.COMMIT if approved and replica_id not in self.apart else Outcome.LEFT_BEHIND
 
     def is_after_vote(self, replica_id: str, wait: CollectiveWait) -> bool:
         """Whether a member waits in a collective that it issued after its vote, so the vote is not about it."""

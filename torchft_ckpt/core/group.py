@@ -42,7 +42,9 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    LeafDigests,
     Leave,
+    LeavesWanted,
     LoadState,
     LocateState,
     Outcome,
@@ -53,6 +55,7 @@ from torchft_ckpt.core.messages import (
     RankHello,
     RankToGroup,
     Refused,
+    ReplicasDiffer,
     Role,
     StallReport,
     StateArrived,
@@ -183,6 +186,8 @@ class GroupState:
         elif isinstance(message, CollectiveWait):
             if self._is_of_open_step(message):
                 yield Up(msgspec.structs.replace(message, group_rank=rank))
+        elif isinstance(message, LeafDigests):
+            yield Up(msgspec.structs.replace(message, group_rank=rank))
         elif isinstance(message, StallReport):
             if not self._stall_reported and self._is_of_open_step(message):
                 self._stall_reported = True
@@ -395,6 +400,7 @@ class GroupState:
                 [self._votes[rank].num_collectives for rank in range(self.world_size) if rank in self._votes]
             ),
             collectives=self._collectives(),
+            state_digests=self._state_digests(),
             reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
         )
         yield Up(self._voted)
@@ -405,6 +411,11 @@ class GroupState:
         """Return a word for what all ranks issued; empty where none issued anything."""
         words = [self._votes[rank].collectives for rank in sorted(self._votes)]
         return words[0] if self.world_size == 1 else combine_layouts(words) if any(words) else ""
+
+    def _state_digests(self) -> list[str]:
+        """Return one digest of each rank's state; empty where one of them has none."""
+        digests = [self._votes[rank].state_digests for rank in range(self.world_size) if rank in self._votes]
+        return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
 
     def _is_of_open_step(self, report: StallReport | CollectiveWait) -> bool:
         formed = self._quorum
@@ -440,10 +451,12 @@ class GroupState:
                 yield from self._break_off(message.quorum_id, clip(message.reason))
             for rank in range(self.world_size):
                 yield ToRank(rank, message)
-        elif isinstance(message, CollectiveCleared):
+        elif isinstance(message, CollectiveCleared | LeavesWanted):
             if message.group_rank < self.world_size:
                 yield ToRank(message.group_rank, message)
-        elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused):
+        elif isinstance(message, ReplicasDiffer) and not message.stops:
+            yield ToRank(0, message)
+        elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused | ReplicasDiffer):
             for rank in range(self.world_size):
                 yield ToRank(rank, message)
 

@@ -33,6 +33,7 @@ import msgspec
 
 from torchft_ckpt.core.callers import Caller, CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
+from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.layouts import (
     is_part_of,
@@ -67,6 +68,7 @@ from torchft_ckpt.core.messages import (
     Heartbeat,
     Hello,
     JoinerWaiting,
+    LeafDigests,
     Leave,
     LocateState,
     Outcome,
@@ -166,6 +168,7 @@ class LighthouseState:
         """The latest step at which a group said that it has finished; see `finished_step`."""
         self._left_at_step = -1
         """The latest step that a group held which left on purpose."""
+        self._equality = Equality(self.members)
         self._recollection = Recollection(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._store_hosts: tuple[str, ...] = ()
         """The member at whose store the last quorum met, and the one that stands by for it."""
@@ -292,6 +295,8 @@ class LighthouseState:
             yield from self._stalled(member, message, now)
         elif isinstance(message, CollectiveWait):
             yield from self._waits_in_collective(member, message, now)
+        elif isinstance(message, LeafDigests):
+            yield from self._equality.answered(replica_id, message)
         elif isinstance(message, Leave):
             yield from self._lose(replica_id, clip(message.reason) or "it left", now, is_on_purpose=True)
             yield Close(connection)
@@ -347,7 +352,7 @@ class LighthouseState:
             connection=connection,
             hello=hello,
             last_seen=now,
-            version=hello.version,
+            version=self._equality.proven_of(replica_id, hello.version),
             checkpoint_addresses=hello.checkpoint_addresses,
         )
         self._by_connection[connection] = replica_id
@@ -360,6 +365,7 @@ class LighthouseState:
         )
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
+        yield from self._equality.joined(hello)
         self._learn(hello, now)
         if self._is_still_in_quorum(self.members[replica_id]):
             self._quorum_members[replica_id] = None
@@ -440,7 +446,7 @@ class LighthouseState:
 
     def _holder(self, member: Member) -> Holder:
         request = member.asked
-        version = request.version
+        version = self._equality.proven_of(member.replica_id, request.version)
         return Holder(
             replica_id=member.replica_id,
             version=StateVersion(step=version.step) if self._ledger.is_void(version) else version,
@@ -514,7 +520,7 @@ class LighthouseState:
 
     def _shows(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """A member is between steps, and this is what it holds."""
-        member.version = version
+        member.version = version = self._equality.proven_of(member.replica_id, version)
         self._begin_after(version.quorum_id, version.epoch)
         self._recollection.asked(member.replica_id)
         self._ledger.note(version)
@@ -920,6 +926,7 @@ class LighthouseState:
                 unverified=assignment.unverified,
                 newest_step=self.newest_step,
                 patience_s=patience_s,
+                differs=self._equality.differs(member.replica_id, request.version),
                 names_state=assignment.is_first,
                 rolled_back_to=self._ledger.rolled_back_to,
                 reason=clip(reason),
@@ -1036,6 +1043,8 @@ class LighthouseState:
     def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
         tally = current.tally
+        if tally.verdict is Verdict.COMMIT:
+            yield from self._equality.judge(current, now)
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
         if approvers and not followers:
@@ -1049,7 +1058,9 @@ class LighthouseState:
         if committed:
             self._ledger.committed(key, followers)
             behind = [
-                m for m in self._joiners(tally) if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed
+                m
+                for m in self._joiners(tally)
+                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart
             ]
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
             self._fail_join(behind, cost_s, now)
@@ -1080,6 +1091,7 @@ class LighthouseState:
                     step=current.step,
                     outcome=tally.outcome(replica_id),
                     broken=tally.broken,
+                    differs=replica_id in tally.apart,
                     reason=clip(tally.reason),
                 )
                 yield Send(member.connection, decided)
@@ -1235,6 +1247,7 @@ class LighthouseState:
         while len(self.lost_members) > 64:
             self.lost_members.popitem(last=False)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
+        yield from self._equality.lost(replica_id)
         current = self.round
         if current is not None and replica_id in current.tally.roles and replica_id not in current.tally.lost:
             tally = current.tally

@@ -26,6 +26,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_QUOTE_CHARS = 600
 MAX_DATA_BYTES = 64 << 10
 MAX_DATA_DEPTH = 64
+MAX_LEAVES = 4096
+MAX_LEAF_CHARS = 120
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
@@ -34,6 +36,7 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
 CollectivesByRank: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
+Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
@@ -78,6 +81,16 @@ class Outcome(str, Enum):
     """The others committed, this member must not: it heals at a later quorum."""
 
 
+class OnReplicasDiffer(str, Enum):
+    """What becomes of replica groups that hold different states under one name."""
+
+    WARN = "warn"
+    HEAL = "heal"
+    """The minority loads the state of the majority, where there is a strict one; else as `WARN`."""
+    STOP = "stop"
+    """No group trains on."""
+
+
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A group to recover from. `checkpoint_addresses` has one entry for each of its group ranks."""
 
@@ -108,6 +121,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
     checkpoint_addresses: Addresses = []
     """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
+    check_equal_every: Count = 0
+    """The group votes with digests of its state after each committed step that this divides; 0: never."""
+    on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -192,6 +208,9 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How many they are; of a group: the most that one of its ranks issued."""
     collectives_by_rank: CollectivesByRank = []
     """As in `QuorumRequest`."""
+    state_digests: Annotated[list[Digest], msgspec.Meta(max_length=65536)] = []
+    """Of a rank: one digest of the state that the step began with, where that is to be compared. Of a group: one for each of its
+    ranks; empty where one of them has none."""
     reason: Text = ""
 
 
@@ -219,6 +238,21 @@ class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """It has not started: in earlier steps another one came here. The lighthouse answers with `CollectiveCleared`."""
     what: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """The collective in words, for the operator."""
+
+
+class Leaf(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor or value of a state, or a run of them."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_LEAF_CHARS)]
+    digest: Digest
+
+
+class LeafDigests(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LeavesWanted`, as far as the digests are still known."""
+
+    version: StateVersion
+    group_rank: Count = 0
+    leaves: Annotated[list[Leaf], msgspec.Meta(max_length=MAX_LEAVES)] = []
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -308,6 +342,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     unverified: bool = False
     """Nobody here is known to hold the bits that `version` was committed with, so one who made the step while it healed
     stands in. Whoever takes its state is as unverified as it, until a step is committed from it."""
+    differs: bool = False
+    """What this member holds under the name `version` is another state than that of the others: it has to load theirs."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()
@@ -345,7 +381,26 @@ class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     outcome: Outcome
     broken: bool = False
     """The collectives of this quorum cannot be used any more, not even between this step and the next one."""
+    differs: bool = False
+    """The state that this member began the step with is not that of most members: it has no name any more."""
     reason: Text = ""
+
+
+class LeavesWanted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The digests of a state differ: say which of its tensors and values have which digest. Answered by `LeafDigests`."""
+
+    version: StateVersion
+    group_rank: Count
+
+
+class ReplicasDiffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Replica groups hold different states under the name `version`."""
+
+    version: StateVersion
+    stops: bool = False
+    """Nobody trains on."""
+    reason: Text
+    """Which groups, and in which tensors or values."""
 
 
 class QuorumBroken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -620,6 +675,7 @@ ToLighthouse: TypeAlias = (
     | CommitVote
     | StallReport
     | CollectiveWait
+    | LeafDigests
     | Leave
     | AllowStepLoss
     | ForgetJob
@@ -639,6 +695,8 @@ FromLighthouse: TypeAlias = (
     | CommitDecided
     | QuorumBroken
     | CollectiveCleared
+    | LeavesWanted
+    | ReplicasDiffer
     | Dropped
     | QuorumCalled
     | CallerHeard
@@ -652,6 +710,7 @@ RankToGroup: TypeAlias = (
     | GiveUpWaiting
     | StallReport
     | CollectiveWait
+    | LeafDigests
     | StateArrived
     | StateLate
     | Leave
@@ -666,6 +725,8 @@ GroupToRank: TypeAlias = (
     | CommitUnknown
     | QuorumBroken
     | CollectiveCleared
+    | LeavesWanted
+    | ReplicasDiffer
     | LoadState
     | GroupBroken
 )

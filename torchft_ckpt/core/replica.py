@@ -36,12 +36,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from torchft_ckpt.core.equality import is_checked
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     CommitDecided,
     CommitVote,
     Hello,
     LocateState,
+    OnReplicasDiffer,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -85,6 +87,8 @@ class ReplicaSettings:
     heal_inline: bool = False
     fixed_with_spares: bool = False
     join_budget_s: float = 5.0
+    check_equal_every: int = 0
+    on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,11 @@ class ReplicaState:
     def wants_capture(self) -> bool:
         """The state has to be captured before the next quorum: others may need it, or it is to be compared."""
         return self.capture_wanted or not self.version.proven or self._on_probation
+
+    @property
+    def is_checked(self) -> bool:
+        """The state of now is one that replica groups compare."""
+        return self.version.proven and is_checked(self.version.step, self.settings.check_equal_every)
 
     @property
     def is_learner(self) -> bool:
@@ -370,6 +379,8 @@ class ReplicaState:
         self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
         self._last_outcome = None
+        if formed.differs and self.version == formed.version:
+            self._lose_name()
         if formed.role is Role.HEALTHY and self.version != formed.version:
             # A first state, or one that the job goes back to, is this replica's: it gets its name.
             if self.torn or not formed.names_state or self.version.step != formed.version.step:
@@ -453,6 +464,11 @@ class ReplicaState:
         self.state_changed()
         self.unverified = self._on_probation = False
 
+    def _lose_name(self) -> None:
+        """The state is another than the others have under its name: it is whole, and proven no more."""
+        self.version = StateVersion(step=self.version.step)
+        self.unverified = self._on_probation = False
+
     def fail(self, reason: str) -> None:
         """This step cannot count. The first reason is kept."""
         if self.error is None:
@@ -475,12 +491,13 @@ class ReplicaState:
         self.collectives_failed()
         return True
 
-    def vote(self, collectives: str = "", num_collectives: int = 0) -> CommitVote:
+    def vote(self, collectives: str = "", num_collectives: int = 0, state_digest: str = "") -> CommitVote:
         """All work of the step is done, or failed: what to say about it.
 
         Args:
             collectives: a word for those of the step in their order.
             num_collectives: how many they are.
+            state_digest: of the state that was here when the step was asked for, where it `is_checked`; else empty.
         """
         if self.quorum is None or self.phase is not Phase.TRAINING:
             raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
@@ -501,11 +518,17 @@ class ReplicaState:
             num_voters=formed.num_voters,
             collectives=collectives,
             num_collectives=num_collectives,
+            state_digests=[state_digest] if state_digest and approve and self._is_known_holder else [],
             reason=reason[:1000],
         )
         if self._vote.broken:
             self.collectives_failed()
         return self._vote
+
+    @property
+    def _is_known_holder(self) -> bool:
+        formed = self.quorum
+        return formed is not None and formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
 
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts."""
@@ -540,6 +563,8 @@ class ReplicaState:
             self.unverified = self.unverified and not self._is_exact
             self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
         elif outcome is Outcome.LEFT_BEHIND:
+            if decided.differs:
+                self._lose_name()
             self.newest_step = max(self.newest_step, decided.step + 1)
             self._is_stale = True
             self.configured = None
@@ -591,6 +616,8 @@ class ReplicaState:
             last_epoch=formed.epoch if formed else "",
             rolled_back_to=self.rolled_back_to,
             last_outcome=self._last_outcome,
+            check_equal_every=self.settings.check_equal_every,
+            on_replicas_differ=self.settings.on_replicas_differ,
         )
 
     def _go_back(self, rolled_back_to: StateVersion) -> None:

@@ -59,15 +59,24 @@ def fixed(state: Any) -> Any:
     return copy.copy(state) if isinstance(state, (set, bytearray)) else state
 
 
+def not_returned(here: object, loaded: object) -> Differences:
+    """Compare what the registered functions return with what they have just loaded, but for large tensors."""
+    found = _Search((), max_bytes=MAX_COPIED_BYTES)
+    found.compare(here, loaded, "")
+    return Differences(Comparison.DIFFERENT if found.weighty else Comparison.EQUAL, tuple(found.weighty))
+
+
 class _Search:
     """One comparison.
 
     Args:
         owned: addresses of the memory that optimizers own.
+        max_bytes: larger tensors are taken for equal; None: none is.
     """
 
-    def __init__(self, owned: Collection[int]) -> None:
+    def __init__(self, owned: Collection[int], max_bytes: int | None = None) -> None:
         self._owned = owned
+        self._max_bytes = max_bytes
         self.weighty: list[str] = []
         self.buffers: list[str] = []
         """Small tensors that no optimizer owns."""
@@ -83,6 +92,8 @@ class _Search:
             for index, (one, other) in enumerate(zip(here, there, strict=True)):
                 self.compare(one, other, _join(path, index))
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            if self._max_bytes is not None and here.nbytes > self._max_bytes:
+                return
             if not _same_tensor(here, there):
                 (self.buffers if self._is_buffer(here, there) else self.weighty).append(path)
         elif not _same_value(here, there):
@@ -110,10 +121,10 @@ def _same_tensor(here: torch.Tensor, there: torch.Tensor) -> bool:
 def _same_bits(here: torch.Tensor, there: torch.Tensor) -> bool:
     if here.layout is not torch.strided or there.layout is not torch.strided or here.is_meta or there.is_meta:
         return False
-    return torch.equal(_bits(here), _bits(there))
+    return torch.equal(bits_of(here), bits_of(there))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values as integers, on the host: a device may have no memory to spare."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     # Integers of four bytes are compared several times as fast as bytes.
@@ -124,14 +135,21 @@ def _same_value(here: object, there: object) -> bool:
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
         is_alike = (here.shape, here.dtype) == (there.shape, there.dtype)
         return is_alike and here.tobytes() == there.tobytes()
-    here, there = (
-        value.item() if isinstance(value, np.generic) else value for value in (here, there)
-    )  # either may load as the other
-    try:
-        # As they would travel: a NaN is equal to the same NaN, and sets have no order.
-        return repr(TreeEncoder().encode(here)) == repr(TreeEncoder().encode(there))
-    except UnsupportedValueError:
+    ours, theirs = value_in_words(here), value_in_words(there)
+    if ours is None or theirs is None:
         return type(here) is type(there) and repr(here) == repr(there)
+    return ours == theirs
+
+
+def value_in_words(value: object) -> str | None:
+    """Return a text that is the same exactly for equal values, in all processes; None where a value cannot travel.
+
+    As values would travel: a NaN is equal to the same NaN, sets have no order, numpy's numbers are Python's.
+    """
+    try:
+        return repr(TreeEncoder().encode(value.item() if isinstance(value, np.generic) else value))
+    except UnsupportedValueError:
+        return None
 
 
 def _join(path: str, key: object) -> str:

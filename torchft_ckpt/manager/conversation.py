@@ -25,6 +25,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    LeavesWanted,
     LoadState,
     LocateState,
     Outcome,
@@ -34,6 +35,7 @@ from torchft_ckpt.core.messages import (
     QuorumRequest,
     RankToGroup,
     Refused,
+    ReplicasDiffer,
     StallReport,
     StateLate,
     StateLocated,
@@ -49,6 +51,7 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
     QuorumTimeoutError,
     RefusedError,
+    ReplicasDifferError,
     SourceLostError,
     TransferTimeoutError,
 )
@@ -72,6 +75,7 @@ class Conversation:
         job: its name, for the log.
         abort: called when collectives in flight cannot finish.
         cancel: called when what is being fetched is of no use any more.
+        tell_leaves: called when the lighthouse wants to know which leaves of the state have which digests.
     """
 
     def __init__(
@@ -82,12 +86,14 @@ class Conversation:
         job: str,
         abort: Callable[[], None],
         cancel: Callable[[], None],
+        tell_leaves: Callable[[LeavesWanted], None],
     ) -> None:
         self.replica = replica
         self.replica_id = replica_id
         self._job = job
         self._abort = abort
         self._cancel = cancel
+        self._tell_leaves = tell_leaves
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._plan: StepPlan | None = None
@@ -405,16 +411,17 @@ class Conversation:
 
     # ---------------------------------------------------------------------------------------------------- the step ends
 
-    def vote(self, collectives: str, num_collectives: int) -> CommitVote:
+    def vote(self, collectives: str, num_collectives: int, state_digest: str) -> CommitVote:
         """All work of the step is done. Returns what to send.
 
         Args:
             collectives: a word for the collectives of the step in their order.
             num_collectives: how many they are.
+            state_digest: as in `ReplicaState.vote`.
         """
         with self._lock:
             self._raise_if_fatal()
-            return self.replica.vote(collectives, num_collectives)
+            return self.replica.vote(collectives, num_collectives, state_digest)
 
     def learned(self) -> tuple[Outcome, str]:
         """End a step beside the quorum, which nobody else knows of; returns how, and why."""
@@ -486,6 +493,10 @@ class Conversation:
             self._abort()
         if cancel:
             self._cancel()
+        if isinstance(message, LeavesWanted):
+            self._tell_leaves(message)
+        elif isinstance(message, ReplicasDiffer) and not message.stops:
+            logger.warning("%s: %s", self.replica_id, message.reason)
 
     def _note(self, message: GroupToRank) -> tuple[str, bool]:
         """Returns why to abort, if so, and whether to cancel."""
@@ -532,6 +543,9 @@ class Conversation:
                 if is_over
                 else RefusedError(message.reason, self.replica_id)
             )
+        elif isinstance(message, ReplicasDiffer) and message.stops:
+            self._fatal = self._fatal or ReplicasDifferError(message.reason, self.replica_id)
+            return message.reason, True
         elif isinstance(message, GroupBroken):
             self._fatal = self._fatal or GroupBrokenError(
                 f"replica group {self.replica_id} cannot go on, restart all of its ranks: {message.reason}",

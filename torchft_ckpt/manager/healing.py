@@ -38,7 +38,8 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferCancelledError,
 )
-from torchft_ckpt.manager.comparing import Differences, compare_states, fixed
+from torchft_ckpt.manager.checking import Leaf, leaves_to_compare
+from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
 from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.threads import Threads
@@ -210,6 +211,21 @@ class StateRegistry:
         """
         here = fixed(captured)
         return lambda received: compare_states(here, received, [*self._optimizers, *self._unguarded])
+
+    def leaves_to_compare(self) -> list[Leaf]:
+        """Return what has to be equal in all groups of the state of now. On the training thread.
+
+        Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with.
+        """
+        captured = self.capture()
+        still = captured.keys() - self._moving
+        if self._agreed_on:
+            return leaves_to_compare({key: captured[key] for key in still}, (), still=still)
+        return leaves_to_compare(captured, [*self._optimizers, *self._unguarded], still=still)
+
+    def not_returned(self, user: dict[str, Any]) -> Differences:
+        """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread."""
+        return not_returned(self.capture(), user)
 
     def hold_to_save(self, state: dict[str, Any], *, by_key: bool) -> StateHeld:
         """Return a state as it is to be saved while training goes on.

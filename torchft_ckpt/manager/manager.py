@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -30,7 +30,16 @@ from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, State
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.discards import DiscardRun
-from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role, StateArrived, StateVersion, clip
+from torchft_ckpt.core.messages import (
+    CommitVote,
+    OnReplicasDiffer,
+    Outcome,
+    QuorumFormed,
+    Role,
+    StateArrived,
+    StateVersion,
+    clip,
+)
 from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
 from torchft_ckpt.errors import (
@@ -47,6 +56,7 @@ from torchft_ckpt.errors import (
     UnsupportedValueError,
 )
 from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
+from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, fill_with_nothing, first_of
 from torchft_ckpt.manager.conversation import Conversation
@@ -145,6 +155,13 @@ class Manager:
         token: shared secret of the job.
         job: its name at the lighthouse, which serves many jobs; the same in all replica groups; `default`. What starts all
             groups at once sets `TORCHFT_CKPT_JOB` to another name for each start.
+        check_equal_every: compare the states of the replica groups after each so many committed steps; 0: never. All groups
+            give the same. Compared are parameters, the state and settings of optimizers that are wrapped or guarded, and plain
+            values of what is registered, between groups that hold that step. Not compared are other tensors and arrays
+            (BatchNorm's running statistics), states of random number generators, and what outer loops let differ.
+        on_replicas_differ: what becomes of groups that differ. "warn" names them, and the first tensors or values, in
+            the logs of the lighthouse and of the groups. "heal" makes a minority load the others' state too, where a strict
+            majority of the compared groups is equal. "stop" discards the step and raises `ReplicasDifferError` in all groups.
 
     Raises:
         ConfigError: an argument or variable cannot be used.
@@ -182,11 +199,17 @@ class Manager:
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
         job: str | None = None,
+        check_equal_every: int = 0,
+        on_replicas_differ: Literal["warn", "heal", "stop"] = "warn",
     ) -> None:
         if min_replica_size < 1:
             raise ConfigError(f"min_replica_size={min_replica_size}: at least one has to train", "min_replica_size")
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("load_state_dict and state_dict belong together: pass both or neither", "state_dict")
+        if check_equal_every < 0:
+            raise ConfigError(f"check_equal_every={check_equal_every}: 0 means never", "check_equal_every")
+        if on_replicas_differ not in (policies := [policy.value for policy in OnReplicasDiffer]):
+            raise ConfigError(f"on_replicas_differ={on_replicas_differ!r} is none of {policies}", "on_replicas_differ")
         seconds = config.parse_seconds
         self._timeouts = Timeouts(
             collective=config.resolve(timeout, config.TIMEOUT, timedelta(seconds=60), seconds),
@@ -220,6 +243,8 @@ class Manager:
                 heal_inline=not use_async_quorum,
                 fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
                 join_budget_s=budget.total_seconds(),
+                check_equal_every=check_equal_every,
+                on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
             )
         )
         self._talk = Conversation(
@@ -228,6 +253,7 @@ class Manager:
             job=self._launch.job,
             abort=pg.abort,
             cancel=lambda: self._healing.cancel(),
+            tell_leaves=lambda wanted: self._link.send(self._check.answer(wanted)),
         )
         self._quorum_future: Future[None] | None = None
         self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
@@ -264,6 +290,7 @@ class Manager:
             else StateDictLock(self._timeouts.collective)
         )
         self._registry = StateRegistry(self._state_dict_lock)
+        self._check = EqualityCheck(self._state_dict_lock)
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
         self._transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
@@ -545,6 +572,10 @@ class Manager:
         # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
         has_to_capture = has_to_capture or ((is_sharded or self._healing.needs_local) and self.is_behind)
         captures = has_to_capture and not can_capture_later
+        if self._replica.is_checked and contributes:
+            self._check.begin(self._replica.version, self._registry.leaves_to_compare())
+        else:
+            self._check.forget()
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = self._registry.capture_to_receive() if captures and is_sharded and self.is_behind else None
         captured = self._registry.capture_to_serve() if captures else None
@@ -1044,7 +1075,8 @@ class Manager:
         return self._send_vote()
 
     def _send_vote(self) -> CommitVote:
-        vote = self._vote = self._talk.vote(*self._clearing.vote())
+        digest = "" if self._talk.has_failed() else self._check.digest()
+        vote = self._vote = self._talk.vote(*self._clearing.vote(), digest)
         if not self._replica.is_learner:
             self._link.send(vote)
         return vote
@@ -1161,6 +1193,15 @@ class Manager:
             self._talk.load_torn()
             raise
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
+        found = self._registry.not_returned(state["user"])
+        if found.paths:
+            logger.warning(
+                "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
+                " loaded. A step that depends on that comes to another state than the other replica groups; set it in"
+                " load_state_dict, as a scheduler's learning rate in optimizer.param_groups",
+                self.replica_id(),
+                found,
+            )
 
     # --------------------------------------------------------------------------------------------- outside of quorums
 
@@ -1518,3 +1559,4 @@ class Manager:
     def _stop_threads(self, wait: bool) -> None:
         self._worker.shutdown(timeout_s=5.0 if wait else 0.0)
         self._healing.shutdown()
+        self._check.shutdown(timeout_s=5.0 if wait else 0.0)

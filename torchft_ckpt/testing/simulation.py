@@ -3,7 +3,8 @@
     report = Simulation(seed=7).run()        # raises InvariantError, with the seed and the last lines of its log
     python -m torchft_ckpt.testing.simulation --seeds 100000
 
-A run has two parts: troubles at any event, then quiet. In the quiet all groups have to end at equal states and commit on.
+A run has two parts: troubles at any event, then quiet. In the quiet all groups have to end at equal states and commit on, but
+where they have drifted apart and no strict majority of them holds one state.
 What is checked is in `simulated.oracle`; what can go wrong in `simulated.chaos`.
 """
 
@@ -12,13 +13,13 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from torchft_ckpt.core.lighthouse import LighthouseSettings, Received
-from torchft_ckpt.core.messages import AllowStepLoss
+from torchft_ckpt.core.messages import AllowStepLoss, OnReplicasDiffer
 from torchft_ckpt.core.replica import ReplicaSettings
 from torchft_ckpt.testing.simulated.chaos import Fault, OuterPlan, Scenario, draw_outer_scenario, draw_scenario
 from torchft_ckpt.testing.simulated.clock import Clock, Process
@@ -57,6 +58,8 @@ class Report:
     num_faults: int
     num_rollbacks: int
     num_operator_words: int
+    num_apart: int
+    """Times that a group was found to hold another state than most."""
     recovered_after_s: float
     discarded: dict[str, int]
     """By replica id: the steps that it was healthy in and that were discarded, at rank 0."""
@@ -132,6 +135,7 @@ class Simulation:
             num_faults=self._num_faults,
             num_rollbacks=self.oracle.num_rollbacks,
             num_operator_words=self._num_words,
+            num_apart=self.oracle.num_apart,
             recovered_after_s=recovered_after_s,
             discarded=discarded,
         )
@@ -155,7 +159,11 @@ class Simulation:
         )
         settings = TrainerSettings(
             replica=ReplicaSettings(
-                min_replica_size=plan.min_replica_size, heal_inline=plan.heal_inline, join_budget_s=plan.join_budget_s
+                min_replica_size=plan.min_replica_size,
+                heal_inline=plan.heal_inline,
+                join_budget_s=plan.join_budget_s,
+                check_equal_every=plan.check_equal_every,
+                on_replicas_differ=OnReplicasDiffer.HEAL,
             ),
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,
@@ -354,6 +362,9 @@ class Simulation:
         behind = [commits for commits in latest if commits[-1].step != newest]
         if len(shared) != 1 or any(commits[-1] not in next(iter(shared)) for commits in behind):
             return False
+        held = Counter(tuple(trainer.held for trainer in group.trainers) for group in self.groups)
+        if self.scenario.check_equal_every and len(held) > 1 and 2 * max(held.values()) > len(self.groups):
+            return False  # the others have to heal yet
         return all(
             trainer.replica.quorum.num_contributors == len(self.groups)
             for trainer in trainers

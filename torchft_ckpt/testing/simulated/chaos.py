@@ -34,12 +34,14 @@ class Moods:
     finishes: float = 0.0
     """Says that it has finished, and after a while goes on nevertheless."""
     slowness: float = 1.0
+    drift: float = 0.0
+    """A committed step leaves a rank with another state than it should."""
     uses_state: float = 0.0
     """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
 
     def calm_down(self, slowness: float) -> None:
         """Nothing goes wrong from now on."""
-        self.abandon = self.step_error = self.no_heal = self.impatience = self.finishes = 0.0
+        self.abandon = self.step_error = self.no_heal = self.impatience = self.finishes = self.drift = 0.0
         self.slowness = slowness
 
 
@@ -90,6 +92,8 @@ class Scenario:
     moods: Moods = field(default_factory=Moods)
     decision_timeout_s: float = 2.0
     outer: OuterPlan | None = None
+    check_equal_every: int = 0
+    """Not of outer loops; the minority heals."""
 
 
 def draw_scenario(rng: Random) -> Scenario:
@@ -126,9 +130,11 @@ def draw_scenario(rng: Random) -> Scenario:
             uses_state=rng.choice((0.0, 0.5, 1.0)),
             skips_late=sometimes(0.3, 0.05),
             finishes=sometimes(0.3, 0.1),
+            drift=sometimes(0.3, 0.02),
         ),
         decision_timeout_s=rng.choice((0.5, 2.0)),
         num_late=rng.choice((0, 0, 1, 3)),
+        check_equal_every=rng.choice((1, 2, 5)),
     )
 
 
@@ -144,6 +150,7 @@ def draw_outer_scenario(rng: Random) -> Scenario:
         fault_rate=plan.fault_rate * rng.choice((0.3, 1.0)),
         chaos_s=rng.uniform(4.0, 12.0) * max(1.0, phase_s / 2),
         num_late=0,
+        check_equal_every=0,
         outer=OuterPlan(
             phase_s=phase_s,
             spread=rng.choice((1.0, 1.7, 1.7, 3.0)),

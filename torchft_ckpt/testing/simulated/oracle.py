@@ -10,16 +10,19 @@
 - No two states that were committed differ at one step, but for histories that the job went back from on purpose, and for
   what a lighthouse without memory could not know: a commit of an earlier life none of whose holders has reached it.
 - Below what a life has been told of no quorum is formed, unless a restored state or the operator's word is behind it.
+- Who is found not to hold the state that a strict majority of the compared groups holds does not commit, serves nobody and
+  contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from torchft_ckpt.core.commit import Verdict
 from torchft_ckpt.core.lighthouse import Event, Instruction, LighthouseState, Received, Send
 from torchft_ckpt.core.messages import (
     AllowStepLoss,
@@ -77,11 +80,18 @@ class Oracle:
         self._epochs: dict[int, str] = {}
         self._seen_quorum_id: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._requests: dict[str, QuorumRequest] = {}
+        self._judged: dict[tuple[int, str, StateVersion], set[str]] = {}
+        """By step: who was found then to hold another state than most."""
         self._formed: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
         self._asked: dict[str, QuorumRequest] = {}
         self._asked_on: dict[str, QuorumRequest] = {}
         """By connection, the latest."""
+        self._apart: set[tuple[str, int]] = set()
+        """Ranks of groups that were found to hold another state than most, until they have loaded one."""
+        self._know_apart: set[tuple[str, int]] = set()
+        """Those of them that have heard of it."""
+        self.num_apart = 0
         self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
         """Called when a quorum is formed, with what its members had asked for, by replica id."""
 
@@ -110,9 +120,19 @@ class Oracle:
             if self._expected(trainer, formed.version) != trainer.value:
                 self.fail(f"{trainer.address} stands in for {formed.version}, and others got another state of it")
         elif formed.role is Role.HEALTHY:
+            if key in self._apart and not formed.names_state:
+                self.fail(f"{trainer.address} is healthy in {formed.version}, and is known to hold another state")
             if trainer.replica.version != formed.version:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
+            self._apart.discard(key)
+        serving = {source.replica_id for source in formed.sources} & {group for group, _ in self._apart}
+        if serving:
+            self.fail(f"{trainer.address} is to load from {serving}, known to hold another state than most")
+
+    def knows_apart(self, trainer: Trainer) -> None:
+        """A rank hears that its state is another than that of most."""
+        self._know_apart.add((trainer.replica_id, trainer.rank))
 
     def healed(self, trainer: Trainer, *, in_time: bool) -> None:
         """A rank has loaded the state of a version. `in_time`: its loop had not used what was there before for this step."""
@@ -121,6 +141,7 @@ class Oracle:
         if expected is None or expected != trainer.value:
             self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
         self.newest[trainer.replica_id, trainer.rank] = version
+        self._apart.discard((trainer.replica_id, trainer.rank))
         if in_time:
             self.known_equal(trainer)
         else:
@@ -135,6 +156,8 @@ class Oracle:
     def contributes(self, trainer: Trainer) -> None:
         """A rank puts gradients into the sum."""
         formed = trainer.replica.quorum
+        if (trainer.replica_id, trainer.rank) in self._apart:
+            self.fail(f"{trainer.address} contributes, and is known to hold another state than most")
         if formed is None or self._expected(trainer, formed.version) != trainer.value:
             self.fail(f"{trainer.address} contributes without the state of {formed}")
         elif not formed.unverified:
@@ -206,6 +229,7 @@ class Oracle:
     def new_life(self, epoch: str) -> None:
         """The lighthouse starts."""
         self._lives[epoch] = _Life()
+        self._apart &= self._know_apart
 
     def lighthouse_handled(self, state: LighthouseState, event: Event, instructions: Iterable[Instruction]) -> None:
         """The lighthouse took an event."""
@@ -244,6 +268,7 @@ class Oracle:
                     self._check_late(instruction.connection, instruction.message)
                 elif isinstance(instruction.message, CommitDecided):
                     self._check_decided(life, instruction.message)
+                    self._check_apart(state, instruction.connection, instruction.message)
         life.finished_step = state.finished_step
 
     def _check_goes_on(self, state: LighthouseState, life: _Life, event: Event, formed: QuorumFormed) -> None:
@@ -300,6 +325,35 @@ class Oracle:
         for known in life.reported:
             if known.step >= version.step and not self._is_void(known) and version not in self._history(known):
                 self.fail(f"{version} is committed, although {known} was reported")
+
+    def _check_apart(self, state: LighthouseState, connection: str, decided: CommitDecided) -> None:
+        """A group hears that a step counts: what it began with must not be what few of those hold who compared it."""
+        current = state.round
+        if (
+            current is None
+            or (current.quorum_id, current.step) != (decided.quorum_id, decided.step)
+            or decided.epoch != state.epoch
+            or current.tally.verdict is not Verdict.COMMIT
+        ):
+            return
+        key = (decided.quorum_id, decided.epoch, current.assignment.version)
+        if key not in self._judged:
+            roles, lost = current.tally.roles, current.tally.lost
+            digests = {
+                member: tuple(vote.state_digests)
+                for member, vote in current.tally.votes.items()
+                if vote.state_digests and roles[member] is Role.HEALTHY and member not in lost
+            }
+            best, count = max(Counter(digests.values()).items(), key=lambda item: item[1], default=((), 0))
+            apart = {member for member, own in digests.items() if own != best} if 2 * count > len(digests) else set()
+            self._judged[key] = apart
+            for member in apart:
+                self.num_apart += 1
+                self._apart.update((member, rank) for rank in range(len(best)))
+                self._know_apart.difference_update((member, rank) for rank in range(len(best)))
+        told = next((m.replica_id for m in state.members.values() if m.connection == connection), None)
+        if told in self._judged[key] and decided.outcome is Outcome.COMMIT:
+            self.fail(f"{told} is told to commit {decided}, and holds another state than most")
 
     def _history(self, version: StateVersion) -> set[StateVersion]:
         history = {version}

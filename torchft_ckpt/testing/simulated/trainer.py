@@ -23,6 +23,9 @@ from torchft_ckpt.core.messages import (
     GroupBroken,
     GroupToRank,
     JoinerWaiting,
+    Leaf,
+    LeafDigests,
+    LeavesWanted,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -44,6 +47,8 @@ from torchft_ckpt.testing.simulated.transfers import Arrival, Snapshot, Transfer
 if TYPE_CHECKING:
     from torchft_ckpt.testing.simulated.chaos import Moods
 
+VALUE_BITS = 64
+"""What lies above them in a state is drift."""
 REPORT_WAIT_S = 0.5
 """A collective between two steps that takes longer is reported."""
 
@@ -96,7 +101,7 @@ class Trainer:
         self.process = process
         self.replica_id, self.rank = replica_id, rank
         self.address = f"{replica_id}/{rank}"
-        self.value = value
+        self.held = value
         self.replica = ReplicaState(settings.replica)
         self.num_discarded = 0
         self.last_commits: deque[StateVersion] = deque(maxlen=4)
@@ -120,6 +125,17 @@ class Trainer:
         self._after_load: Callable[[], None] | None = None
         self._watch = StallWatch()
         self._said_finished_at = StateVersion()
+        self._digest = ""
+        """Of the state that the open step was asked for with, where it is to be compared."""
+
+    @property
+    def value(self) -> object:
+        """What the state is by all that went into it, whatever it has drifted by."""
+        return self.held & ((1 << VALUE_BITS) - 1) if isinstance(self.held, int) else self.held
+
+    @value.setter
+    def value(self, value: object) -> None:
+        self.held = value
 
     # ---------------------------------------------------------------------------------------------------- one step
 
@@ -134,6 +150,7 @@ class Trainer:
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
         self._is_spoiled = False
+        self._digest = f"{self.held:x}" if self.replica.is_checked else ""
         can_serve = self.replica.wants_capture
         request = self.replica.begin(
             allow_heal=self._rng.random() >= self._moods.no_heal,
@@ -174,7 +191,7 @@ class Trainer:
         turn = self._turn
         self._watch.begin_step(self._stall_budget_s(formed))
         if plan.serve:
-            self._transfers.serve(self.address, Snapshot(self.replica.version, self.value, self.process))
+            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         if plan.load:
             self._is_loading = True
             self._is_cancelled = False
@@ -294,7 +311,7 @@ class Trainer:
     def _vote(self, turn: int) -> None:
         if turn != self._turn or self.replica.phase is not Phase.TRAINING:
             return
-        vote = self.replica.vote(num_collectives=len(self._results))
+        vote = self.replica.vote(num_collectives=len(self._results), state_digest=self._digest)
         if vote.approve and len(self._results) != self._settings.num_allreduces:
             self._oracle.fail(f"{self.address} approves without the sum: {vote}")
         self._send(vote)
@@ -309,6 +326,13 @@ class Trainer:
 
         is_impatient = self._rng.random() < self._moods.impatience
         self._later(self._settings.decision_timeout_s * self._rng.uniform(0.0 if is_impatient else 1.0, 1.2), give_up)
+
+    def _take(self, value: object) -> None:
+        """The state is another one, and has drifted as far as before, or further."""
+        drift = self.held >> VALUE_BITS if isinstance(self.held, int) else 0
+        if self._moods.drift and self._rng.random() < self._moods.drift:
+            drift ^= 1 << self._rng.randrange(4)
+        self.held = value | drift << VALUE_BITS if isinstance(value, int) else value
 
     def _next(self) -> None:
         self._turn += 1
@@ -365,7 +389,7 @@ class Trainer:
         if self._plan is None:
             return
         is_here = arrival is Arrival.WHOLE and not self._is_cancelled
-        if self._plan.compare and (not is_here or value == self.value):
+        if self._plan.compare and (not is_here or value == self.held):
             # Nothing is loaded: it could not be had, and this rank goes along; or it is the same.
             if is_here and self.replica.comparison_finished(Comparison.EQUAL, before_forward=before_forward):
                 self._oracle.known_equal(self)
@@ -419,12 +443,17 @@ class Trainer:
             self.replica.located(message)
         elif isinstance(message, GroupBroken | Refused):
             self._stop(message.reason)
+        elif isinstance(message, LeavesWanted):
+            leaves = [Leaf(name="all", digest=self._digest)]
+            self._send(LeafDigests(version=message.version, leaves=leaves))
 
     def _decided(self, decided: CommitDecided) -> None:
         before = self.replica.version
         if decided.broken and self._handle is not None and self.replica.is_open(decided):
             self._collectives.abort(self._handle)
         outcome = self.replica.decided(decided)
+        if outcome is not None and decided.differs:
+            self._oracle.knows_apart(self)
         if outcome is None:
             if self.replica.overtaken(decided):
                 self._is_cancelled = True
@@ -435,7 +464,7 @@ class Trainer:
             if self._is_spoiled and self._rng.random() < self._moods.uses_state:
                 value = self._rng.getrandbits(60)
             self._oracle.commits(self, before, value, tuple(self._results))
-            self.value = value
+            self._take(value)
             self.last_commits.append(self.replica.version)
         else:
             self.last_commits.clear()

@@ -1,0 +1,97 @@
+"""What is compared between replica groups, and what is each group's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.core.messages import MAX_LEAVES, LeavesWanted, StateVersion
+from torchft_ckpt.manager.checking import EqualityCheck, Leaf, digest_of, leaves_to_compare
+from torchft_ckpt.manager.healing import StateRegistry
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def names(leaves: Iterable[Leaf]) -> set[str]:
+    return {leaf.name for leaf in leaves}
+
+
+def test_parameters_and_optimizers_state_and_settings_are_compared_and_buffers_are_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    adam = trained(model)
+    found = names(leaves_to_compare({"model": model.state_dict(), "adam": adam.state_dict()}, [adam]))
+    assert {"model.0.weight", "model.1.bias", "adam.state.0.exp_avg", "adam.param_groups.0.lr"} <= found
+    assert "optimizer 0.param_groups.0.lr" in found  # as it is, whatever the state dict says
+    assert not any("running" in name or "num_batches" in name for name in found)
+
+
+def test_what_the_state_dict_leaves_out_of_an_optimizer_is_compared_too() -> None:
+    model = nn.Linear(4, 4)
+    found = names(leaves_to_compare({}, [trained(model)]))
+    assert {"optimizer 0.parameter 0", "optimizer 0.parameter 1", "optimizer 0.state.1.exp_avg_sq"} <= found
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        random.Random(3).getstate(),
+        list(random.Random(3).getstate()),
+        np.random.RandomState(3).get_state(),
+        np.random.RandomState(3).get_state(legacy=False),
+        np.random.default_rng(3).bit_generator.state,
+        torch.Generator().get_state(),
+        np.arange(3),
+        object(),
+    ],
+    ids=["python", "python as a list", "numpy", "numpy's dict", "numpy's generator", "torch", "array", "no value"],
+)
+def test_random_states_and_what_has_no_value_are_not_compared(state: Any) -> None:
+    assert leaves_to_compare({"a": {"own": state, "scale": 2.0}}, []) == [Leaf("a.scale", "a.scale", "2.0")]
+
+
+def test_a_list_of_values_is_one_leaf_and_its_order_counts() -> None:
+    (one,) = leaves_to_compare({"a": {"order": [1, 2, 3]}}, [])
+    (other,) = leaves_to_compare({"a": {"order": [1, 3, 2]}}, [])
+    assert one.name == "a.order" and digest_of(one.value) != digest_of(other.value)
+
+
+def test_of_groups_that_train_apart_only_what_they_agreed_on_is_compared() -> None:
+    model, agreed = nn.Linear(4, 4), torch.zeros(3)
+    registry = StateRegistry(StateDictLock())
+    registry.register("model", lambda _: None, lambda: {**model.state_dict(), "epoch": 1})
+    registry.register(
+        "outer", lambda _: None, lambda: {"globals": agreed, "round": 2}, kept_still=True, trains_apart=True
+    )
+    registry.guard(trained(model))
+    assert names(registry.leaves_to_compare()) == {"outer.globals", "outer.round"}
+
+
+def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:
+    ones = torch.ones(4)
+    others = [ones.double(), ones.view(2, 2), ones.int(), -ones, torch.zeros(4), -torch.zeros(4), ones.bfloat16()]
+    assert len({digest_of(tensor) for tensor in [ones, *others]}) == 1 + len(others)
+    assert digest_of(torch.arange(6).view(2, 3).t()) == digest_of(torch.arange(6).view(2, 3).t().contiguous())
+
+
+def test_an_answer_is_of_the_version_that_was_digested_and_of_no_other() -> None:
+    check, version = EqualityCheck(StateDictLock()), StateVersion(step=3, quorum_id=1)
+    leaves = [Leaf(f"{number:05}", f"w{number:05}", f"{number}") for number in range(MAX_LEAVES + 1)]
+    check.begin(version, leaves)
+    digest = check.digest()
+    assert len(digest) == 32 and check.digest() == ""
+    answer = check.answer(LeavesWanted(version=version, group_rank=2))
+    assert (len(answer.leaves), answer.leaves[0].name, answer.group_rank) == (2049, "w00000 to w00001", 2)
+    assert check.answer(LeavesWanted(version=StateVersion(step=6, quorum_id=1), group_rank=2)).leaves == []
+    check.shutdown(5.0)

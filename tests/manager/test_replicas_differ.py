@@ -1,0 +1,245 @@
+"""Groups whose states come apart are named, with the tensor; they heal by majority or all stop, as their Managers were told."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_manager_in_process import Replica, shutdown, together
+from torch import nn
+
+from torchft_ckpt import LighthouseServer
+from torchft_ckpt.errors import ConfigError, ReplicasDifferError
+from torchft_ckpt.manager import checking
+
+EVERY = 3
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=3, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+class Normed(Replica):
+    """Has BatchNorm, and sees data of its own; its random generators are part of its state."""
+
+    def __init__(self, lighthouse: LighthouseServer, name: str, seed: int = 0, **options: Any) -> None:
+        super().__init__(lighthouse, name, seed, check_equal_every=EVERY, **options)
+        self.norm = nn.BatchNorm1d(8)
+        self.sgd.add_param_group({"params": list(self.norm.parameters())})
+        self.scale = 1.0
+        self.python, self.numpy = random.Random(name), np.random.RandomState(len(name))
+        self.data = torch.Generator().manual_seed(sum(map(ord, name)))
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        if "norm" in state:
+            self.norm.load_state_dict(state["norm"])
+            self.scale = state["scale"]
+
+    def state(self) -> dict[str, Any]:
+        generators = [self.python.getstate(), self.numpy.get_state(), self.data.get_state()]
+        return {**super().state(), "norm": self.norm.state_dict(), "scale": self.scale, "generators": generators}
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        batch = torch.randn(4, 8, generator=self.data) * self.python.random() * self.numpy.rand()
+        self.norm(self.model(batch)).square().sum().backward()
+        for parameter in [*self.model.parameters(), *self.norm.parameters()]:
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad).wait()
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+    def flip_a_bit(self) -> None:
+        self.model.weight.data.view(torch.int32)[3, 4] ^= 1 << 12
+
+
+def groups(lighthouse: LighthouseServer, count: int = 3, **options: Any) -> list[Normed]:
+    return [Normed(lighthouse, f"group_{'abc'[number]}", number, **options) for number in range(count)]
+
+
+def train_to(replicas: list[Normed], step: int) -> None:
+    def train(replica: Normed) -> None:
+        while replica.manager.current_step() < step:
+            replica.step()
+
+    together(replicas, train)  # type: ignore[arg-type]
+
+
+def said(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
+    return [r.getMessage() for r in caplog.records if all(word in r.getMessage() for word in words)]
+
+
+def test_running_statistics_and_generators_of_each_groups_own_give_no_alarm(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    replicas = groups(lighthouse)
+    compared: list[str] = []
+    right = replicas[0].manager._check.digest
+    replicas[0].manager._check.digest = lambda: compared.append(right()) or compared[-1]  # type: ignore[method-assign, func-returns-value]
+    with caplog.at_level(logging.WARNING):
+        train_to(replicas, 4 * EVERY + 1)
+    assert len({str(replica.norm.running_mean) for replica in replicas}) == 3
+    assert len({digest for digest in compared if digest}) == 4  # a digest each third step, each another
+    assert not said(caplog, "different states")
+    shutdown(*replicas)
+
+
+def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_healed_by_the_majority(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    replicas = groups(lighthouse, on_replicas_differ="heal")
+    train_to(replicas, EVERY + 1)
+    at = replicas[1].manager.current_step()
+    replicas[1].flip_a_bit()
+    with caplog.at_level(logging.WARNING):
+        train_to(replicas, at + EVERY + 2)
+        (named, *_) = said(caplog, "different states", "differ in default.model.weight")
+        train_to(replicas, at + EVERY + 8)
+    assert "group_b" in named and f"of step {2 * EVERY}:" in named and "default.model.bias" not in named
+    assert len({str(replica.bits()) for replica in replicas}) == 1
+    assert replicas[1].manager.statistics().num_healed > 1  # after the first, by which all began
+    assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 1, 0]
+    assert all(replica.manager.num_participants() == 3 for replica in replicas)
+    assert all(replica.manager.statistics().num_discarded == 0 for replica in replicas)
+    shutdown(*replicas)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (Normed.flip_a_bit, "default.model.weight"),
+        (lambda replica: replica.sgd.state[replica.model.bias]["momentum_buffer"].add_(1e-6), "momentum_buffer"),
+        (lambda replica: replica.sgd.param_groups[0].update(lr=0.1000001), "default.sgd.param_groups.0.lr"),
+        (lambda replica: setattr(replica, "scale", 1.5), "default.scale"),
+    ],
+    ids=["weight", "momentum", "learning rate", "value"],
+)
+def test_two_groups_that_differ_are_named_with_what_differs_and_train_on(
+    caplog: pytest.LogCaptureFixture, change: Callable[[Normed], None], name: str
+) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = groups(server, 2, on_replicas_differ="heal")
+    train_to(replicas, EVERY)
+    change(replicas[1])
+    with caplog.at_level(logging.WARNING):
+        train_to(replicas, EVERY + 2)
+    assert said(caplog, "No state is that of most of them", name)
+    assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 0]
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_stop_raises_in_all_groups_and_leaves_each_with_the_state_that_differs(lighthouse: LighthouseServer) -> None:
+    replicas = groups(lighthouse, on_replicas_differ="stop")
+    train_to(replicas, EVERY)
+    replicas[2].flip_a_bit()
+
+    def raised(replica: Replica) -> str:
+        with pytest.raises(ReplicasDifferError) as error:
+            for _ in range(100):
+                replica.step()
+        return str(error.value)
+
+    messages = together(replicas, raised)  # type: ignore[arg-type]
+    assert all("group_c" in message and "differ in default.model.weight" in message for message in messages)
+    assert [replica.manager.current_step() for replica in replicas] == [EVERY] * 3
+    shutdown(*replicas)
+
+
+def test_an_argument_that_cannot_be_used_is_refused() -> None:
+    for options in ({"check_equal_every": -1}, {"check_equal_every": 1, "on_replicas_differ": "explode"}):
+        with pytest.raises(ConfigError):
+            Replica("127.0.0.1:1", "a", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("holds_lock", [True, False])
+def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, holds_lock: bool
+) -> None:
+    """Who holds the lock waits for the digest; who does not is told, and compared with nobody."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = groups(server, 2)
+    is_changed = threading.Event()
+    right = checking.digest_of
+
+    def slow(value: Any) -> str:
+        is_changed.wait(0.02 if holds_lock else 10)
+        return right(value)
+
+    train_to(replicas, EVERY)
+    monkeypatch.setattr(checking, "digest_of", slow)
+    held = [replica.model.weight.detach().clone() for replica in replicas]
+    lock = replicas[1].manager.state_dict_lock
+
+    def step(replica: Replica) -> None:
+        replica.optimizer.zero_grad()
+        if replica is replicas[1]:
+            with lock.write() if holds_lock else contextlib.nullcontext(), torch.no_grad():
+                replica.model.weight.add_(1)
+                is_changed.set()
+            with lock.write() if holds_lock else contextlib.nullcontext(), torch.no_grad():
+                replica.model.weight.copy_(held[1])
+        replica.step()
+
+    with caplog.at_level(logging.WARNING):
+        together(replicas, step)  # type: ignore[arg-type]
+    assert not said(caplog, "different states")
+    assert bool(said(caplog, "is not compared: default.model.weight was written to")) is not holds_lock
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_state_dict_that_returns_copies_in_one_group_gives_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = groups(server, 2)
+    right = replicas[1].manager._registry.capture
+    replicas[1].manager._registry.capture = lambda: copy.deepcopy(right())  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        train_to(replicas, EVERY + 1)
+    assert not said(caplog, "different states")
+    shutdown(*replicas)
+    server.shutdown()
+
+
+class Scheduled(Replica):
+    """Its scheduler sets the learning rate when it steps, and not when it is loaded: one step late."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        rate = self.sgd.param_groups[0]["lr"]
+        super().load(state)
+        self.sgd.param_groups[0]["lr"] = rate
+
+
+def test_a_learning_rate_that_is_stale_after_healing_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = [Scheduled(server, name) for name in ("group_a", "group_b")]
+    for replica, rate in zip(replicas, (0.1, 0.3), strict=True):
+        replica.sgd.param_groups[0]["lr"] = rate
+    with caplog.at_level(logging.WARNING):
+        together(replicas, Replica.step)  # type: ignore[arg-type]
+    (line,) = said(caplog, "does not return what was loaded")
+    assert "(default.sgd.param_groups.0.lr)" in line
+    shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_load_that_takes_all_is_told_nothing(caplog: pytest.LogCaptureFixture, lighthouse: LighthouseServer) -> None:
+    replicas = groups(lighthouse)
+    with caplog.at_level(logging.WARNING):
+        train_to(replicas, 2)
+    assert sum(replica.manager.statistics().num_healed for replica in replicas) == 2
+    shutdown(*replicas)
+    assert not said(caplog, "does not return what was loaded", "model")

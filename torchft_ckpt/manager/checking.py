@@ -1,0 +1,209 @@
+"""Digests the state of a step beside its forward pass, so that the lighthouse can compare it with that of other replica groups.
+
+What has to be equal in all of them is the memory that optimizers own, their settings, and the plain values of a state. What
+no optimizer owns is each group's own: of BatchNorm's running statistics every group has another, as it sees other data. So are
+the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors count.
+
+Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,
+before the vote, after which an optimizer may write to them; whoever takes the write lock before that waits until they are read.
+One that was written to without the lock is found by its version, and the state is not compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+
+from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES
+from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
+from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
+from torchft_ckpt.core.equality import runs_of
+from torchft_ckpt.core.messages import LeafDigests, LeavesWanted, StateVersion
+from torchft_ckpt.errors import StateChangedError
+from torchft_ckpt.manager.comparing import bits_of, value_in_words
+from torchft_ckpt.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+Found: TypeAlias = "tuple[str, torch.Tensor | str]"
+"""A tensor, or a value in words, and where it is."""
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_NUM_PYTHON_WORDS = 625
+_LEAF_CHARS = 16
+
+
+class Leaf(NamedTuple):
+    """A tensor, or a value in words, that has to be equal in all groups."""
+
+    place: str
+    """The same in all groups, however their state dicts are laid out."""
+    name: str
+    """For people."""
+    value: torch.Tensor | str
+
+
+def leaves_to_compare(
+    state: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], *, still: Collection[str] = ()
+) -> list[Leaf]:
+    """Return what has to be equal in all groups, with values in words and tensors as they are.
+
+    Args:
+        state: what the registered functions returned, by key.
+        optimizers: what they own is compared, whether it is in the state or not.
+        still: keys whose state changes between two steps only.
+    """
+    names: dict[int, str] = {}
+    leaves: list[Leaf] = []
+    for key, item in state.items():
+        for path, value in _leaves(item, key):
+            if key in still or not isinstance(value, torch.Tensor):
+                leaves.append(Leaf(path, path, value))
+            if isinstance(value, torch.Tensor):
+                names.update((part.data_ptr(), path) for part in memory_of(value))
+    for number, optimizer in enumerate(optimizers):
+        for path, value in _owned(optimizer, f"optimizer {number}"):
+            parts = memory_of(value) if isinstance(value, torch.Tensor) else ()
+            name = next((names[part.data_ptr()] for part in parts if part.data_ptr() in names), path)
+            leaves.append(Leaf(path, name, value))
+    return sorted(leaves, key=lambda leaf: leaf.place)
+
+
+def _leaves(value: Any, path: str) -> Iterator[Found]:
+    """Yield the tensors and plain values of a state. A sequence of values and nothing else is one of them."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_meta:
+            yield path, value
+    elif _is_random_state(value) or isinstance(value, np.ndarray):
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, SEQUENCES) and not all(isinstance(item, _PLAIN) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+    else:
+        words = value_in_words(value)
+        if words is not None:  # else another process may have other words for the same
+            yield path, words
+
+
+def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Found]:
+    """Yield parameters, settings and state of an optimizer, parameters by their number as in its state dict."""
+    number = 0
+    for place, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        yield from _leaves(settings, f"{path}.param_groups.{place}")
+        for parameter in group["params"]:
+            yield f"{path}.parameter {number}", parameter
+            yield from _leaves(optimizer.state.get(parameter, {}), f"{path}.state.{number}")
+            number += 1
+
+
+def _is_random_state(value: object) -> bool:
+    """Whether a value is what Python's or numpy's generators return as their state. torch's are tensors that nobody owns."""
+    if isinstance(value, Mapping):
+        return "bit_generator" in value
+    if not isinstance(value, (list, tuple)) or len(value) < 3:
+        return False
+    words = value[1]
+    is_pythons = isinstance(words, (list, tuple)) and len(words) == _NUM_PYTHON_WORDS
+    return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
+
+
+def digest_of(value: torch.Tensor | str) -> str:
+    """Return a digest of a tensor's dtype, shape and bits, of those that are here of a sharded one; or of a value in words."""
+    if isinstance(value, str):
+        return xxhash.xxh3_128_hexdigest(value.encode(errors="surrogatepass"))
+    adapter = adapter_of(value)
+    boxes, data = ([], [value]) if adapter is None else adapter.boxes_and_data(value, "")
+    hasher = xxhash.xxh3_128(f"{value.dtype} {tuple(value.shape)} {boxes}".encode())
+    for part in data:
+        hasher.update(bits_of(part).numpy().data)
+    return hasher.hexdigest()
+
+
+def _digest_of_all(digests: Sequence[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+def _digests(leaves: Sequence[Leaf], counted: Sequence[Sequence[Counted]], step: int) -> list[str]:
+    digests: list[str] = []
+    for leaf, versions in zip(leaves, counted, strict=True):
+        digests.append(digest_of(leaf.value))
+        if is_changed(versions):
+            raise StateChangedError(
+                f"{leaf.name} was written to while the state of step {step} was digested: hold Manager.state_dict_lock.write()"
+                " around each change outside of the optimizer's step",
+                party=leaf.name,
+            )
+    return digests
+
+
+class EqualityCheck:
+    """The digests of one state at a time. The training thread begins and votes; any thread answers.
+
+    Args:
+        lock: who is about to hold its write side waits for the digests.
+    """
+
+    def __init__(self, lock: StateDictLock) -> None:
+        lock.add_before_write(self._finish)
+        self._worker = Threads("torchft_ckpt-check")
+        self._work: Future[list[str]] | None = None
+        self._version = StateVersion()
+        self._names: list[str] = []
+        self._places: list[str] = []
+        self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
+        self._has_warned = False
+
+    def begin(self, version: StateVersion, leaves: Sequence[Leaf]) -> None:
+        """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned."""
+        if not leaves and not self._has_warned:
+            self._has_warned = True
+            logger.warning("check_equal_every is set, and nothing can be compared: wrap or guard an optimizer")
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the thread has a stream of its own
+        self._version = version
+        self._names, self._places = [leaf.name for leaf in leaves], [leaf.place for leaf in leaves]
+        counted = [count_writes(leaf.value) if isinstance(leaf.value, torch.Tensor) else () for leaf in leaves]
+        self._work = self._worker.submit(_digests, leaves, counted, version.step) if leaves else None
+
+    def _finish(self) -> None:
+        if (work := self._work) is not None:
+            wait([work])
+
+    def forget(self) -> None:
+        """A step begins with a state that is not compared."""
+        self._work = None
+
+    def digest(self) -> str:
+        """Return the digest of the state that the step began with; empty where it is not compared."""
+        work, self._work = self._work, None
+        if work is None:
+            return ""
+        try:
+            digests = work.result()
+        except Exception as error:  # noqa: BLE001 - whatever a tensor's class raises: not compared, and no more
+            logger.warning("the state of step %d is not compared: %s", self._version.step, error)
+            return ""
+        self._done = self._version, list(zip(self._names, digests, strict=True))
+        return _digest_of_all([*self._places, *digests])
+
+    def answer(self, wanted: LeavesWanted) -> LeafDigests:
+        """Say which digests the leaves of a state had, as far as they are known still."""
+        done = self._done
+        leaves = [] if done is None or done[0] != wanted.version else done[1]
+        short = [(name, digest[:_LEAF_CHARS]) for name, digest in leaves]
+        runs = runs_of(short, lambda some: some[0] if len(some) == 1 else _digest_of_all(some)[:_LEAF_CHARS])
+        return LeafDigests(version=wanted.version, group_rank=wanted.group_rank, leaves=runs)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._worker.shutdown(timeout_s=timeout_s)
