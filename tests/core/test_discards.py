@@ -18,7 +18,7 @@ def test_three_in_a_row_for_one_cause_are_said_once_with_group_and_setting() -> 
     assert said(run, SLOW, SLOW) == [None, None]
     warning = run.discarded(SLOW)
     assert warning is not None
-    assert warning.startswith(f"3 steps in a row were discarded for one cause: {SLOW}. ")
+    assert warning.startswith(f"3 steps in a row did not count here for one cause: {SLOW}. ")
     assert "TORCHFT_TIMEOUT_SEC" in warning
     assert said(run, SLOW, SLOW, SLOW, SLOW) == [None] * 4
 

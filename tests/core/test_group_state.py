@@ -27,6 +27,7 @@ from torchft_ckpt.core.messages import (
     GroupBroken,
     Leave,
     LoadState,
+    LocateState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -37,6 +38,7 @@ from torchft_ckpt.core.messages import (
     StallReport,
     StateArrived,
     StateLate,
+    StateLocated,
     StateVersion,
 )
 
@@ -409,3 +411,14 @@ def test_what_was_fetched_for_a_step_that_is_over_counts_for_nothing() -> None:
     assert group.handle(RankSaid(1, arrived(request_id=1))) == []
     group.handle(RankSaid(1, arrived(request_id=2)))
     assert len(loading(group.handle(RankSaid(0, arrived(request_id=2))))) == 2
+
+
+def test_a_group_that_has_finished_says_so_again_to_a_lighthouse_that_forgot() -> None:
+    group = GroupState(1)
+    finished = LocateState(request_id=4, version=StateVersion(), has_finished=True)
+    (asked,) = up(group.handle(RankSaid(0, finished)))
+    assert isinstance(asked, LocateState) and asked.has_finished
+    group.handle(LighthouseSaid(StateLocated(request_id=asked.request_id)))
+    assert up(group.handle(LighthouseUp())) == [asked]
+    group.handle(RankSaid(0, request()))
+    assert not any(isinstance(said, LocateState) for said in up(group.handle(LighthouseUp())))

@@ -375,7 +375,7 @@ def test_all_that_wait_when_the_job_ends_are_told() -> None:
 
 
 def two_groups() -> tuple[Lighthouse, Group, Group]:
-    lighthouse = Lighthouse(LighthouseSettings(min_replicas=2))
+    lighthouse = Lighthouse(LighthouseSettings(min_replicas=2, heartbeat_timeout_s=1000.0))
     a, b = Group(lighthouse, "gpt", "a:1"), Group(lighthouse, "gpt", "b:1")
     for _ in range(2):
         a.asks()
@@ -402,12 +402,76 @@ def test_a_job_is_not_finished_while_a_holder_goes_on() -> None:
     assert refusal(lighthouse.said[late.connection]).step == 2
 
 
-def test_a_job_is_finished_when_the_holder_that_had_not_said_so_dies() -> None:
+def test_a_job_is_finished_when_the_holder_that_had_not_said_so_is_gone_for_good() -> None:
     lighthouse, a, b = two_groups()
     a.finishes()
     assert lighthouse.jobs.states["gpt"].finished_step is None
+    late = Group(lighthouse, "gpt", "late:1")
+    late.asks()
     b.dies()
-    assert lighthouse.jobs.states["gpt"].finished_step == 2
+    lighthouse.pass_time(4.0)
+    assert not late.hears(Refused), "it may be on its way back"
+    lighthouse.pass_time(60.0)
+    assert refusal(lighthouse.said[late.connection]).step == 2
+
+
+def test_a_holder_that_was_cut_off_for_a_moment_and_goes_on_ends_nobody() -> None:
+    lighthouse, a, b = two_groups()
+    a.finishes()
+    a.leaves()
+    late = Group(lighthouse, "gpt", "late:1")
+    late.asks()
+    b.dies()
+    lighthouse.open("again", "gpt")
+    lighthouse.hear("again", Hello(protocol=PROTOCOL_VERSION, replica_id="b:1", version=b.version))
+    lighthouse.hear("again", QuorumRequest(request_id=9, version=b.version))
+    lighthouse.pass_time(2.0)
+    assert not late.hears(Refused)
+    assert late.hears(QuorumFormed)
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_group_that_was_restored_from_the_end_trains_on(step: int) -> None:
+    lighthouse = Lighthouse()
+    first = Group(lighthouse, "gpt")
+    first.trains(3)
+    first.finishes()
+    first.leaves()
+    restored = Group(lighthouse, "gpt", "restored:1")
+    late = Group(lighthouse, "gpt", "late:1")
+    restored.says(QuorumRequest(request_id=1, version=StateVersion(step=step), restored=True))
+    late.asks()
+    (formed,) = restored.hears(QuorumFormed)
+    assert isinstance(formed, QuorumFormed) and formed.version.step == step
+    assert not late.hears(Refused)
+
+
+def test_the_end_of_a_job_that_never_made_a_step_is_none() -> None:
+    lighthouse = Lighthouse()
+    group = Group(lighthouse, "gpt")
+    group.asks()
+    assert not group.finishes()
+    group.leaves()
+    again = Group(lighthouse, "gpt", "g:2")
+    again.trains()
+
+
+def test_late_groups_do_not_change_when_the_job_ended() -> None:
+    lighthouse = Lighthouse()
+    first = Group(lighthouse, "gpt")
+    first.trains(3)
+    first.finishes()
+    first.leaves()
+    before = dict(lighthouse.jobs.finished)
+    lighthouse.pass_time(100.0)
+    late = Group(lighthouse, "gpt", "late:1")
+    late.asks()
+    lighthouse.pass_time(1.0)
+    assert refusal(lighthouse.said[late.connection]).step == 3
+    late.dies()
+    assert dict(lighthouse.jobs.finished) == before
+    lighthouse.open("operator", "gpt")
+    assert "finished at step 3" in refusal(lighthouse.hear("operator", AllowStepLoss())).reason
 
 
 def test_a_holder_that_asks_again_is_served_and_its_commit_takes_the_end_back() -> None:

@@ -46,6 +46,11 @@ def launch(name: str | None, rank: int = 0, world_size: int = 2, *, timeout: tim
     )
 
 
+def test_the_name_of_the_group_is_not_that_of_the_job() -> None:
+    for name in ("g0", None):
+        assert launch(name, world_size=1).job == "default"
+
+
 def announces(started: Launch) -> socket.socket:
     """Stand for the manager service of a rank 0; it listens until it is closed."""
     service = socket.create_server(("127.0.0.1", 0))

@@ -208,7 +208,7 @@ def test_steps_discarded_for_one_cause_are_warned_of_once_in_a_row(
         first = discards()
         assert replica.step()
         again = discards()
-    told = r"alone:.*: 3 steps in a row were discarded for one cause: alone:.*: ValueError: batch 2 is torn"
+    told = r"alone:.*: 3 steps in a row did not count here for one cause: alone:.*: ValueError: batch 2 is torn"
     assert [re.fullmatch(told, line) is not None for line in first + again] == [True, True]
     shutdown(replica)
 

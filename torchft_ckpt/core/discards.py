@@ -39,6 +39,8 @@ _ADVICE = (
     ("its connection closed", _HEARTBEAT),
     ("ProcessGroupConfigureError", _HOSTNAME),
     ("CollectiveFailedError", _TIMEOUT),
+    ("ProcessGroupError", _TIMEOUT),
+    ("broke:", _TIMEOUT),
     ("the decision", _TIMEOUT),
 )
 """What is said in the reason of a discarded step, and what helps. The first that fits is its cause."""
@@ -49,7 +51,7 @@ _OF_ONE_LIFE = re.compile(r":[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<!\w)
 
 @dataclass(slots=True)
 class DiscardRun:
-    """The steps that one rank has discarded since it last committed one."""
+    """The steps that did not count for one rank since it last committed one: discarded, or committed without its group."""
 
     _cause: str = ""
     _count: int = 0
@@ -65,13 +67,14 @@ class DiscardRun:
         Args:
             reason: why, as the lighthouse or this rank says it, with the name of the group.
         """
-        cause, advice = next(((what, advice) for what, advice in _ADVICE if what in reason), (_kind(reason), ""))
+        advice = next((advice for what, advice in _ADVICE if what in reason), "")
+        cause = advice or _kind(reason)
         self._count = self._count + 1 if cause == self._cause else 1
         self._cause = cause
         if self._is_said or self._count < NUM_BEFORE_WARNING:
             return None
         self._is_said = True
-        return f"{self._count} steps in a row were discarded for one cause: {reason}" + (
+        return f"{self._count} steps in a row did not count here for one cause: {reason}" + (
             f". {advice}" if advice else ""
         )
 

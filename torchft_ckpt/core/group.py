@@ -142,6 +142,8 @@ class GroupState:
         """Of ranks that want to know where the newest state is."""
         self._located_for: LocateState | None = None
         """The group's question, once all of them want to know, until it is answered."""
+        self._finished: LocateState | None = None
+        """That question, where it says that the group has finished and has not asked for a step since."""
         self._quorum: QuorumFormed | None = None
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
@@ -226,6 +228,7 @@ class GroupState:
             self._asked_by, self._requests = self._requests, {}
         self._request_id += 1
         self._asked = self._combine(self._asked_by)
+        self._finished = None
         self._quorum = None
         self._votes.clear()
         self._voted = None
@@ -248,6 +251,7 @@ class GroupState:
             version = message.version if len(versions) == 1 else StateVersion()
             has_finished = all(located.has_finished for located in self._locating.values())
             self._located_for = LocateState(request_id=self._request_id, version=version, has_finished=has_finished)
+            self._finished = self._located_for if has_finished else None
             self._quorum = None
             self._votes.clear()
             self._voted = None
@@ -494,8 +498,8 @@ class GroupState:
             yield Up(self._asked)
         else:
             self._addresses_told = self._layout_told = None  # a new lighthouse has not heard them
-            if self._located_for is not None:
-                yield Up(self._located_for)
+            if (located_for := self._located_for or self._finished) is not None:
+                yield Up(located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
 

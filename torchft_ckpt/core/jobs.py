@@ -95,7 +95,7 @@ class Jobs:
             return list(self._obey(event.connection, event.message, job, now))
         name = job or DEFAULT_JOB
         if name not in self.states:
-            if len(self.states) >= MAX_JOBS:
+            if len(self.states) >= MAX_JOBS and name not in self.finished:
                 return list(self._refuse(event.connection, self._why_full(name)))
             self._begin(name)
         return self._tell(name, event, now)
@@ -111,6 +111,8 @@ class Jobs:
             Log(f"job {name}: {done.line}", done.is_warning) if isinstance(done, Log) else done
             for done in state.handle(event, now)
         ]
+        if name in self.finished and self.finished[name].step != state.newest_step:
+            del self.finished[name]  # it went on
         deadline = state.next_deadline()
         if deadline is None:
             self._deadlines.pop(name, None)
@@ -121,14 +123,14 @@ class Jobs:
             if step is not None or not state.had_quorum:
                 self._drop(name)
             if step is not None:
-                self.finished[name] = FinishedJob(step, now)
+                self.finished.setdefault(name, FinishedJob(step, now))
                 while len(self.finished) > MAX_FINISHED:
                     self.finished.popitem(last=False)
         return instructions
 
     def _begin(self, name: str) -> None:
         self._num_begun += 1
-        over = self.finished.pop(name, None)
+        over = self.finished.get(name)
         self.states[name] = LighthouseState(
             self.settings,
             epoch=f"{self._epoch}.{self._num_begun}",
@@ -170,7 +172,10 @@ class Jobs:
             return
         name = job or here[0]
         state = self.states.get(name)
-        if state is None and (name not in self.finished or isinstance(message, AllowStepLoss)):
+        if state is None and name in self.finished and isinstance(message, AllowStepLoss):
+            over = f"job {name} is finished at step {self.finished[name].step}; to begin it anew have it forgotten: forget-job"
+            yield from self._refuse(connection, over)
+        elif state is None and name not in self.finished:
             known = f"known are {name_some(here)}" if here else "none is known"
             yield from self._refuse(connection, f"no job {name} is here; {known}")
         elif isinstance(message, AllowStepLoss):

@@ -152,11 +152,7 @@ class Ledger:
                 f" for who holds it before the job goes back to step {step}"
             )
             return reason, restarted_at + patience_s
-        on_their_way = {
-            name: since + patience_s
-            for name, (version, since) in self._away.items()
-            if self.is_valid(version) and version.step > step and now < since + patience_s
-        }
+        on_their_way = self.on_their_way(step + 1, patience_s, now)
         if on_their_way:
             reason = (
                 f"{name_some(on_their_way)} held a later state than step {step} and was cut off; waiting at most"
@@ -164,6 +160,14 @@ class Ledger:
             )
             return reason, max(on_their_way.values())
         return None
+
+    def on_their_way(self, step: int, patience_s: float, now: float) -> dict[str, float]:
+        """Groups that held this step or a later one and were cut off a moment ago; each with how long it is waited for."""
+        return {
+            name: since + patience_s
+            for name, (version, since) in self._away.items()
+            if self.is_valid(version) and version.step >= step and now < since + patience_s
+        }
 
     # ------------------------------------------------------------------------------------------------------ decisions
 

@@ -218,13 +218,13 @@ class LighthouseState:
 
     @property
     def finished_step(self) -> int | None:
-        """At which step the job is over, None where it is not: a group that held the newest state said so, and no living group
-        that holds it goes on."""
+        """At which step the job is over, None where it is not: a group that held the newest state said so, and no group goes on
+        that holds it or was restored from it. One that was cut off a moment ago may be on its way back."""
         step = self._finished_at_step
         if step is None or step != self.newest_step:
             return None
-        goes_on = any(not m.has_finished and self._holds_newest(m.version) for m in self.members.values())
-        return None if goes_on else step
+        goes_on = any(not m.has_finished and self._may_go_on(m, step) for m in self.members.values())
+        return None if goes_on or self._ledger.on_their_way(step, self.settings.join_timeout_s, self._now) else step
 
     @property
     def is_deserted(self) -> bool:
@@ -235,6 +235,11 @@ class LighthouseState:
     def had_quorum(self) -> bool:
         """Whether there is anything to remember."""
         return self.quorum_id > 0 or self.newest_step > 0 or bool(self.callers.who)
+
+    def _may_go_on(self, member: Member, step: int) -> bool:
+        """Whether a group can train on from the last step of a job that is over."""
+        is_restored = member.request is not None and member.request.restored and not member.request.torn
+        return member.version.step >= step and (is_restored or self._ledger.is_valid(member.version))
 
     def _holds_newest(self, version: StateVersion) -> bool:
         return self._ledger.is_valid(version) and version.step >= self.newest_step
@@ -509,7 +514,7 @@ class LighthouseState:
             is_valid=self._ledger.is_valid,
             rolled_back_to=self._ledger.rolled_back_to,
         )
-        if message.has_finished and self._holds_newest(message.version):
+        if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
             self._finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
         member.is_looking = message.has_finished or not located.is_held
@@ -735,7 +740,7 @@ class LighthouseState:
         if not 0 < self._left_at_step == self.newest_step or self._ledger.ahead((), self.newest_step):
             return ""
         return (
-            f" Those that held step {self.newest_step} left on purpose (Manager.shutdown). If the job was over, end this group;"
+            f" A group that held step {self.newest_step} left on purpose (Manager.shutdown). If the job was over, end this group;"
             " where its script calls Manager.finish() after the last step, a late group ends by itself."
         )
 
@@ -873,6 +878,8 @@ class LighthouseState:
         budget = min(budgets, default=0.0) if healing and not assignment.is_first else None
         step = assignment.version.step
         newest_step = self._ledger.goes_on_from(assignment.version, quorum_id, self.epoch)
+        if assignment.is_first or step < newest_step:
+            self._finished_at_step = None  # the job goes on from a checkpoint, or from an older step
         if step < newest_step:
             yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
         for replica_id, old_quorum_id in self._recollection.end():
@@ -1236,9 +1243,9 @@ class LighthouseState:
         del self._by_connection[member.connection]
         if not is_closed:
             self._dropped.add(member.connection)
-        if not is_on_purpose:
+        if not is_on_purpose and not member.has_finished:
             self._ledger.cut_off(group_name(replica_id), member.version, now)
-        elif self._ledger.is_valid(member.version):
+        elif is_on_purpose and self._ledger.is_valid(member.version):
             self._left_at_step = max(self._left_at_step, member.version.step)
         self._waiting.pop(replica_id, None)
         self._quorum_members.pop(replica_id, None)
