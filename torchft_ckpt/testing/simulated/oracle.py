@@ -272,12 +272,16 @@ class Oracle:
         life.finished_step = state.finished_step
 
     def _check_goes_on(self, state: LighthouseState, life: _Life, event: Event, formed: QuorumFormed) -> None:
-        """Where the job is over, a step begins only because somebody asks who holds the newest state."""
+        """Where the job is over, a step begins only because somebody asks who holds the newest state, or restored it."""
         step = life.finished_step
         if step is None or formed.gathers or formed.role is Role.LEARNER:
             return
         asked = event.message if isinstance(event, Received) else None
-        if not isinstance(asked, QuorumRequest) or not asked.version.proven or asked.version.step < step:
+        if (
+            not isinstance(asked, QuorumRequest)
+            or not (asked.version.proven or asked.restored)
+            or asked.version.step < step
+        ):
             self.fail(
                 f"the job was finished at step {step}, and quorum {formed.quorum_id} trains on from {formed.version}"
             )
