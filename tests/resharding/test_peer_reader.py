@@ -133,7 +133,7 @@ def nothing_is_kept(job: RunningJob) -> bool:
     present = min(job.steps)
     while min(job.steps) < present + 2:
         time.sleep(0.005)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 20
     while num_kept(job) and time.monotonic() < until:
         time.sleep(0.005)
     return not num_kept(job)
