@@ -134,7 +134,10 @@ class Run:
     def wait_for_all(self) -> None:
         """Return when the lighthouse knows all groups."""
         _wait_until(
-            lambda: self.has_ended.is_set() or len(self.lighthouse._state.members) == self.num_groups,
+            lambda: (
+                self.has_ended.is_set()
+                or sum(len(job.members) for job in list(self.lighthouse._jobs.states.values())) == self.num_groups
+            ),
             "not all groups have started",
             self.limit_s,
         )
@@ -143,7 +146,8 @@ class Run:
         manager = None if self.second is None else self.second.current
         if self.second is not None and self.second.error is not None:
             return True
-        return manager is not None and manager.replica_id() in self.lighthouse._state._waiting
+        jobs = list(self.lighthouse._jobs.states.values())
+        return manager is not None and any(manager.replica_id() in job._waiting for job in jobs)
 
     def plan(self) -> list[Iteration]:
         return [
@@ -532,11 +536,11 @@ def torch_process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _mesh.append(init_device_mesh("cpu", (1,)))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    open_store, launch._open_store = launch._open_store, lambda *_: store  # type: ignore[assignment]
+    host_store, launch._host_store = launch._host_store, lambda: store
     try:
         yield
     finally:
-        launch._open_store = open_store
+        launch._host_store = host_store
         _mesh.clear()
         dist.destroy_process_group()
 
