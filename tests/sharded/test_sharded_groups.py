@@ -125,7 +125,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
         kill(back[1:])
         assert back[0].end(timeout_s=20) != 0, "it leaves as a whole"
         again = come_back(job, stays, lost_rank_at)
-        done = job.finish(ahead=4)
+        done = job.finish(ahead=8)
     return Run(stays, leaves, back, killed_at, done, again, lost_rank_at)
 
 
@@ -162,7 +162,7 @@ def test_a_group_of_four_joins_with_tensor_parallelism_and_is_killed(tmp_path: P
             rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 2)
         killed_at = time.monotonic()
         kill(joins)
-        done = job.finish(ahead=4)
+        done = job.finish(ahead=8)
     run = Run(stays, [], joins, killed_at, done)
 
     assert {step: found for step, found in run.all_digests.items() if len(found) != 1} == {}
