@@ -43,10 +43,10 @@ _ADVICE = (
     ("broke:", _TIMEOUT),
     ("the decision", _TIMEOUT),
 )
-"""What is said in the reason of a discarded step, and what helps. The first that fits is its cause."""
+"""Texts in the reason of a discarded step, each with the advice that helps. The first that fits is its cause."""
 
 _OF_ONE_LIFE = re.compile(r":[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<!\w)\d[\d.]*")
-"""What differs between two reasons that are alike: which process of a group it is, and counts, times, addresses."""
+"""The parts in which two alike reasons differ: the process of a group, and counts, times, addresses."""
 
 
 @dataclass(slots=True)

@@ -125,7 +125,7 @@ class _Question:
 
 
 class Equality:
-    """Who is known to hold another state than its name says, for one job. Part of the lighthouse's state.
+    """The groups of one job that are known to hold another state than its name says. Part of the lighthouse's state.
 
     Args:
         members: who is connected, by replica id.
@@ -157,7 +157,7 @@ class Equality:
     # ----------------------------------------------------------------------------------------------------- comparison
 
     def joined(self, hello: Hello) -> Iterator[Instruction]:
-        """A group is here. Where its wishes are not those of the others it is named, once."""
+        """A group is here. It is named, once, if its wishes are not those of the others."""
         mine = hello.check_equal_every, hello.on_replicas_differ
         name = group_name(hello.replica_id)
         if self._wishes.get(name) == mine:
