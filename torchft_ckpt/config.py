@@ -16,7 +16,7 @@
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
-| `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |               | torchrun's: which start of the group this is     |
+| `TORCHELASTIC_RUN_ID`               |                               | torchrun's: which run this rank is of            |
 
 What torchft reads besides and nothing here does is in `NOT_READ`; a `Manager` says so where it is set.
 """
@@ -46,7 +46,6 @@ USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATIO
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)
 RUN_ID = ("TORCHELASTIC_RUN_ID",)
-RESTART_COUNT = ("TORCHELASTIC_RESTART_COUNT",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
 

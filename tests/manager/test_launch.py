@@ -25,7 +25,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     with reserved_port() as number:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(number))
-        for variable in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        for variable in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(variable, raising=False)
         yield number
 
@@ -136,14 +136,26 @@ def test_a_manager_that_could_not_be_made_does_not_stand_in_the_way_of_the_next_
         assert rank_0_found_by(launch("group", 1)) == again.replica_id != failed.replica_id
 
 
-@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"])
-def test_each_start_of_a_launcher_is_a_group_of_its_own(
-    port: int, variable: str, monkeypatch: pytest.MonkeyPatch
+def test_ranks_find_each_other_where_their_launchers_have_counted_different_restarts(
+    port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A node whose rank failed counts a restart; another, whose rank was only ended with it, does not."""
+    launcher = hosted_store(port)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    for restarts in ("1", "0"), ("1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts[0])
+        rank_0 = launch("group")
+        with closing(announces(rank_0)):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts[1])
+            assert rank_0_found_by(launch("group", 1)) == rank_0.replica_id
+    del launcher
+
+
+def test_each_run_of_a_launcher_is_a_group_of_its_own(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = hosted_store(port)  # of two runs: torchrun's agents share one where they name one endpoint
     with ExitStack() as living:
         for number in range(2):
-            monkeypatch.setenv(variable, str(number))
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(number))
             rank_0 = launch(f"group_{number}")
             living.enter_context(announces(rank_0))
             assert rank_0_found_by(launch(f"group_{number}", 1)) == rank_0.replica_id
@@ -178,6 +190,6 @@ def test_rank_0_that_does_not_come_is_named(port: int) -> None:
 
 def test_what_is_no_claim_of_this_version_is_named(port: int) -> None:
     launcher = hosted_store(port)
-    launcher.set("torchft_ckpt///group", "what?")
+    launcher.set("torchft_ckpt//group", "what?")
     with pytest.raises(ConfigError, match=rf"the store at 127.0.0.1:{port} holds of its group is of another version"):
         launch("group")

@@ -48,9 +48,16 @@ def decode_claim(text: str, place: str) -> Claim:
         raise ConfigError(message, party=place) from error
 
 
-def claim_key(run_id: str, restart: str) -> str:
-    """Return the key of the claim: of one start of one run, where the launcher counts them."""
-    return f"torchft_ckpt/{run_id}/{restart}/group"
+def claim_key(run_id: str) -> str:
+    """Return the key of the claim.
+
+    How often a launcher has started its ranks again is no part of it: each of torchrun's agents counts for itself, and one whose
+    rank did not fail counts fewer (https://github.com/pytorch/pytorch/issues/135712).
+
+    Args:
+        run_id: of the launcher's run; empty: there is no launcher.
+    """
+    return f"torchft_ckpt/{run_id}/group"
 
 
 def is_own_earlier(earlier: Claim, claim: Claim) -> bool:

@@ -51,7 +51,7 @@ class GroupStore:
         self._group_rank = group_rank
         self._timeout = timeout
         self._claim: Claim | None = None
-        self._key = claim_key(*(config.resolve(None, name, "", str) for name in (config.RUN_ID, config.RESTART_COUNT)))
+        self._key = claim_key(config.resolve(None, config.RUN_ID, "", str))
         try:
             hosted = self._host(addr, port) if group_rank == 0 else None
             self._store = hosted or TCPStore(addr, port, is_master=False, wait_for_workers=False, timeout=timeout)
