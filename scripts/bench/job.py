@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ class Plan:
     """What all groups of a job have in common."""
 
     side: str
+    name: str = ""
+    """Of its processes' logs; empty: that of the side."""
     num_groups: int
     task: str
     seed: int
@@ -29,6 +32,8 @@ class Plan:
     join_timeout_ms: int = 60_000
     """How long the lighthouse waits for living groups that have not asked for the quorum."""
     use_async_quorum: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the Manager, besides what both libraries have."""
     log_level: str = "WARNING"
 
 
@@ -57,7 +62,7 @@ class Job:
             num_stores = plan.num_groups + plan.num_spares + 1 if plan.side == sides.REFERENCE else 0
             settings = {"min_replicas": 2, "join_timeout_ms": plan.join_timeout_ms, "heartbeat_timeout_ms": 5000}
             options = {"side": plan.side, "settings": settings, "num_stores": num_stores}
-            self.lighthouse = children.start("bench.lighthouse_worker", options, f"{plan.side}-lighthouse")
+            self.lighthouse = children.start("bench.lighthouse_worker", options, f"{plan.name or plan.side}-lighthouse")
             event = self.lighthouse.wait_for("address", 60)
             self._lighthouse, self._store_ports = event["address"], event["store_ports"]
         self._numbers = itertools.count()
@@ -73,6 +78,7 @@ class Job:
             "log_level": self._plan.log_level,
             "by_hand": self._plan.by_hand,
             "use_async_quorum": self._plan.use_async_quorum,
+            "settings": dict(self._plan.settings),
             "group": group,
             "num_groups": self._plan.num_groups,
             "min_replica_size": 2,
@@ -83,7 +89,7 @@ class Job:
         if self._store_ports:
             options["store_port"] = self._store_ports.pop()
         return self._children.start(
-            "bench.trainer", options, f"{self._plan.side}-group{group}-life{next(self._numbers)}"
+            "bench.trainer", options, f"{self._plan.name or self._plan.side}-group{group}-life{next(self._numbers)}"
         )
 
     def start(self, num_groups: int | None = None, log_dir: Path | None = None) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bench import kill_gap, lighthouse_scale, overhead, rejoin, sides
+from bench import check_equal, kill_gap, lighthouse_scale, overhead, rejoin, sides
 from bench.processes import ChildEndedError
 from bench.stats import Verdict
 from bench.table import Row, Section, render, to_json
@@ -22,6 +22,7 @@ BENCHMARKS = {
     "kill_gap": kill_gap.run,
     "rejoin": rejoin.run,
     "overhead": overhead.run,
+    "check_equal": check_equal.run,
     "lighthouse": lighthouse_scale.run,
 }
 
@@ -33,7 +34,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Parse the command line, run, print. Exit status 1 where something could not be measured; a missed bar is no error."""
     parser = argparse.ArgumentParser(
-        prog="bench_recovery", description="Measure recovery, overhead and the lighthouse, beside torchft 0.2.0."
+        prog="bench_recovery",
+        description="Measure recovery, overhead, checks and the lighthouse, beside torchft 0.2.0.",
     )
     parser.add_argument("--quick", action="store_true", help="a short form, about two minutes, with fewer repetitions")
     parser.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one (may be repeated)")

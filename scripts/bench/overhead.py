@@ -22,7 +22,7 @@ _NUM_GROUPS = 3
 _STEPS_A_TURN = 8
 
 
-def _take_turn(job: Job, target: int) -> tuple[float, float]:
+def take_turn(job: Job, target: int) -> tuple[float, float]:
     """Let one job train up to a step; return seconds a step, and processor seconds a step of all its groups together."""
     seen = {group: len(child.events("step")) for group, child in job.groups.items()}
     for child in job.groups.values():
@@ -57,11 +57,11 @@ def run(*, quick: bool, seed: int, log_dir: Path, say: Callable[[str], None]) ->
             jobs[name].start(log_dir=log_dir)
             # A step that none of its groups has reached yet: there they all stop, until it is their turn.
             targets[name] = max(c.events("step")[-1]["step"] for c in jobs[name].groups.values()) + _STEPS_A_TURN
-            _take_turn(jobs[name], targets[name])
+            take_turn(jobs[name], targets[name])
         for turn in range(-1, num_turns):
             for name in names:
                 targets[name] += _STEPS_A_TURN
-                wall_s, cpu_s = _take_turn(jobs[name], targets[name])
+                wall_s, cpu_s = take_turn(jobs[name], targets[name])
                 if turn >= 0:
                     walls[name].append(wall_s)
                     cpus[name].append(cpu_s)

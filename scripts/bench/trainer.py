@@ -87,6 +87,7 @@ class _ManagedLoop:
             replica_id=f"group_{options['group']}",
             hostname="127.0.0.1",
             **store,
+            **options.get("settings", {}),
         )
         reporter.emit("manager_ready")
         self._by_hand = list(task.model.parameters()) if options["by_hand"] else []
