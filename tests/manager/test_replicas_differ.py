@@ -223,15 +223,32 @@ class Scheduled(Replica):
         self.sgd.param_groups[0]["lr"] = rate
 
 
-def test_a_learning_rate_that_is_stale_after_healing_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+class Cached(Replica):
+    """What it returns of its optimizer it has noted when it was made, as torchtitan 0.3.0 does."""
+
+    def state(self) -> dict[str, Any]:
+        self.noted: dict[str, Any] = getattr(
+            self, "noted", {"param_groups": copy.deepcopy(self.sgd.state_dict()["param_groups"])}
+        )
+        return {**super().state(), "sgd": {**self.sgd.state_dict(), **self.noted}}
+
+
+@pytest.mark.parametrize("kind", [Scheduled, Cached])
+def test_a_learning_rate_that_is_stale_after_healing_is_the_sources_and_told_by_name(
+    kind: type[Replica], caplog: pytest.LogCaptureFixture
+) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
-    replicas = [Scheduled(server, name) for name in ("group_a", "group_b")]
-    for replica, rate in zip(replicas, (0.1, 0.3), strict=True):
+    replicas = [kind(server, name, seed) for seed, name in enumerate(("group_a", "group_b"))]
+    for replica in replicas:
+        replica.state()
+    for replica, rate in zip(replicas, (0.125, 0.25), strict=True):
         replica.sgd.param_groups[0]["lr"] = rate
     with caplog.at_level(logging.WARNING):
-        together(replicas, Replica.step)  # type: ignore[arg-type]
-    (line,) = said(caplog, "does not return what was loaded")
-    assert "(default.sgd.param_groups.0.lr)" in line
+        together(replicas, Replica.step)
+    (line,) = said(caplog, "did not set what the source's optimizers are set to")
+    assert "optimizer 0.param_groups.0.lr: " in line and ", at the source 0." in line
+    assert len({replica.sgd.param_groups[0]["lr"] for replica in replicas}) == 1
+    assert len({replica.model.weight.detach().numpy().tobytes() for replica in replicas}) == 1
     shutdown(*replicas)
     server.shutdown()
 

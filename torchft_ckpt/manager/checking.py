@@ -67,8 +67,12 @@ def leaves_to_compare(
                 leaves.append(Leaf(path, path, value))
             if isinstance(value, torch.Tensor):
                 names.update((part.data_ptr(), path) for part in memory_of(value))
+    seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
         for path, value in _owned(optimizer, f"optimizer {number}"):
+            if id(value) in seen:
+                continue  # two optimizers hold the parameter, as one that steps others does
+            seen.update([id(value)] if isinstance(value, torch.Tensor) else [])
             parts = memory_of(value) if isinstance(value, torch.Tensor) else ()
             name = next((names[part.data_ptr()] for part in parts if part.data_ptr() in names), path)
             leaves.append(Leaf(path, name, value))

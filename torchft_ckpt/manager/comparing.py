@@ -94,7 +94,7 @@ class _Search:
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
             if self._max_bytes is not None and here.nbytes > self._max_bytes:
                 return
-            if not _same_tensor(here, there):
+            if not same_tensor(here, there):
                 (self.buffers if self._is_buffer(here, there) else self.weighty).append(path)
         elif not _same_value(here, there):
             self.weighty.append(path)
@@ -105,7 +105,8 @@ class _Search:
         return all(part.data_ptr() not in self._owned for part in memory_of(here))
 
 
-def _same_tensor(here: torch.Tensor, there: torch.Tensor) -> bool:
+def same_tensor(here: torch.Tensor, there: torch.Tensor) -> bool:
+    """Whether two tensors, or what is here of them, have the same bits."""
     if here.shape != there.shape or here.dtype != there.dtype:
         return False
     adapter, other = adapter_of(here), adapter_of(there)

@@ -1,7 +1,7 @@
 """Moving the state: what a replica serves, what it fetches, and loading it whole or not at all.
 
-The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch"}}: torchft's layout,
-and the name of the state, because a source may still hold another one of the same step.
+The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch", "settings"}}: torchft's
+layout, the name of the state, because a source may still hold another one of the same step, and its optimizers' settings.
 
 The users' `state_dict` functions run on the training thread, or while it waits for us; their `load_state_dict` functions
 on the training thread alone. What arrives is checked against what is registered before the first of them is called.
@@ -41,6 +41,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.manager.checking import Leaf, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
+from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
 from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, tensors_in
 from torchft_ckpt.threads import Threads
 
@@ -166,7 +167,10 @@ class StateRegistry:
         return frozen_in_words([parameter.requires_grad for parameter in self._parameters()])
 
     def _parameters(self) -> list[torch.Tensor]:
-        return _parameters_of([*self._optimizers, *self._unguarded])
+        return _parameters_of(self._known())
+
+    def _known(self) -> list[torch.optim.Optimizer]:
+        return with_inner([*self._optimizers, *self._unguarded])
 
     def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> dict[str, Any]:
         """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
@@ -178,7 +182,7 @@ class StateRegistry:
             self.layout()
         if not self.is_sharded:
             return self.capture()
-        optimizers = self._unguarded if beside_steps else [*self._optimizers, *self._unguarded]
+        optimizers = with_inner(self._unguarded) if beside_steps else self._known()
         with with_optimizer_state(optimizers, also_frozen=also_frozen):
             return self.capture()
 
@@ -193,7 +197,8 @@ class StateRegistry:
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example. Whatever changed
         without the lock while it was served before is copied as well.
         """
-        return hold_still(self.capture(), [] if self.is_kept_still else self._optimizers, self._unsteady)
+        held = hold_still(self.capture(), [] if self.is_kept_still else with_inner(self._optimizers), self._unsteady)
+        return held if self._agreed_on or self.is_kept_still else held._replace(settings=settings_of(self._known()))
 
     def count_writes(self) -> list[Counted]:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
@@ -210,7 +215,7 @@ class StateRegistry:
         It is to be called before the next step of an optimizer ends, on any thread.
         """
         here = fixed(captured)
-        return lambda received: compare_states(here, received, [*self._optimizers, *self._unguarded])
+        return lambda received: compare_states(here, received, self._known())
 
     def leaves_to_compare(self) -> list[Leaf]:
         """Return what has to be equal in all groups of the state of now. On the training thread.
@@ -221,7 +226,11 @@ class StateRegistry:
         still = captured.keys() - self._moving
         if self._agreed_on:
             return leaves_to_compare({key: captured[key] for key in still}, (), still=still)
-        return leaves_to_compare(captured, [*self._optimizers, *self._unguarded], still=still)
+        return leaves_to_compare(captured, self._known(), still=still)
+
+    def take_settings(self, settings: object) -> list[str]:
+        """Give optimizers the settings of the source, and say what differed. On the training thread."""
+        return take_settings(self._known(), settings)
 
     def not_returned(self, user: dict[str, Any]) -> Differences:
         """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread."""
@@ -239,7 +248,7 @@ class StateRegistry:
         """
         if by_key and self.is_kept_still:
             return StateHeld(state, frozenset(), False)
-        held = hold_to_save(state, self._optimizers)
+        held = hold_to_save(state, with_inner(self._optimizers))
         if self._agreed_on:
             own = {key: held.state[key] for key in self._moving} if by_key else held.state
             held = held._replace(of_group=frozenset(map(id, tensors_in(own))))
@@ -274,8 +283,7 @@ class StateRegistry:
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
-        known = [*self._optimizers, *self._unguarded]
-        with self._lock.write(), self._noted("load"), dtypes_kept(known):
+        with self._lock.write(), self._noted("load"), dtypes_kept(self._known()):
             for key, load in sorted(self._load.items(), key=lambda pair: pair[0] in self._agreed_on):
                 try:
                     load(user[key])
@@ -285,7 +293,8 @@ class StateRegistry:
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 class Healing:

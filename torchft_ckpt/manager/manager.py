@@ -39,6 +39,7 @@ from torchft_ckpt.core.messages import (
     StateArrived,
     StateVersion,
     clip,
+    name_some,
 )
 from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
@@ -855,7 +856,10 @@ class Manager:
             self._transport.send_checkpoint(
                 dst_ranks=list(destinations),
                 step=formed.version.step,
-                state_dict={"user": captured.state, "torchft": self._own_state(formed.version)},
+                state_dict={
+                    "user": captured.state,
+                    "torchft": {**self._own_state(formed.version), "settings": list(captured.settings)},
+                },
                 timeout=self._timeouts.collective if self._moves_over_group else self._timeouts.transfer,
                 **versions,
             )
@@ -1193,6 +1197,14 @@ class Manager:
             self._talk.load_torn()
             raise
         self._batches_committed = int(state["torchft"].get("batches_committed", 0))
+        settings = self._registry.take_settings(state["torchft"].get("settings"))
+        if settings:
+            logger.warning(
+                "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"
+                " stale settings, or none: a step with them comes to another state than that of the other replica groups",
+                self.replica_id(),
+                name_some(settings),
+            )
         found = self._registry.not_returned(state["user"])
         if found.paths:
             logger.warning(

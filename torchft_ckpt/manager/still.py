@@ -42,6 +42,8 @@ class StateToServe(NamedTuple):
     state: Any
     versions: StateVersions
     """Of its tensors, when it was captured."""
+    settings: Sequence[Any] = ()
+    """Of its optimizers, when it was captured."""
 
 
 class Unsteady:

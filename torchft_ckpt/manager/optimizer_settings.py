@@ -1,0 +1,111 @@
+"""Carries the settings of optimizers, learning rates above all, from the source of a state to the replica that heals.
+
+A user's `state_dict` may return them stale: torchtitan 0.3.0 returns what they were when it cached them, a step before the
+scheduler set the learning rate (https://github.com/pytorch/torchtitan/issues/4598). A replica that steps with that rate ends
+unequal to its source, with equal gradients and equal moments. So they also travel as they are, and win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from torchft_ckpt.manager.comparing import same_tensor, value_in_words
+
+Settings: TypeAlias = "list[list[dict[str, Any]]]"
+"""Of each optimizer each parameter group's: plain values, and tensors of one element."""
+_NO_SETTINGS = ("params", "param_names")
+_SCAN_DEPTH = 2
+
+
+def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return optimizers and those that they hold in an attribute, or in a container there; each once.
+
+    torchtitan's and others step several optimizers as one, whose own groups hold the parameters and no more.
+    """
+    found: dict[int, torch.optim.Optimizer] = {}
+    waiting = list(optimizers)[::-1]
+    while waiting:
+        optimizer = waiting.pop()
+        if id(optimizer) not in found:
+            found[id(optimizer)] = optimizer
+            attributes = {
+                name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
+            }
+            waiting += [*_optimizers_in(attributes, _SCAN_DEPTH)][::-1]
+    return list(found.values())
+
+
+def _optimizers_in(value: object, depth: int) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(value, torch.optim.Optimizer):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(item, depth - 1)
+
+
+def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> Settings:
+    """Return the settings of now; what a scheduler changes later does not appear in them."""
+    return [
+        [
+            {key: _kept(value) for key, value in group.items() if key not in _NO_SETTINGS and _travels(value)}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
+
+
+def _travels(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else value_in_words(value) is not None
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def take_settings(optimizers: Sequence[torch.optim.Optimizer], settings: object) -> list[str]:
+    """Give optimizers the settings of the source. On the training thread.
+
+    Args:
+        optimizers: of this replica, in the order of the source's.
+        settings: as `settings_of` returned them there; what does not fit the optimizers is left alone.
+
+    Returns:
+        What differed, for people.
+    """
+    said: list[str] = []
+    if not isinstance(settings, list) or len(settings) != len(optimizers):
+        return said
+    for number, (optimizer, groups) in enumerate(zip(optimizers, settings, strict=True)):
+        if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+            continue
+        for place, (group, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            if not isinstance(theirs, Mapping):
+                continue
+            for key, value in theirs.items():
+                if key in group and key not in _NO_SETTINGS and not _is_same(group[key], value):
+                    said.append(
+                        f"optimizer {number}.param_groups.{place}.{key}: {group[key]!r}, at the source {value!r}"
+                    )
+                    _set(group, key, value)
+    return said
+
+
+def _is_same(here: object, there: object) -> bool:
+    if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+        return same_tensor(here, there)
+    return value_in_words(here) == value_in_words(there)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    here = group[key]
+    if isinstance(here, torch.Tensor):
+        with torch.no_grad():  # a captured graph reads this memory
+            here.fill_(value.item() if isinstance(value, torch.Tensor) else value)
+    else:
+        group[key] = value.item() if isinstance(value, torch.Tensor) else value
