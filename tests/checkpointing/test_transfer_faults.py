@@ -343,7 +343,8 @@ def test_several_destinations_receive_the_same_state_at_once(source):
 
 def test_nothing_is_left_behind_after_good_and_bad_receives():
     def once() -> None:
-        source, destination = make_transport(), make_transport(num_chunks=3, stall_timeout=timedelta(seconds=0.1))
+        source, patient = make_transport(), make_transport(num_chunks=3)
+        destination = make_transport(num_chunks=3, stall_timeout=timedelta(seconds=0.1))
         source.send_checkpoint([1], 3, STATE, LONG)
         with FaultyProxy(parse_metadata(source.metadata()).port) as proxy:
             faults = (faulty_proxy.cut_after, faulty_proxy.stall_after, faulty_proxy.flip_bit_at)
@@ -351,9 +352,9 @@ def test_nothing_is_left_behind_after_good_and_bad_receives():
                 proxy.fault = fault(100_000)
                 with contextlib.suppress(TransferError):  # a cut is mended where something had arrived
                     receive(destination, proxy.url)
-            receive(destination, source.metadata())
-        source.shutdown()
-        destination.shutdown()
+            receive(patient, source.metadata())
+        for transport in (source, patient, destination):
+            transport.shutdown()
 
     once()
     before = (sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd")))
