@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.equality import alike, differing, is_checked, minority, runs_of
+from torchft_ckpt.core.equality import alike, differing, is_checked, minority, runs_of, with_those_served
 from torchft_ckpt.core.messages import (
     MAX_LEAF_CHARS,
     MAX_LEAVES,
@@ -21,6 +21,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     encode,
 )
+from torchft_ckpt.core.recovery import Assignment, Part
 
 
 def test_the_state_after_each_nth_committed_step_is_compared_and_the_first_one_is_not():
@@ -47,6 +48,14 @@ def test_a_strict_majority_is_right_and_without_one_nobody_is(states, groups, fe
 
 def test_groups_differ_where_one_of_their_ranks_does():
     assert alike({"a": ["x", "y"], "b": ["x", "z"], "c": ["x", "y"]}) == [["a", "c"], ["b"]]
+
+
+def test_who_loads_from_one_that_differs_in_the_same_step_differs_too():
+    roles = {"a": (Role.HEALTHY, ()), "b": (Role.HEALTHY, ()), "c": (Role.JOINER, (0,)), "d": (Role.JOINER, (1, 0))}
+    parts = tuple(Part(replica_id=m, role=role, contributor_rank=None, sources=s) for m, (role, s) in roles.items())
+    step = Assignment(version=StateVersion(), parts=parts, deferred=(), is_first=False, reason="")
+    assert with_those_served(["b"], step) == {"b", "d"}
+    assert with_those_served(["a"], step) == {"a", "c", "d"}
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

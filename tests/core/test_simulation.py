@@ -100,7 +100,7 @@ def test_a_joiner_whose_transfers_all_fail_does_not_keep_the_others_from_trainin
     plan = Scenario(num_groups=3, transfer_failure_rate=1.0, chaos_s=8.0)
     report = Simulation(3, plan, [(400, Fault.KILL_GROUP, 1)]).run()
     assert max(report.discarded.values()) <= 1
-    assert report.num_commits > 100
+    assert report.num_commits > 7 * (plan.chaos_s + report.recovered_after_s)
 
 
 def test_lighthouse_crashes_alone_lose_no_step_of_a_quiet_job() -> None:
@@ -364,14 +364,9 @@ def broken_memory_of_the_minority(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Equality, "proven_of", lambda state, replica_id, version: version)
 
 
-def broken_followers_of_the_minority(patch: pytest.MonkeyPatch) -> None:
-    """Who loads from one that is found to differ in the same step is taken for equal."""
-    patch.setattr(equality, "with_those_served", lambda groups, assignment: set(groups))
-
-
 @pytest.mark.parametrize(
     "break_it",
-    [broken_minority, broken_memory_of_the_minority, broken_followers_of_the_minority],
+    [broken_minority, broken_memory_of_the_minority],
     ids=lambda function: function.__name__,
 )
 def test_the_simulation_of_drift_finds_a_rule_that_was_broken_on_purpose(
