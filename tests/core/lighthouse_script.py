@@ -34,6 +34,7 @@ from torchft_ckpt.core.messages import (
     FromLighthouse,
     Heartbeat,
     JoinerWaiting,
+    JoinProgress,
     Leaf,
     LeafDigests,
     Leave,
@@ -172,6 +173,7 @@ class Member:
         num_collectives: int = 0,
         by_rank: tuple[int, ...] = (),
         can_load: bool = True,
+        reach_s: float | None = None,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
@@ -180,6 +182,7 @@ class Member:
             shrink_only=shrink_only,
             can_serve=serve,
             store_address=f"{self.replica_id}/store",
+            reach_s=reach_s,
         )
         self.says(
             msgspec.structs.replace(
@@ -253,6 +256,11 @@ class Member:
     def reports_stall(self) -> None:
         assert self.formed is not None
         self.says(StallReport(quorum_id=self.formed.quorum_id, step=self.formed.version.step))
+
+    def still_needs(self, seconds: float) -> None:
+        """Says how far it is with receiving the state."""
+        assert self.formed is not None
+        self.says(JoinProgress(quorum_id=self.formed.quorum_id, step=self.formed.version.step, reach_s=seconds))
 
     def leaves(self) -> None:
         self.says(Leave("it was shut down"))

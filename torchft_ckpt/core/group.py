@@ -42,6 +42,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    JoinProgress,
     LeafDigests,
     Leave,
     LeavesWanted,
@@ -148,6 +149,8 @@ class GroupState:
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
         self._stall_reported = False
+        self._reach: dict[int, float] = {}
+        """How long each rank still needs that receives the state of the open step, in seconds."""
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -194,6 +197,9 @@ class GroupState:
             if not self._stall_reported and self._is_of_open_step(message):
                 self._stall_reported = True
                 yield Up(message)
+        elif isinstance(message, JoinProgress):
+            if self._is_of_open_step(message):
+                yield from self._receives(rank, message)
         elif isinstance(message, StateArrived | StateLate):
             yield from self._fetches(rank, message)
         elif isinstance(message, Leave):
@@ -263,6 +269,13 @@ class GroupState:
             for rank, message in self._locating.items():
                 yield ToRank(rank, StateLocated(request_id=message.request_id))
             self._locating.clear()
+
+    def _receives(self, rank: int, progress: JoinProgress) -> Iterator[GroupInstruction]:
+        """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
+        self._reach[rank] = progress.reach_s
+        reach_s = max(self._reach.values())
+        if reach_s or len(self._reach) == self.world_size:
+            yield Up(msgspec.structs.replace(progress, reach_s=reach_s))
 
     def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
@@ -375,6 +388,10 @@ class GroupState:
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
             join_budget_s=min(request.join_budget_s for request in requests),
+            join_stall_limit_s=min(
+                (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
+            ),
+            reach_s=_longest([request.reach_s for request in requests]),
             layout=combine_layouts([request.layout for request in requests]),
             layout_text=news,
             frozen=first.frozen if len({request.frozen for request in requests}) == 1 else self._frozen(requests),
@@ -421,7 +438,7 @@ class GroupState:
         digests = [self._votes[rank].state_digests for rank in range(self.world_size) if rank in self._votes]
         return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
 
-    def _is_of_open_step(self, report: StallReport | CollectiveWait) -> bool:
+    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress) -> bool:
         formed = self._quorum
         return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
 
@@ -470,6 +487,7 @@ class GroupState:
         self._asked = None
         if not formed.gathers:
             self._quorum = formed
+            self._reach.clear()
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
@@ -502,6 +520,12 @@ class GroupState:
                 yield Up(located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    """Return the longest; None where one is not known."""
+    known = [s for s in seconds if s is not None]
+    return max(known) if len(known) == len(seconds) else None
 
 
 def _unequal(numbers: list[int]) -> list[int]:

@@ -35,6 +35,7 @@ from torchft_ckpt.core.callers import Caller, CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
+from torchft_ckpt.core.joining import Joining
 from torchft_ckpt.core.layouts import (
     is_part_of,
     of_another_layout,
@@ -54,7 +55,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.lighthouse_records import Member, Round
+from torchft_ckpt.core.lighthouse_records import Member, Reach, Round
 from torchft_ckpt.core.locating import locate_state
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
@@ -68,6 +69,7 @@ from torchft_ckpt.core.messages import (
     Heartbeat,
     Hello,
     JoinerWaiting,
+    JoinProgress,
     LeafDigests,
     Leave,
     LocateState,
@@ -88,7 +90,6 @@ from torchft_ckpt.core.messages import (
     group_name,
     name_some,
 )
-from torchft_ckpt.core.patience import JoinBackoff
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recollection import Recollection, StepKey, id_before_next_life
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
@@ -157,7 +158,7 @@ class LighthouseState:
         """Members of the last quorum that have not been lost since."""
         self._back: set[str] = set()
         """Those of them that have asked again."""
-        self._backoff: dict[str, JoinBackoff] = {}
+        self._joining = Joining()
         self._incarnations: OrderedDict[str, str] = OrderedDict()
         """The latest incarnation of each group, also while it is away."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
@@ -202,8 +203,8 @@ class LighthouseState:
         if self.members:
             oldest = next(iter(self.members.values()))
             deadlines.append(oldest.last_seen + self.settings.heartbeat_timeout_s)
-        if self.round is not None and self.round.joiners_close_at is not None:
-            deadlines.append(self.round.joiners_close_at)
+        if self.round is not None and self.round.look_again_at is not None and not self.round.tally.decided:
+            deadlines.append(self.round.look_again_at)
         if self._waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
         for deadline in (self._recollection.deadline(self._now), self.callers.next_deadline()):
@@ -298,6 +299,8 @@ class LighthouseState:
             yield from self._voted(member, message, now)
         elif isinstance(message, StallReport):
             yield from self._stalled(member, message, now)
+        elif isinstance(message, JoinProgress):
+            yield from self._receives(member, message, now)
         elif isinstance(message, CollectiveWait):
             yield from self._waits_in_collective(member, message, now)
         elif isinstance(message, LeafDigests):
@@ -475,6 +478,7 @@ class LighthouseState:
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._abandoned(current, replica_id, now)
         member.layout, member.frozen = request.layout, request.frozen
+        member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
         if request.layout_text is not None:
             member.layout_text = request.layout_text
         if request.checkpoint_addresses is not None:
@@ -575,8 +579,11 @@ class LighthouseState:
             return
         others = self._of_another_layout()
         candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
-        admitted, out = self._split_out(candidates, now)
-        out |= others.keys() | gathering
+        admitted, outside = self._split_out(candidates, now)
+        yield from self._tell_apart(outside | others, others, now)
+        if not admitted:
+            return
+        out = outside.keys() | others.keys() | gathering
         asked = {
             m.replica_id: Asked(
                 at=m.asked_at,
@@ -596,14 +603,11 @@ class LighthouseState:
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
         )
-        yield from self._tell_others(others, now)
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
             if left := self._if_over():
                 reason = f"{reason}.{left}"
-            yield from self._pending(
-                reason, now, verdict.deadline, is_warning=bool(others), but=others.keys() | gathering
-            )
+            yield from self._pending(reason, now, verdict.deadline, is_warning=bool(others), but=out)
             return
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
@@ -777,13 +781,16 @@ class LighthouseState:
             " or until those groups are gone"
         )
 
-    def _tell_others(self, others: Mapping[str, str], now: float) -> Iterator[Instruction]:
+    def _tell_apart(self, reasons: Mapping[str, str], others: Collection[str], now: float) -> Iterator[Instruction]:
+        """Tell those who wait outside why; `others`, of another layout, also the operator each time that changes."""
         for replica_id in self._waiting:
             member = self.members[replica_id]
-            if replica_id in others and now - member.told_at >= PENDING_NOTICE_S:
-                reason = others[replica_id]
-                if member.told_reason != reason:
-                    yield Log(reason, is_warning=True)
+            has_waited = now - member.asked_at >= PENDING_NOTICE_S / 2
+            if replica_id in reasons and has_waited and now - member.told_at >= PENDING_NOTICE_S:
+                reason = reasons[replica_id]
+                if not member.told_reason or (replica_id in others and member.told_reason != reason):
+                    said = reason if replica_id in others else f"{replica_id} is not admitted: {reason}"
+                    yield Log(said, is_warning=True)
                 member.told_reason, member.told_at = reason, now
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
@@ -800,21 +807,23 @@ class LighthouseState:
             and (not self._ledger.is_valid(member.version) or member.version.step < self.newest_step)
         ]
 
-    def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], set[str]]:
-        """Set joiners aside that were left behind lately, if those who remain are enough."""
+    def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
+        """Set joiners aside for which nobody can wait now, with the reason, if those who remain are enough."""
         best = max((m.version for m in candidates if self._ledger.is_valid(m.version)), default=None)
         is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
-        out = {
+        joining = {
             member.replica_id
             for member in candidates
             if member.replica_id not in self._quorum_members
             and (member.version != best or (member.asked.unverified and is_known_here))
-            and (backoff := self._backoff.get(group_name(member.replica_id))) is not None
-            and backoff.is_out(now)
         }
+        budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
+        reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
+        out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
-        if len(admitted) < self.settings.min_replicas:
-            return candidates, set()
+        is_at_work = self._quorum_members.keys() - self._waiting.keys()
+        if len(admitted) < self.settings.min_replicas and not (is_at_work and not admitted):
+            return candidates, {}
         return admitted, out
 
     def _next_quorum_id(self, replica_ids: tuple[str, ...], members: list[Member]) -> int:
@@ -876,6 +885,7 @@ class LighthouseState:
             if part.role is Role.HEALTHY
         ]
         budget = min(budgets, default=0.0) if healing and not assignment.is_first else None
+        self._joining.set_limit([m for m in members if roles[m.replica_id] is Role.HEALTHY], now)
         step = assignment.version.step
         newest_step = self._ledger.goes_on_from(assignment.version, quorum_id, self.epoch)
         if assignment.is_first or step < newest_step:
@@ -890,6 +900,13 @@ class LighthouseState:
         self.quorum_id = quorum_id
         self.allow_step_loss = False
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
+        if budget is not None:
+            holding = [
+                m.asked.min_contributors for m in members if roles[m.replica_id] is Role.HEALTHY and m.asked.contributes
+            ]
+            self.round.is_needed = len(holding) < max(self.settings.min_replicas, *holding, 1)
+            expected = {part.replica_id: self.members[part.replica_id].asked.reach_s for part in healing}
+            self.round.reach = {who: Reach(s, now, is_measured=False) for who, s in expected.items() if s is not None}
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._back.clear()
@@ -927,6 +944,7 @@ class LighthouseState:
                 sources=_sources(members, part.sources),
                 destinations=[*part.destinations, *(len(members) + n for n in range(len(taught)) if rank in teachers)],
                 join_budget_s=budget,
+                join_wait_s=0.0 if budget is None else self._joining.most_s(budget, now),
                 joiner_waiting=bool(assignment.deferred)
                 or len(taught) < len(learners)
                 or Role.JOINER in roles.values(),
@@ -965,6 +983,8 @@ class LighthouseState:
             del self._waiting[member.replica_id]
             yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {formed.reason}")
             yield Send(member.connection, formed)
+        if self._waiting:
+            self._evaluate_at = now + PENDING_NOTICE_S  # to tell them why
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
@@ -1036,10 +1056,8 @@ class LighthouseState:
     def _after_vote(self, current: Round, now: float) -> Iterator[Instruction]:
         tally = current.tally
         if tally.all_voters_approved:
-            if current.join_budget_s is None:
-                tally.close()
-            elif current.all_approved_at is None:
-                current.all_approved_at = now
+            current.all_approved_at = now if current.all_approved_at is None else current.all_approved_at
+            self._close_if_over(current, now)
         if tally.decided:
             yield from self._announce(current, now)
             return
@@ -1047,11 +1065,33 @@ class LighthouseState:
         if current.stalled and not tally.decided:
             yield from self._judge_stall(current, now)
 
+    def _close_if_over(self, current: Round, now: float) -> None:
+        """Commit without the joiners where they are waited for no longer."""
+        if current.join_budget_s is None or not self._joining.keeps_waiting(current, now):
+            current.tally.close(current.gave_up)
+
+    def _receives(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
+        """A joiner says how long it still needs."""
+        current = self.round
+        if (
+            current is None
+            or current.tally.decided
+            or (current.quorum_id, current.step) != (progress.quorum_id, progress.step)
+            or current.tally.roles.get(member.replica_id) not in (Role.JOINER, Role.INLINE)
+        ):
+            return
+        before = current.reach.get(member.replica_id)
+        if before is None or before.seconds or progress.reach_s:  # since when it has all counts
+            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True)
+        if current.tally.all_voters_approved or current.stalled:
+            yield from self._after_vote(current, now)
+
     def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
         tally = current.tally
         if tally.verdict is Verdict.COMMIT:
             yield from self._equality.judge(current, now)
+        self._joining.ended(current, now)
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
         if approvers and not followers:
@@ -1070,13 +1110,13 @@ class LighthouseState:
                 if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart
             ]
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
-            self._fail_join(behind, cost_s, now)
+            self._fail_join(behind, cost_s, now, current.gave_up)
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in self._joiners(tally):
             if (vote := tally.votes.get(replica_id)) is not None and vote.approve:
                 self._quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
-                self._backoff.pop(group_name(replica_id), None)
+                self._joining.joined(replica_id)
         for replica_id in tally.roles:
             member = self.members.get(replica_id)
             if member is None:
@@ -1112,14 +1152,12 @@ class LighthouseState:
         """Joiners of a quorum that have not been lost."""
         return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
 
-    def _fail_join(self, joiners: list[str], cost_s: float, now: float) -> None:
+    def _fail_join(self, joiners: list[str], cost_s: float, now: float, reason: str = "") -> None:
         """Note that an attempt to join cost the others `cost_s`."""
         for replica_id in joiners:
             self._quorum_members.pop(replica_id, None)
             self._back.discard(replica_id)
-            self._backoff.setdefault(group_name(replica_id), JoinBackoff()).failed(cost_s, now)
-        if len(self._backoff) > 4096:
-            self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
+        self._joining.failed(joiners, cost_s, now, reason)
 
     def _waits_in_collective(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
         current = self.round
@@ -1220,10 +1258,11 @@ class LighthouseState:
             for member, role in roles.items()
             if role in (Role.JOINER, Role.INLINE) and member not in tally.lost and member not in current.stalled
         ] or [member for member, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
-        if not joiners:
+        if not joiners or self._joining.keeps_waiting_in_collective(current, joiners, now):
             return
-        self._fail_join(joiners, now - current.formed_at, now)
-        tally.give_up(f"the others waited longer than join_budget for {name_some(joiners)}")
+        why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
+        self._fail_join(joiners, now - current.formed_at, now, why)
+        tally.give_up(why)
         yield from self._announce(current, now, culprit=joiners[0])
 
     # --------------------------------------------------------------------------------------------------------- losses
@@ -1332,9 +1371,10 @@ class LighthouseState:
             yield Send(connection, Dropped(reason=reason))
             yield Close(connection)
         current = self.round
-        if current is not None and current.joiners_close_at is not None and now >= current.joiners_close_at:
-            current.tally.close()
-            yield from self._announce(current, now)
+        if current is not None and current.look_again_at is not None and now >= current.look_again_at:
+            current.look_again_at = None
+            if not current.tally.decided:
+                yield from self._after_vote(current, now)
         yield from self.callers.tick(now)
         yield from self._break_forgotten(self._recollection.expire(now))
         yield from self._settle_forgotten(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchft_ckpt.core.commit import Tally, Verdict, num_issued
 from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, StateVersion, name_some
@@ -23,6 +24,8 @@ class Member:
     layout: str = ""
     layout_text: str = ""
     frozen: str = ""
+    """As in its last request."""
+    join_stall_limit_s: float = float("inf")
     """As in its last request."""
     num_learned: int = 0
     """How often it got the state outside of a quorum."""
@@ -64,6 +67,16 @@ class Member:
         return self.request
 
 
+class Reach(NamedTuple):
+    """How long a member that joins needs until it holds the state."""
+
+    seconds: float
+    at: float
+    """When it said so."""
+    is_measured: bool
+    """By what it has received in this step; else by what it expected when it asked."""
+
+
 @dataclass(slots=True)
 class Round:
     """One step of one quorum."""
@@ -84,6 +97,14 @@ class Round:
     """By group rank: the collective after its vote that a member's rank waits in, while the member has not gone on."""
     fewest: dict[int, tuple[int, str]] = field(default_factory=dict)
     """By group rank: of those that have gone on, who issued the fewest collectives, and how many."""
+    reach: dict[str, Reach] = field(default_factory=dict)
+    """Of those who join, where their transports tell."""
+    is_needed: bool = False
+    """Those who hold the state are too few to train without those who join."""
+    look_again_at: float | None = None
+    """When to ask again whether joiners are waited for."""
+    gave_up: str = ""
+    """Why they are not waited for any longer."""
     failed: set[str] = field(default_factory=set)
     """Joiners whose attempt has been counted as failed already."""
 
@@ -96,9 +117,3 @@ class Round:
         late = [m for m in self.tally.roles if m not in waiting and m not in self.tally.votes]
         if replica_id in waiting and late:
             self.tally.reason += f"; {name_some(late)} had not come to a collective that the others wait in"
-
-    @property
-    def joiners_close_at(self) -> float | None:
-        if self.tally.decided or self.all_approved_at is None or self.join_budget_s is None:
-            return None
-        return self.all_approved_at + self.join_budget_s

@@ -21,7 +21,7 @@ import msgspec
 from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_QUOTE_CHARS = 600
 MAX_DATA_BYTES = 64 << 10
@@ -168,6 +168,10 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     patience_s: Seconds = 0.0
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     join_budget_s: Seconds = 5.0
+    join_stall_limit_s: Seconds | None = None
+    """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
+    reach_s: Seconds | None = None
+    """How long it expects to need until it has received the state; None: it cannot say."""
     store_address: Text = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
@@ -177,6 +181,14 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Which of the parameters need no gradient, in words; empty: not known."""
     checkpoint_addresses: Addresses | None = None
     """One for each group rank; None: as in the last request on this connection."""
+
+
+class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Of a member that receives the state of a quorum: how long it still needs, by what it has received; 0: all is here."""
+
+    quorum_id: Count
+    step: Count
+    reach_s: Seconds
 
 
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -330,6 +342,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Replica ranks that this member has to serve."""
     join_budget_s: Seconds | None = None
     """Set where members join: how long a collective may wait for them before `StallReport` is due."""
+    join_wait_s: Seconds = 0.0
+    """The longest that the decision may wait for members that join."""
     joiner_waiting: bool = False
     """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
     member had captured its state."""
@@ -674,6 +688,7 @@ ToLighthouse: TypeAlias = (
     | LocateState
     | CommitVote
     | StallReport
+    | JoinProgress
     | CollectiveWait
     | LeafDigests
     | Leave
@@ -709,6 +724,7 @@ RankToGroup: TypeAlias = (
     | CommitVote
     | GiveUpWaiting
     | StallReport
+    | JoinProgress
     | CollectiveWait
     | LeafDigests
     | StateArrived

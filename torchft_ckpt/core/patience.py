@@ -26,6 +26,8 @@ class JoinBackoff:
 
     failures: int = 0
     out_until: float = float("-inf")
+    reason: str = ""
+    """Why it was left behind."""
     factor: float = 8.0
     shortest_s: float = 0.2
     longest_s: float = 300.0
@@ -38,6 +40,62 @@ class JoinBackoff:
 
     def is_out(self, now: float) -> bool:
         return now < self.out_until
+
+
+@dataclass(slots=True)
+class JoinAllowance:
+    """How long the survivors of a job may stand still for those who join: a purse of seconds, one for the job.
+
+    It is full at first, a share of the time that passes fills it, and each second that survivors stand still empties it. A need
+    fits where the purse holds it, or where it is at most the join budget and the purse is not below zero. So in any T seconds
+    survivors stand still for at most the limit, one join budget and that share of T.
+
+    Args:
+        limit_s: what the purse holds at most; infinite: there is no limit.
+    """
+
+    limit_s: float = float("inf")
+    share: float = 0.05
+    _purse_s: float = float("inf")
+    _at: float = 0.0
+
+    def set_limit(self, limit_s: float, now: float) -> None:
+        """Change the limit. What the purse holds beyond it is lost; a first limit fills it."""
+        self._purse_s = min(self.purse_s(now), limit_s)
+        self._at = now
+        self.limit_s = limit_s
+
+    def purse_s(self, now: float) -> float:
+        """Return how many seconds there are; below zero where a join took longer than it said."""
+        return min(self.limit_s, self._purse_s + self.share * max(0.0, now - self._at))
+
+    def spend(self, seconds: float, now: float) -> None:
+        """Survivors have stood still for so long until now."""
+        self._purse_s = self.purse_s(now) - seconds
+        self._at = now
+
+    def fits(self, need_s: float, budget_s: float, now: float, stood_s: float = 0.0) -> bool:
+        """Return whether survivors may stand still for so long from now on.
+
+        Args:
+            need_s: how long.
+            budget_s: the join budget.
+            stood_s: how long they have stood still for this join already, which is not spent yet.
+        """
+        purse_s = self.purse_s(now)
+        return purse_s - stood_s >= need_s or (purse_s >= 0.0 and stood_s + need_s <= budget_s)
+
+    def most_s(self, budget_s: float, now: float) -> float:
+        """Return the longest that survivors may stand still from now on."""
+        purse_s = self.purse_s(now)
+        return max(purse_s, budget_s if purse_s >= 0.0 else 0.0)
+
+    def fits_in_s(self, need_s: float, budget_s: float, now: float) -> float | None:
+        """Return after how many seconds without joins a need fits; 0.0: it does now; None: it never does."""
+        if self.fits(need_s, budget_s, now):
+            return 0.0
+        wanted_s = 0.0 if need_s <= budget_s else need_s
+        return None if wanted_s > self.limit_s else (wanted_s - self.purse_s(now)) / self.share
 
 
 @dataclass(slots=True)

@@ -87,6 +87,7 @@ class ReplicaSettings:
     heal_inline: bool = False
     fixed_with_spares: bool = False
     join_budget_s: float = 5.0
+    join_stall_limit_s: float | None = 60.0
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
 
@@ -288,6 +289,7 @@ class ReplicaState:
         waits: bool | None = None,
         gathers: bool = False,
         compares: bool = True,
+        reach_s: float | None = None,
     ) -> QuorumRequest:
         """A step begins. One that is open is abandoned.
 
@@ -300,6 +302,7 @@ class ReplicaState:
             waits: whether the training thread waits for the quorum, None: where that helps. False: never heal inline.
             gathers: ask who else is about to look for a state, and for no step.
             compares: False: no training loop uses the state between here and the vote, so a load in between spoils nothing.
+            reach_s: how long it would take to receive the newest state, as far as is known.
         """
         self._leave_step()
         self.phase = Phase.ASKING
@@ -332,6 +335,8 @@ class ReplicaState:
             min_contributors=self.settings.min_replica_size,
             patience_s=patience_s,
             join_budget_s=self.settings.join_budget_s,
+            join_stall_limit_s=self.settings.join_stall_limit_s,
+            reach_s=reach_s,
             store_address=store_address,
         )
 

@@ -141,6 +141,7 @@ class Conversation:
         waits: bool | None,
         gathers: bool = False,
         compares: bool = True,
+        reach_s: float | None = None,
     ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
         with self._lock:
@@ -155,6 +156,7 @@ class Conversation:
                 waits=waits,
                 gathers=gathers,
                 compares=compares,
+                reach_s=reach_s,
             )
 
     def _forget_step(self) -> None:

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
+from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.counterparts import counterparts
+from torchft_ckpt.core.joining import Reception
 from torchft_ckpt.core.messages import QuorumFormed, StateLocated
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -42,7 +44,7 @@ from torchft_ckpt.manager.checking import Leaf, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
 from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
-from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, tensors_in
+from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, owned_by, tensors_in
 from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -204,6 +206,10 @@ class StateRegistry:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
         return [counted for parameter in _parameters_of(self._optimizers) for counted in count_writes(parameter)]
 
+    def num_bytes(self) -> int:
+        """Return the size of what the optimizers own here."""
+        return sum(part.nbytes for part in owned_by(self._known()).values())
+
     @property
     def is_used_by_loops(self) -> bool:
         """Whether a training loop uses the state between two quorums. Where groups train apart it is the outer loop's."""
@@ -318,6 +324,8 @@ class Healing:
         self._is_cancelled = False
         self._is_in_place = False
         self._differences: Differences | None = None
+        self._reception = Reception()
+        self._tell: Callable[[float], None] = lambda reach_s: None
         self.took_s = 0.0
         self.needs_local = False
         """What arrived without a state that is here could not be made: that has to be captured before the next one."""
@@ -330,6 +338,7 @@ class Healing:
         timeout: timedelta | None = None,
         compare: Callable[[object], Differences] | None = None,
         on_end: Callable[[str], None] = lambda failure: None,
+        tell: Callable[[float], None] = lambda reach_s: None,
     ) -> None:
         """Begin to fetch a state.
 
@@ -340,6 +349,7 @@ class Healing:
             timeout: instead of the one given to the constructor.
             compare: says what differs between what is here and what the registered functions returned there.
             on_end: called on the thread when the fetch is over, with the reason where it failed.
+            tell: called on it a few times a second with the seconds that it still needs, 0 at the end.
         """
         self.cancel()
         self._wanted = wanted
@@ -347,6 +357,8 @@ class Healing:
         self._is_in_place = in_place and local is not None and isinstance(self._transport, CheckpointTransport)
         limit = self._timeout if timeout is None else timeout
         self._differences = None
+        self._tell = tell
+        self._reception.begin()
 
         def fetch() -> Any:
             try:
@@ -354,6 +366,7 @@ class Healing:
             except BaseException as error:
                 on_end(str(error) or type(error).__name__)
                 raise
+            tell(0.0)
             on_end("")
             if compare is not None:
                 self._differences = compare(state.get("user") if isinstance(state, dict) else None)
@@ -371,6 +384,19 @@ class Healing:
         if self._differences is None:
             raise RuntimeError("internal error: nothing was to be compared")
         return self._differences
+
+    def expected_s(self, num_bytes: int) -> float | None:
+        """Return how long receiving a state takes; None: the transport does not tell."""
+        tells = isinstance(self._transport, CheckpointTransport) and not self._transport.needs_process_group
+        return self._reception.expected_s(num_bytes) if tells else None
+
+    def _note(self, progress: TransferProgress) -> None:
+        left_bytes = progress.total_bytes - progress.received_bytes - progress.skipped_bytes
+        reach_s = self._reception.progress(
+            left_bytes=left_bytes, received_bytes=progress.received_bytes, elapsed_s=progress.elapsed_s
+        )
+        if left_bytes and not self._is_cancelled:
+            self._tell(reach_s)
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.
@@ -473,7 +499,12 @@ class Healing:
             try:
                 if is_alike:
                     return transport.fetch_checkpoint(
-                        addresses, step, limit, local_state=local_state, in_place=self._is_in_place
+                        addresses,
+                        step,
+                        limit,
+                        local_state=local_state,
+                        in_place=self._is_in_place,
+                        on_progress=self._note,
                     )
                 return transport.fetch_sharded(
                     groups,
@@ -483,6 +514,7 @@ class Healing:
                     limit,
                     local_state=local_state,
                     in_place=self._is_in_place,
+                    on_progress=self._note,
                 )
             except StateMismatchError as error:
                 if is_alike and isinstance(error, LayoutMismatchError):

@@ -32,6 +32,7 @@ from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.core.discards import DiscardRun
 from torchft_ckpt.core.messages import (
     CommitVote,
+    JoinProgress,
     OnReplicasDiffer,
     Outcome,
     QuorumFormed,
@@ -147,8 +148,10 @@ class Manager:
         max_retries: raise after more than so many discarded steps in a row; None: never.
         quorum_retries: attempts at a quorum after the first before `QuorumTimeoutError`; None: wait for ever, saying what
             for. (torchft gives up after the first; a job that waits for a node to come back should not end.)
-        join_budget: how long healthy replica groups wait for one that joins, beyond their own step; 5 s. One that takes
-            longer is left behind and tries again later.
+        join_budget: how long healthy replica groups always wait for one that joins, beyond their own step; 5 s.
+        join_stall_limit: how long they may stand still for all that join, if these say that they need it; 60 s. What was used
+            comes back as a twentieth of the time that passes. Who needs more than is left waits outside, and is told until
+            when; None: there is no limit. Where groups differ the least holds.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -196,6 +199,7 @@ class Manager:
         quorum_retries: int | None = None,
         *,
         join_budget: timedelta | None = None,
+        join_stall_limit: timedelta | None = timedelta(seconds=60),
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -219,6 +223,8 @@ class Manager:
             transfer=config.not_negative(transfer_timeout, "transfer_timeout") or timedelta(minutes=10),
         )
         budget = config.resolve(join_budget, config.JOIN_BUDGET, timedelta(seconds=5), seconds)
+        stall_limit = config.not_negative(join_stall_limit, "join_stall_limit")
+        stall_limit_s = None if stall_limit is None else stall_limit.total_seconds()
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
         self._quorum_retries = None if retries < 0 else retries
         self._max_retries = max_retries
@@ -244,6 +250,7 @@ class Manager:
                 heal_inline=not use_async_quorum,
                 fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
                 join_budget_s=budget.total_seconds(),
+                join_stall_limit_s=stall_limit_s,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
             )
@@ -592,6 +599,7 @@ class Manager:
             patience_s=patience_s,
             waits=wait,
             compares=self._registry.is_used_by_loops,
+            reach_s=self._healing.expected_s(self._registry.num_bytes()) if self.is_behind else None,
         )
         self._asked_with = layout.digest, self._registry.frozen()
         request = msgspec.structs.replace(
@@ -776,6 +784,10 @@ class Manager:
         timeout: timedelta | None = None,
     ) -> None:
         formed = plan.formed
+
+        def tell(reach_s: float) -> None:
+            self._link.send(JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s))
+
         if plan.load:
             if trainer_waits:
                 receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
@@ -793,10 +805,15 @@ class Manager:
                 if plan.compare:
                     compare = self._registry.comparison_with((captured or self._registry.capture_to_serve()).state)
                     self._say_fetched(formed)
-                    self._healing.start(formed, receiving, in_place, timeout, compare=compare)
+                    self._healing.start(formed, receiving, in_place, timeout, compare=compare, tell=tell)
                 else:
                     self._healing.start(
-                        formed, receiving, in_place, timeout, on_end=lambda failure: self._say_fetched(formed, failure)
+                        formed,
+                        receiving,
+                        in_place,
+                        timeout,
+                        on_end=lambda failure: self._say_fetched(formed, failure),
+                        tell=tell,
                     )
         else:
             self._say_fetched(formed)
@@ -1032,6 +1049,8 @@ class Manager:
             return self._ask_again()
         vote = self._vote or self._cast_vote(synchronize=True)
         limit = self._at_least_patience(config.not_negative(timeout) or self._timeouts.collective)
+        if (formed := self._replica.quorum) is not None:
+            limit += timedelta(seconds=formed.join_wait_s)
         if self._replica.is_learner:
             outcome, reason = self._talk.learned()
         else:

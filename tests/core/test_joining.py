@@ -1,0 +1,308 @@
+"""How long those who train wait for one that joins: as long as it says it needs, while all of these waits fit one allowance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.joining import FIRST_RATE, Reception
+from torchft_ckpt.core.messages import Outcome, QuorumPending
+from torchft_ckpt.core.patience import JoinAllowance
+
+MINUTE = 60.0
+
+# ------------------------------------------------------------------------------------------------------- the allowance
+
+
+def test_a_need_fits_that_the_purse_holds_or_that_is_within_the_join_budget():
+    allowance = JoinAllowance()
+    allowance.set_limit(MINUTE, 0.0)
+    assert allowance.fits(MINUTE, 5.0, 0.0) and not allowance.fits(61.0, 5.0, 0.0)
+    allowance.spend(58.0, 0.0)
+    assert allowance.fits(2.0, 5.0, 0.0) and allowance.fits(5.0, 5.0, 0.0) and not allowance.fits(5.1, 5.0, 0.0)
+    assert allowance.fits_in_s(10.0, 5.0, 0.0) == pytest.approx(160.0)
+    assert allowance.fits(10.0, 5.0, 161.0)
+    assert allowance.fits_in_s(61.0, 5.0, 0.0) is None
+    allowance.spend(15.0, 161.0)
+    assert not allowance.fits(0.1, 5.0, 161.0)  # the purse is below zero
+    assert allowance.fits_in_s(1.0, 5.0, 161.0) == pytest.approx(20 * (15.0 - 2.0 - 0.05 * 161.0))
+
+
+def test_without_a_limit_everything_fits():
+    allowance = JoinAllowance()
+    allowance.spend(1e6, 0.0)
+    assert allowance.fits(1e9, 0.0, 1.0)
+    allowance.set_limit(MINUTE, 1.0)
+    assert allowance.purse_s(1.0) == MINUTE
+
+
+def test_a_lower_limit_holds_at_once_and_a_higher_one_is_earned():
+    allowance = JoinAllowance()
+    allowance.set_limit(MINUTE, 0.0)
+    allowance.set_limit(10.0, 0.0)
+    allowance.set_limit(MINUTE, 0.0)
+    assert (allowance.purse_s(0.0), allowance.purse_s(100.0)) == (10.0, 15.0)
+
+
+@given(
+    st.floats(0, 100),
+    st.floats(0, 10),
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 200), st.floats(0, 1)), max_size=30),
+)
+def test_in_any_time_survivors_stand_still_no_longer_than_the_limit_a_budget_and_a_twentieth(limit_s, budget_s, joins):
+    """Each join is waited for as long as it fits, and says less than the truth at first."""
+    allowance = JoinAllowance()
+    allowance.set_limit(limit_s, 0.0)
+    now = 0.0
+    stood: list[tuple[float, float]] = []
+    for pause_s, need_s, share_told in joins:
+        now += pause_s
+        began, told_s, waited_s = now, need_s * share_told, 0.0
+        while waited_s < need_s and allowance.fits(max(0.0, told_s - waited_s), budget_s, began + waited_s, waited_s):
+            waited_s = min(waited_s + 0.25, need_s)
+        now += waited_s
+        allowance.spend(waited_s, now)
+        stood.append((began, now))
+    for first in range(len(stood)):
+        for last in range(first, len(stood)):
+            total_s = sum(end - began for began, end in stood[first : last + 1])
+            assert total_s <= limit_s + budget_s + 0.05 * (stood[last][1] - stood[first][0]) + 0.26
+
+
+# ------------------------------------------------------------------------------------------------- what a joiner says
+
+
+def test_a_rate_is_that_of_the_last_seconds():
+    reception = Reception()
+    assert reception.expected_s(FIRST_RATE) == 1.0
+    assert reception.progress(left_bytes=900, received_bytes=100, elapsed_s=1.0) == pytest.approx(9.0)
+    for second in range(2, 6):
+        told = reception.progress(left_bytes=500, received_bytes=100 + 10 * second, elapsed_s=float(second))
+    assert told == pytest.approx(50.0)
+
+
+def test_what_an_attempt_found_out_is_what_the_next_one_expects():
+    reception = Reception()
+    reception.progress(left_bytes=600, received_bytes=400, elapsed_s=4.0)
+    reception.begin()
+    assert reception.expected_s(1000) == pytest.approx(6.0)
+    assert reception.progress(left_bytes=1000, received_bytes=0, elapsed_s=0.1) == pytest.approx(10.0)
+
+
+# ------------------------------------------------------------------------------------------------------ at a lighthouse
+
+
+def trained(limit_s: float | None = MINUTE, tau_s: float = 1.0, **settings: object) -> tuple[Job, Member, Member]:
+    """Two groups whose steps take so long."""
+    job = Job(least=1)
+    a, b = (job.join(name, join_stall_limit_s=limit_s, **settings) for name in "ab")
+    for _ in range(3):
+        for member in (a, b):
+            member.asks(can_serve=True)
+        job.passes(tau_s)
+        for member in (a, b):
+            member.votes()
+    return job, a, b
+
+
+def begins(job: Job, *members: Member, **wishes: object) -> None:
+    """All ask for the next step."""
+    *others, last = members
+    last.asks(can_serve=True, **wishes)  # type: ignore[arg-type]
+    for member in others:
+        member.asks(can_serve=True)
+
+
+def pending(job: Job, member: Member, seconds: float) -> list[str]:
+    """What a member is told in this time about its waiting."""
+    told: list[str] = []
+    right = member.receives
+
+    def note(connection: str, message: object) -> None:
+        if isinstance(message, QuorumPending):
+            told.append(message.reason)
+        right(connection, message)  # type: ignore[arg-type]
+
+    member.receives = note  # type: ignore[method-assign, assignment]
+    job.passes(seconds)
+    member.receives = right  # type: ignore[method-assign]
+    return told
+
+
+def receives(job: Job, joiner: Member, need_s: float) -> Iterator[float]:
+    """The joiner says four times a second how long it still needs; yields the time that has passed."""
+    passed_s = 0.0
+    while passed_s < need_s:
+        joiner.still_needs(need_s - passed_s)
+        yield passed_s
+        job.passes(0.25)
+        passed_s += 0.25
+
+
+def test_a_state_that_takes_three_times_the_join_budget_joins_at_its_first_attempt():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    for passed_s in receives(job, j, 18.0):
+        if passed_s == 1.0:
+            a.votes()
+            b.votes()
+    assert a.outcomes == [Outcome.COMMIT] * 3
+    j.still_needs(0)
+    j.votes()
+    assert [m.outcomes[-1] for m in (a, b, j)] == [Outcome.COMMIT] * 3 and len(a.outcomes) == 4
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(MINUTE - 17.0, abs=0.5)
+
+
+def test_one_whose_need_does_not_fit_is_left_behind_at_once_and_told_what_decides_it():
+    job, a, b = trained(limit_s=10.0)
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(40.0)
+    job.passes(1.0)
+    j.still_needs(39.0)
+    a.votes()
+    b.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT and len(a.outcomes) == 4, "nobody waits for what will not fit"
+    reason = job.lighthouse.round.tally.reason
+    assert "keep the others waiting for 39 s, and join_stall_limit allows 10 s at most" in reason
+    j.votes(load=False)
+    job.passes(5.0)
+    j.asks(reach_s=39.0)
+    begins(job, a, b)
+    told = pending(job, j, 3.0)
+    assert told and all("join_stall_limit allows 10 s at most: give a longer one" in reason for reason in told)
+    assert a.formed.replica_world_size == 2 and not a.formed.join_wait_s
+
+
+def test_who_waits_outside_is_told_until_when_and_comes_in_then():
+    job, a, b = trained(limit_s=20.0)
+    job.lighthouse._joining._allowance.spend(15.0, job.now)
+    j = job.join("j")
+    j.asks(reach_s=11.0)
+    begins(job, a, b)
+    (first, *_) = pending(job, j, 2.0)
+    assert first.startswith("receiving the state would keep the others waiting for 10 s, and 5.")
+    assert " are left of join_stall_limit (20 s): enough in " in first
+    assert a.formed.replica_world_size == 2
+    a.votes()
+    b.votes()
+    job.passes(120.0)
+    begins(job, a, b)
+    assert (a.formed.replica_world_size, j.formed.role.value) == (3, "joiner")
+
+
+def test_one_that_says_nothing_for_a_second_is_left_behind():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(8.0)
+    job.passes(1.0)
+    j.still_needs(7.0)
+    a.votes()
+    b.votes()
+    job.passes(0.9)
+    assert len(a.outcomes) == 3
+    job.passes(0.4)
+    assert len(a.outcomes) == 4 and "has not said for" in job.lighthouse.round.tally.reason
+
+
+def test_one_that_has_the_state_and_does_not_go_on_is_waited_for_as_long_as_the_join_budget():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(0)
+    a.votes()
+    b.votes()
+    job.passes(4.9)
+    assert len(a.outcomes) == 3
+    job.passes(0.6)
+    assert len(a.outcomes) == 4 and "has the state" in job.lighthouse.round.tally.reason
+
+
+def test_one_that_cannot_say_is_waited_for_as_long_as_the_join_budget():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j)
+    a.votes()
+    b.votes()
+    job.passes(4.9)
+    assert len(a.outcomes) == 3
+    job.passes(0.5)
+    assert len(a.outcomes) == 4
+
+
+def test_one_that_heals_before_its_forward_pass_is_waited_for_in_the_collectives():
+    job, a, b = trained(heal_inline=True)
+    j = job.join("j", heal_inline=True)
+    begins(job, a, b, j, reach_s=0.2)
+    assert j.formed.role.value == "inline"
+    for passed_s in receives(job, j, 17.0):
+        if passed_s == 6.0:
+            a.reports_stall()
+            b.reports_stall()
+    j.still_needs(0)
+    job.passes(1.0)
+    for member in (a, b, j):
+        member.votes()
+    assert [m.outcomes[-1] for m in (a, b, j)] == [Outcome.COMMIT] * 3
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(MINUTE - 17.0, abs=1.0)
+
+
+def test_one_that_heals_before_its_forward_pass_and_does_not_fit_costs_one_step():
+    job, a, b = trained(limit_s=10.0, heal_inline=True)
+    j = job.join("j", heal_inline=True)
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(100.0)
+    a.reports_stall()
+    b.reports_stall()
+    assert a.hears()[-1] == "broken by j:1"
+    j.asks(reach_s=100.0)
+    begins(job, a, b)
+    assert a.formed.replica_world_size == 2
+
+
+def test_where_the_others_cannot_train_without_it_a_joiner_is_waited_for_whatever_it_needs():
+    job = Job(least=2)
+    a, b = (job.join(name, join_stall_limit_s=1.0) for name in "ab")
+    job.step(a, b)
+    b.dies()
+    j = job.join("j")
+    begins(job, a, j, reach_s=500.0)
+    assert j.formed is not None
+    assert job.lighthouse.round.is_needed
+    job.passes(30.0)
+    before = job.lighthouse._joining._allowance.purse_s(job.now)
+    a.votes()
+    j.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT and job.lighthouse._joining._allowance.purse_s(job.now) == before
+
+
+def test_five_beyond_the_limit_cost_the_others_nothing_after_their_first_attempts():
+    job, a, b = trained(limit_s=10.0)
+    joiners = [job.join(f"j{number}") for number in range(5)]
+    stood_s, steps = 0.0, 0
+    while job.now < 600.0:
+        for joiner in joiners:
+            if joiner.formed is None or joiner.replica.phase.value == "idle":
+                joiner.asks(reach_s=0.2 if joiner.formed is None else 900.0)
+        begins(job, a, b)
+        job.passes(1.0)
+        for joiner in joiners:
+            if joiner.replica.phase.value == "training":
+                joiner.still_needs(900.0)
+        a.votes()
+        b.votes()
+        before = job.now
+        while a.replica.phase.value == "voted":
+            job.passes(0.1)
+        stood_s += job.now - before
+        steps += 1
+        for joiner in joiners:
+            joiner.votes(load=False)
+    assert stood_s <= 0.01 * job.now
+    assert steps > 580 and a.outcomes.count(Outcome.DISCARD) == 0

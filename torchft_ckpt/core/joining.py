@@ -1,0 +1,188 @@
+"""This file decides for how long those who train wait for one that joins, and who has to wait outside instead.
+
+A replica group that has to receive the state says how long it needs (`reach_s`): an estimate when it asks for a quorum, and
+what it measures while it receives. The others wait for it in two places: when all have approved the step (a joiner that receives
+beside its forward pass), and in their collectives (one that receives before it). Both are taken from one allowance of the job
+(`JoinAllowance`). A need that does not fit is not waited for: who asks stays outside, and who is in the step is left behind at
+once.
+
+What the others would wait for anyway costs nothing: the usual length of a step, which is that of the steps that nobody joined;
+and the quorum that could not train without the joiner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from torchft_ckpt.core.lighthouse_records import Member, Round
+from torchft_ckpt.core.messages import Role, group_name
+from torchft_ckpt.core.patience import JoinAllowance, JoinBackoff
+
+SILENT_S = 1.0
+"""A joiner that has said how far it is, and then nothing for so long, is left behind."""
+FIRST_RATE = 1e9
+"""Bytes a second that are expected of a transfer before one was measured."""
+_WINDOW_S = 2.0
+_LOOK_AGAIN_S = 0.25
+_WEIGHT = 0.25
+_MAX_REMEMBERED = 4096
+
+
+class Reception:
+    """How long a rank needs to receive the state, by what it received lately. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+        self._left: int | None = None
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def begin(self) -> None:
+        """A transfer begins. What the one before told is believed until this one tells."""
+        self._seen.clear()
+
+    def progress(self, *, left_bytes: int, received_bytes: int, elapsed_s: float) -> float:
+        """Take how far the transfer is since it began; return how many seconds it still needs."""
+        self._left = left_bytes
+        self._seen.append((elapsed_s, received_bytes))
+        while len(self._seen) > 2 and elapsed_s - self._seen[1][0] >= _WINDOW_S:
+            self._seen.popleft()
+        since_s, before = self._seen[0] if len(self._seen) > 1 else (0.0, 0)
+        if received_bytes > before and elapsed_s > since_s:
+            self._rate = (received_bytes - before) / (elapsed_s - since_s)
+        return self._left / (self._rate or FIRST_RATE)
+
+    def expected_s(self, num_bytes: int) -> float:
+        """Return how long the next transfer takes.
+
+        Args:
+            num_bytes: of the state; of one that began before, what it left is known.
+        """
+        return (num_bytes if self._left is None else self._left) / (self._rate or FIRST_RATE)
+
+
+class Joining:
+    """What those who join have cost, may cost, and how they failed. One for each job; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._allowance = JoinAllowance()
+        self._backoff: dict[str, JoinBackoff] = {}
+        self._usual_s = 0.0
+        """How long a step takes that nobody joins."""
+
+    # ------------------------------------------------------------------------------------------------ before a quorum
+
+    def set_limit(self, members: Iterable[Member], now: float) -> None:
+        """Take the least limit of those who train."""
+        limit_s = min((member.join_stall_limit_s for member in members), default=self._allowance.limit_s)
+        if limit_s != self._allowance.limit_s:
+            self._allowance.set_limit(limit_s, now)
+
+    def why_out(self, member: Member, budget_s: float, now: float) -> str:
+        """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""
+        backoff = self._backoff.get(group_name(member.replica_id))
+        if backoff is not None and backoff.is_out(now):
+            return (
+                f"{backoff.reason or 'it was left behind'}; it is tried again in {_in_words(backoff.out_until - now)}"
+            )
+        reach_s = member.asked.reach_s
+        if reach_s is None:
+            return ""
+        need_s = reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
+        after_s = self._allowance.fits_in_s(need_s, budget_s, now)
+        return "" if after_s == 0.0 else self._why_not(need_s, after_s, now)
+
+    def _why_not(self, need_s: float, after_s: float | None, now: float) -> str:
+        needs = f"receiving the state would keep the others waiting for {_in_words(need_s)}"
+        limit_s = self._allowance.limit_s
+        if after_s is None:
+            return f"{needs}, and join_stall_limit allows {limit_s:g} s at most: give a longer one (None: no limit)"
+        has_s = max(0.0, self._allowance.purse_s(now))
+        return f"{needs}, and {_in_words(has_s)} are left of join_stall_limit ({limit_s:g} s): enough in {_in_words(after_s)}"
+
+    # ---------------------------------------------------------------------------------------------------- in the step
+
+    def most_s(self, budget_s: float, now: float) -> float:
+        """Return the longest that a step may wait for joiners from now on."""
+        return min(self._allowance.most_s(budget_s, now), 1e9)
+
+    def keeps_waiting(self, current: Round, now: float) -> bool:
+        """All have approved, but for those who join: whether one of them is waited for. Else `current.gave_up` says why not."""
+        approved_at = now if current.all_approved_at is None else current.all_approved_at
+        waited_for = current.tally.joiners_waited_for()
+        reasons = [self._why_given_up(current, replica_id, approved_at, now) for replica_id in waited_for]
+        return self._may_wait(current, reasons, now)
+
+    def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
+        """Those who hold the state wait in a collective for these members: whether they may, because these receive it."""
+        if any(current.tally.roles[replica_id] is not Role.INLINE for replica_id in members):
+            return False  # it receives beside its forward pass, so that is not why it is late
+        stands_since = current.formed_at + self._usual_s
+        reasons = [self._why_given_up(current, replica_id, stands_since, now) for replica_id in members]
+        return self._may_wait(current, reasons, now)
+
+    def _may_wait(self, current: Round, reasons: list[str], now: float) -> bool:
+        current.gave_up = "; ".join(reason for reason in reasons if reason)
+        if all(reasons):
+            current.look_again_at = None
+            return False
+        current.look_again_at = now + _LOOK_AGAIN_S
+        return True
+
+    def _why_given_up(self, current: Round, replica_id: str, stands_since: float, now: float) -> str:
+        """Say why a joiner is not waited for any longer; empty: it is."""
+        budget_s = current.join_budget_s or 0.0
+        stood_s = max(0.0, now - stands_since)
+        reach = current.reach.get(replica_id)
+        if reach is None:  # its transport does not tell
+            is_waited_for = current.is_needed or self._allowance.fits(0.0, budget_s, now, stood_s)
+            return (
+                ""
+                if is_waited_for and stood_s < budget_s
+                else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
+            )
+        since_s = now - max(reach.at, stands_since)
+        if reach.seconds > 0 and reach.is_measured and since_s >= SILENT_S:
+            return f"{replica_id} receives the state, and has not said for {since_s:.1f} s how far it is"
+        if reach.seconds == 0 and since_s >= budget_s + (0.0 if current.all_approved_at is not None else self._usual_s):
+            return f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on"
+        need_s = max(0.0, reach.seconds - (now - reach.at))
+        if not reach.is_measured and need_s == 0.0 and stood_s >= budget_s:
+            return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
+        if current.is_needed or self._allowance.fits(need_s, budget_s, now, stood_s):
+            return ""
+        return f"{replica_id}: {self._why_not(need_s + stood_s, self._allowance.fits_in_s(need_s + stood_s, budget_s, now), now)}"
+
+    # ------------------------------------------------------------------------------------------------- after the step
+
+    def ended(self, current: Round, now: float) -> None:
+        """A step is decided: take what its joiners cost from the allowance."""
+        if current.join_budget_s is None:
+            self._usual_s += (now - current.formed_at - self._usual_s) * (_WEIGHT if self._usual_s else 1.0)
+        elif not current.is_needed:
+            self._allowance.spend(self._stood_s(current, now), now)
+
+    def _stood_s(self, current: Round, now: float) -> float:
+        """Return how long the others have stood still for the joiners of a step."""
+        approved_at = current.all_approved_at
+        at_the_vote_s = 0.0 if approved_at is None else now - approved_at
+        waits_in_collective = approved_at is None or Role.INLINE in current.tally.roles.values()
+        beyond_usual_s = now - current.formed_at - self._usual_s
+        return max(0.0, at_the_vote_s, beyond_usual_s if waits_in_collective else 0.0)
+
+    def failed(self, replica_ids: Iterable[str], cost_s: float, now: float, reason: str = "") -> None:
+        """An attempt to join failed, and has cost the others so long."""
+        for replica_id in replica_ids:
+            backoff = self._backoff.setdefault(group_name(replica_id), JoinBackoff())
+            backoff.failed(cost_s, now)
+            backoff.reason = reason
+        if len(self._backoff) > _MAX_REMEMBERED:
+            self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
+
+    def joined(self, replica_id: str) -> None:
+        """A member holds the state of those who train."""
+        self._backoff.pop(group_name(replica_id), None)
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
