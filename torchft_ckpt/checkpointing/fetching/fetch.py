@@ -157,6 +157,8 @@ class Fetch:
             except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
                 outcome = TransferError(f"what was received of {self._what} cannot be assembled: {error}", self._party)
                 outcome.__cause__ = error
+        if destination is None and self._begun:  # a source was lost while it was asked what is here already
+            destination = self._begun[-1]
         if destination is not None:
             self._shelf.keep(destination.give_up())
         raise outcome or TransferError(f"fetch of {self._what} from {self._party} ended without a state", self._party)
