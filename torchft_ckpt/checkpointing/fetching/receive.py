@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
+from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, Toucher, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
@@ -67,7 +68,7 @@ class BufferShelf:
                 # Fresh memory takes the place of one that is in use, so that the others are found in theirs.
                 if is_free:
                     return buffer
-        return np.empty(num_bytes, dtype=np.uint8)
+        return fresh_memory(num_bytes)
 
     @property
     def is_empty(self) -> bool:
@@ -130,6 +131,8 @@ class Destination:
                 f"no memory for the {manifest.total_bytes} bytes that the source announces", party="memory"
             ) from error
         self._views = views
+        self._toucher = Toucher()
+        self._touched: set[int] = set()
 
     def retarget(self, manifest: Manifest) -> None:
         """Take the plain values from another source's manifest; its tensors lie in the same places."""
@@ -148,9 +151,20 @@ class Destination:
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
         return self._cut(self._views, start, stop)
 
+    def touch(self, block: int) -> None:
+        """Have the system back fresh memory of a block, unless that was done or another thread is at it."""
+        if block in self._touched:
+            return
+        self._touched.add(block)
+        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        for segment, low, high, _ in pieces_of(self._starts, self._lengths, start, stop):
+            if self._lengths[segment] >= TOUCH_FROM_BYTES and segment in self._buffers:
+                self._toucher.touch(self._buffers[segment].data[low:high])
+
     def receive(self, block: int, read_into: ReadInto, scratch: memoryview) -> bytes:
         """Receive a block; return its digest. `scratch` has `SLICE_BYTES` for this thread alone."""
         self.is_overwritten = self.is_overwritten or bool(self._direct)
+        self.touch(block)
         hasher = start_digest(block)
         views = self.views(block)
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
