@@ -65,9 +65,14 @@ class Transport:
         step: int,
         local_state: Callable[[], State],
         on_progress: Callable[[Any], None] | None = None,
+        *,
+        in_place: bool = True,
     ) -> State:
-        """Receive a state: ours into the local state's own memory and from all sources, the reference's from the first."""
-        if not self.is_ours:
+        """Receive a state: ours into the local state's own memory and from all sources, the reference's from the first.
+
+        Without `in_place` both do what torchft's Manager asks for: ours is told of no local state either.
+        """
+        if not self.is_ours or not in_place:
             return self._transport.recv_checkpoint(0, sources[0], step, TIMEOUT)
         return self._transport.fetch_checkpoint(
             sources, step, TIMEOUT, local_state=local_state(), in_place=True, on_progress=on_progress

@@ -14,12 +14,15 @@ from bench.transport_run import Run, pair
 from bench.transport_states import SHAPES
 
 BAR = 3.0
+BAR_WITHOUT_PLACE = 1.5
 
 
-def _once(run: Run, shape: tuple[int, int], side: str, num_chunks: int, number: int) -> Transfer:
+def _once(
+    run: Run, shape: tuple[int, int], side: str, num_chunks: int, number: int, *, in_place: bool = True
+) -> Transfer:
     with pair(run, f"{side}-{num_chunks}-{number}", shape, side, num_chunks) as (source, receiver):
         source.ask("fill", seed=run.seed + number + 1)
-        took = transfer(source, receiver, step=number + 1)
+        took = transfer(source, receiver, step=number + 1, in_place=in_place)
         check_equal(source, [receiver])
     run.say(f"{side} chunks={num_chunks}: {took}")
     return took
@@ -80,6 +83,44 @@ def measure(run: Run) -> Section:
         notes.append(f"torchft's num_chunks {tried}; beside the best, {best}, ratios {spread(gains)}")
     raw = {"ours_s": our_times, "torchft_s": times, "raw_s": raw_times}
     return Section(name="first", title="First recovery of a fresh process, 1 GiB", rows=rows, notes=notes, raw=raw)
+
+
+def measure_without_place(run: Run) -> Section:
+    """Measure the default path, where no memory is given: ours, and each setting of the reference in turn."""
+    shape = SHAPES["large"]
+    num_bytes = shape[0] * shape[1]
+    ours: list[float] = []
+    reference: dict[int, list[float]] = {setting: [] for setting in run.settings()}
+    for number in range(run.num_repeats(5, 1)):
+        ours.append(_once(run, shape, sides.OURS, 0, number, in_place=False).receive_s)
+        for setting, times in reference.items():
+            times.append(_once(run, shape, sides.REFERENCE, setting, number).receive_s)
+    best = best_setting(reference)
+    best_times = [] if best is None else reference[best]
+    gain = median_ratio(best_times, ours) if best_times else None
+    our_s, best_s = median(ours), median(best_times)
+    rows = [
+        Row(
+            figure="  times torchft's best",
+            ours=ratio(gain),
+            bar=f">= {BAR_WITHOUT_PLACE:.1f}x",
+            verdict=judge_at_least(gain, BAR_WITHOUT_PLACE),
+        ),
+        Row(figure="    recv_checkpoint", ours=seconds(our_s), reference=seconds(best_s)),
+        Row(figure="    speed", ours=rate(num_bytes, our_s), reference=rate(num_bytes, best_s)),
+    ]
+    notes = [
+        f"{shape[0]} float32 tensors of 64 MiB over loopback, new processes on both ends each time, median of "
+        f"{len(ours)} side by side; the state was checked bit by bit",
+        "time of recv_checkpoint alone, into memory that the process has not used before, on both sides",
+    ]
+    if best is not None:
+        gains = [b / a for a, b in zip(ours, best_times, strict=True)]
+        tried = ", ".join(f"{setting}: {seconds(median(values))}" for setting, values in reference.items())
+        notes.append(f"torchft's num_chunks {tried}; beside the best, {best}, ratios {spread(gains)}")
+    raw = {"ours_s": ours, "torchft_s": reference}
+    title = "First recovery of a fresh process without a place given, 1 GiB"
+    return Section(name="first_without_place", title=title, rows=rows, notes=notes, raw=raw)
 
 
 def _part(transfers: list[Transfer] | None, name: str) -> str:

@@ -27,6 +27,7 @@ from bench.transport_run import Run
 
 FIGURES: dict[str, Callable[[Run], Section]] = {
     "first": transport_first.measure,
+    "first_without_place": transport_first.measure_without_place,
     "repeated": transport_wire.measure,
     "small": transport_small.measure,
     "held": transport_held.measure,

@@ -108,10 +108,10 @@ class Transfer:
         return self.send_s + self.receive_s + self.load_s
 
 
-def transfer(source: Peer, receiver: Peer, step: int) -> Transfer:
+def transfer(source: Peer, receiver: Peer, step: int, *, in_place: bool = True) -> Transfer:
     """Let one process recover from another, once; the source has just been filled."""
     send_s = source.ask("send", step=step)["seconds"]
-    answer = receiver.ask("receive", sources=[source.metadata], step=step)
+    answer = receiver.ask("receive", sources=[source.metadata], step=step, in_place=in_place)
     return Transfer(send_s=send_s, receive_s=answer["receive_s"], load_s=answer["load_s"])
 
 

@@ -69,7 +69,9 @@ class Worker:
         self._transport.send(num_receivers, step, state)
         return {"seconds": time.monotonic() - started}
 
-    def receive(self, sources: list[str], step: int, at: float = 0.0, tell_at: float = 2.0) -> Answer:
+    def receive(
+        self, sources: list[str], step: int, at: float = 0.0, tell_at: float = 2.0, in_place: bool = True
+    ) -> Answer:
         """Receive a state and load it.
 
         Args:
@@ -77,6 +79,7 @@ class Worker:
             step: the step wanted.
             at: when to begin, CLOCK_MONOTONIC.
             tell_at: report when this part of the bytes has arrived; at the end, with 0, where that was not seen.
+            in_place: ours receives into the model's own memory.
         """
         latest: list[Any] = []
         told = threading.Event()
@@ -90,7 +93,8 @@ class Worker:
         time.sleep(max(at - time.monotonic(), 0.0))
         started = time.monotonic()
         try:
-            state = self._transport.receive(sources, step, self._state, on_progress if tell_at < 1 else None)
+            report = on_progress if tell_at < 1 else None
+            state = self._transport.receive(sources, step, self._state, report, in_place=in_place)
         finally:
             if not told.is_set():
                 self._reporter.emit("reached", received_bytes=0)

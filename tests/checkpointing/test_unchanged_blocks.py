@@ -19,7 +19,7 @@ from faulty_proxy import Answer, FaultyProxy, ScriptedProxy, Wire, pass_on
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.errors import DigestMismatchError
+from torchft_ckpt.errors import DigestMismatchError, TransferError
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)
@@ -257,6 +257,59 @@ def test_the_first_third_of_one_large_tensor_is_not_sent_again(scene, in_place):
     received = scene.destination.fetch_checkpoint([scene.gate.url], STEP, LONG, local_state=local, in_place=in_place)
     assert differences(received, state) == []
     assert scene.num_block_bytes // BLOCK <= 220
+
+
+@pytest.mark.parametrize("arrived", [0.25, 0.6, 0.95])
+def test_blocks_of_a_failed_receive_beside_a_local_state_are_not_sent_again(scene, arrived):
+    """As a Manager fetches: beside the state that is here. A bias is in nearly every block, and shorter than one."""
+    state = {f"w{index}": noise(16 * ITEMS, index) for index in range(20)}
+    state |= {f"w{index}.bias": noise(5, index) for index in range(20)}
+    local = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    scene.source.send_checkpoint([1], STEP, state, LONG)
+    fail_after(scene, int(arrived * 320 * BLOCK), local, in_place=False)
+    scene.fetch(state, local, in_place=False)
+    assert scene.num_block_bytes // BLOCK <= 320 - 320 * arrived + 16 + 5
+
+
+def test_what_is_here_and_what_a_failed_receive_brought_are_both_not_sent_again(scene):
+    """A frozen half is here; of the trained half some has arrived; the source has trained one tensor of it since."""
+    frozen = {f"a{index}": noise(16 * ITEMS, index) for index in range(10)}
+    trained = {f"b{index}": noise(16 * ITEMS, 100 + index) for index in range(10)}
+    local = {name: tensor.clone() for name, tensor in frozen.items()}
+    local |= {name: torch.zeros(16 * ITEMS) for name in trained}
+    scene.source.send_checkpoint([1], STEP, {**frozen, **trained}, LONG)
+    fail_after(scene, 100 * BLOCK, local, in_place=False)
+    scene.fetch({**frozen, **trained, "b1": noise(16 * ITEMS, 999)}, local, in_place=False)
+    assert scene.num_block_bytes // BLOCK <= 16 + 160 - 100 + 16 + 4
+
+
+def test_attempts_that_all_fail_get_further_each_time(scene):
+    state = {f"w{index}": noise(16 * ITEMS, index) for index in range(20)}
+    local = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    scene.source.send_checkpoint([1], STEP, state, LONG)
+    for _ in range(4):
+        fail_after(scene, 75 * BLOCK, local, in_place=False)
+    scene.fetch(state, local, in_place=False)
+    assert scene.num_block_bytes // BLOCK <= 320 - 4 * 70 + 16
+
+
+def test_a_source_that_is_lost_before_it_began_costs_nothing_of_what_was_kept(scene):
+    state = {f"w{index}": noise(16 * ITEMS, index) for index in range(20)}
+    local = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    scene.source.send_checkpoint([1], STEP, state, LONG)
+    fail_after(scene, 200 * BLOCK, local, in_place=False)
+
+    async def cut(answer: Answer, wire: Wire) -> None:
+        if answer.kind == "digests":
+            await wire.cut()
+        await wire.send(answer.raw)
+
+    scene.fault = cut
+    with pytest.raises(TransferError):
+        scene.destination.fetch_checkpoint([scene.gate.url], STEP, LONG, local_state=local)
+    scene.fault = pass_on
+    scene.fetch(state, local, in_place=False)
+    assert scene.num_block_bytes // BLOCK <= 320 - 200 + 20
 
 
 def test_the_kept_memory_of_another_step_is_not_taken_for_this_one(scene):

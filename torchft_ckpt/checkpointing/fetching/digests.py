@@ -38,7 +38,7 @@ def probe_local_blocks(
     for first in range(0, destination.num_blocks, MAX_DIGESTS):
         batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
         samples = client.fetch_samples(manifest, batch)
-        likely += [block for block in batch if destination.sample(block) == samples[block]]
+        likely += [block for block in batch if samples[block] in destination.samples(block)]
     for found in fetch_digests(client, manifest, mask_of_each(likely)):
         digests.update(found)
         for block, digest in found.items():

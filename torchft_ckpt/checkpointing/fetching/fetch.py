@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import queue
 import threading
 import time
 import traceback
@@ -103,6 +104,7 @@ class Fetch:
         self._begun: list[Destination] = []
         self._threads: list[threading.Thread] = []
         self._has_swarm = False
+        self._to_touch: queue.SimpleQueue[tuple[Destination, range] | None] = queue.SimpleQueue()
         self._last_refusal: SourceRefusedError | None = None
 
     @property
@@ -137,6 +139,7 @@ class Fetch:
         state = self._state
         for address in self._sources:
             self._spawn(functools.partial(self._run_source, address), str(address))
+        self._spawn(self._touch_ahead, None)
         try:
             # While the sources are being asked.
             self._local = None if self._local_state is None else LocalState(self._local_state)
@@ -145,6 +148,7 @@ class Fetch:
         finally:
             state.end(TransferCancelledError(f"fetch of {self._what} was interrupted", party="receiver"))
             self._knows_local.set()
+            self._to_touch.put(None)
             self._stop_threads()
             self._report_progress()
         destination, outcome, relay = state.destination, state.outcome, state.relay
@@ -157,6 +161,8 @@ class Fetch:
             except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
                 outcome = TransferError(f"what was received of {self._what} cannot be assembled: {error}", self._party)
                 outcome.__cause__ = error
+        if destination is None and self._begun:  # a source was lost while it was asked what is here already
+            destination = self._begun[-1]
         if destination is not None:
             self._shelf.keep(destination.give_up())
         raise outcome or TransferError(f"fetch of {self._what} from {self._party} ended without a state", self._party)
@@ -385,7 +391,8 @@ class Fetch:
                 self._streaming[number] = client
 
         try:
-            Stream(state, destination).run(client, manifest, opened)
+            stream = Stream(state, destination, on_asked=lambda run: self._to_touch.put((destination, run)))
+            stream.run(client, manifest, opened)
             return True
         except SourceLostError as error:
             with self._lock:
@@ -398,6 +405,15 @@ class Fetch:
             with self._lock:
                 for number in numbers:
                     self._streaming.pop(number, None)
+
+    def _touch_ahead(self) -> None:
+        """Have memory ready for what was asked for, and for no more: what a source announces is only a claim."""
+        while (work := self._to_touch.get()) is not None:
+            destination, run = work
+            for block in run:
+                if self._state.over:
+                    return
+                destination.touch(block)
 
     def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
         """Every block is in: tell the source, so that it may free what it keeps. The telling may fail."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
+from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, Toucher, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
@@ -25,7 +26,6 @@ from torchft_ckpt.checkpointing.state.tree import check_classes, decode_tree
 from torchft_ckpt.errors import TransferError
 
 SLICE_BYTES = 1024 * 1024
-_KEEP_FROM_BYTES = 64 * 1024
 _SCATTER_BELOW_BYTES = 128 * 1024
 """Blocks whose pieces are smaller on average are received as one and then copied to where they belong."""
 
@@ -55,19 +55,20 @@ class BufferShelf:
         """Keep these for the next receive, instead of what was kept before."""
         with self._lock:
             self._kept = {}
-            for buffer in buffers:
-                if buffer.nbytes >= _KEEP_FROM_BYTES:
-                    self._kept.setdefault(buffer.nbytes, []).append(buffer)
+            for buffer in reversed(buffers):
+                self._kept.setdefault(buffer.nbytes, []).append(buffer)
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Return uint8 memory of that length with undefined contents."""
-        if num_bytes >= _KEEP_FROM_BYTES:
-            with self._lock:
-                candidates = self._kept.get(num_bytes, [])
-                for index in range(len(candidates)):
-                    if _num_references(candidates, index) == _UNREFERENCED:
-                        return candidates.pop(index)
-        return np.empty(num_bytes, dtype=np.uint8)
+        with self._lock:
+            candidates = self._kept.get(num_bytes)
+            if candidates:
+                is_free = _num_references(candidates, -1) == _UNREFERENCED
+                buffer = candidates.pop()
+                # Fresh memory takes the place of one that is in use, so that the others are found in theirs.
+                if is_free:
+                    return buffer
+        return fresh_memory(num_bytes)
 
     @property
     def is_empty(self) -> bool:
@@ -100,7 +101,7 @@ class Destination:
     ) -> None:
         self.manifest = manifest
         self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
-        self.has_old_contents = not shelf.is_empty
+        is_kept = not shelf.is_empty
         self.is_overwritten = False
         self._starts = [offset for offset, _ in manifest.segments]
         self._lengths = [length for _, length in manifest.segments]
@@ -110,6 +111,7 @@ class Destination:
             check_classes(manifest.tree, [DTYPES[entry.dtype] for entry in manifest.tensors], self._classes)
         self._in_place = in_place
         self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
+        self._holds_old_contents = is_kept or bool(self._direct)
         self._old: list[memoryview | None] = []
         if local is not None and not in_place:
             old = local.memories_for(manifest, is_strict=False)
@@ -129,6 +131,8 @@ class Destination:
                 f"no memory for the {manifest.total_bytes} bytes that the source announces", party="memory"
             ) from error
         self._views = views
+        self._toucher = Toucher()
+        self._touched: set[int] = set()
 
     def retarget(self, manifest: Manifest) -> None:
         """Take the plain values from another source's manifest; its tensors lie in the same places."""
@@ -137,7 +141,7 @@ class Destination:
     @property
     def may_hold_blocks(self) -> bool:
         """Whether there is local memory that may hold some of the blocks already."""
-        return bool(self._direct or self._old or self.has_old_contents)
+        return bool(self._old or self._holds_old_contents)
 
     def views(self, block: int) -> list[memoryview]:
         """Return the memory of a block, in order: parts of segments, and throw-away bytes for the padding between them.
@@ -147,9 +151,20 @@ class Destination:
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
         return self._cut(self._views, start, stop)
 
+    def touch(self, block: int) -> None:
+        """Have the system back fresh memory of a block, unless that was done or another thread is at it."""
+        if block in self._touched:
+            return
+        self._touched.add(block)
+        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        for segment, low, high, _ in pieces_of(self._starts, self._lengths, start, stop):
+            if self._lengths[segment] >= TOUCH_FROM_BYTES and segment in self._buffers:
+                self._toucher.touch(self._buffers[segment].data[low:high])
+
     def receive(self, block: int, read_into: ReadInto, scratch: memoryview) -> bytes:
         """Receive a block; return its digest. `scratch` has `SLICE_BYTES` for this thread alone."""
         self.is_overwritten = self.is_overwritten or bool(self._direct)
+        self.touch(block)
         hasher = start_digest(block)
         views = self.views(block)
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
@@ -163,29 +178,30 @@ class Destination:
                     hasher.update(part)
         return hasher.digest()
 
-    def sample(self, block: int) -> bytes:
-        """Return the digest of a block's sample in the local state; empty where it has none."""
+    def samples(self, block: int) -> set[bytes]:
+        """Return the digests of a block's samples in the local state and in what was received before, where there are such."""
         start, stop = sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        sample = b"".join(self._cut(self._old or self._views, start, stop))
-        return digest_of(block, sample) if len(sample) == stop - start else b""
+        memories = ([self._old] if self._old else []) + ([self._views] if self._holds_old_contents else [])
+        samples = [b"".join(self._cut(memory, start, stop)) for memory in memories]
+        return {digest_of(block, sample) for sample in samples if len(sample) == stop - start}
 
     def take_local(self, block: int, wanted: bytes) -> bool:
-        """Take a block from the local state if it has the wanted digest; whether it did.
+        """Take a block from what was received before, or from the local state, if it has the wanted digest; whether it did.
 
         Where it is not received in place it is copied first, so that a state that changes meanwhile does no harm.
         """
         views = self.views(block)
-        if self._old:
-            start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-            old = self._cut(self._old, start, stop)
-            if len(old) != len(views):
-                return False
-            for view, known in zip(views, old, strict=True):
-                view[:] = known
-        hasher = start_digest(block)
-        for view in views:
-            hasher.update(view)
-        return hasher.digest() == wanted
+        if self._holds_old_contents and _digest_of_views(block, views) == wanted:
+            return True
+        if not self._old:
+            return False
+        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        old = self._cut(self._old, start, stop)
+        if len(old) != len(views):
+            return False
+        for view, known in zip(views, old, strict=True):
+            view[:] = known
+        return _digest_of_views(block, views) == wanted
 
     def names_of(self, blocks: Sequence[int]) -> list[str]:
         """Return the names of the tensors that have bytes in these blocks."""
@@ -287,6 +303,13 @@ def _receive_scattered(
             filled += count
             if filled == len(view):
                 index, filled = index + 1, 0
+
+
+def _digest_of_views(block: int, views: list[memoryview]) -> bytes:
+    hasher = start_digest(block)
+    for view in views:
+        hasher.update(view)
+    return hasher.digest()
 
 
 def _only_tensor(chunk: Chunk, dtype: torch.dtype, memory: np.ndarray) -> torch.Tensor:

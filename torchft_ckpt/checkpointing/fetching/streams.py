@@ -26,10 +26,12 @@ class Stream:
     Args:
         state: of the fetch.
         destination: where blocks are received to.
+        on_asked: told of each run of blocks before it is asked for.
     """
 
-    def __init__(self, state: TransferState, destination: Destination) -> None:
+    def __init__(self, state: TransferState, destination: Destination, on_asked: Callable[[range], None]) -> None:
         self._state = state
+        self._on_asked = on_asked
         self._destination = destination
         self._scratch = memoryview(bytearray(SLICE_BYTES))
         self._digest = memoryview(bytearray(DIGEST_BYTES))
@@ -52,6 +54,7 @@ class Stream:
                 if work is None:
                     return
                 run, received = work
+                self._on_asked(run)
                 for block, answer in client.open_blocks(manifest, run, received):
                     goes_on = self._receive(number, client.name, block, answer)
                     if not goes_on and block != run[-1]:
