@@ -18,6 +18,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import torch
+
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.fetch import Fetch, overwritten
 from torchft_ckpt.checkpointing.fetching.options import (
@@ -45,7 +47,7 @@ from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
-from torchft_ckpt.network import advertised_host, wildcard_for
+from torchft_ckpt.network import Host, choose_host, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,9 @@ class HTTPTransport(CheckpointTransport[T]):
     Args:
         timeout: limit for the lock, and default of what has no limit of its own.
         num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport.
-        hostname: address that peers are told; default: `TORCHFT_CKPT_HOSTNAME`, else that of the outward interface.
+        hostname: address that peers are told, and the only one where it is given; default: `TORCHFT_CKPT_HOSTNAME`, else that of
+            the interface which `NCCL_SOCKET_IFNAME` (on a machine with CUDA) or `GLOO_SOCKET_IFNAME` names, else that of the
+            outward interface. A `Manager` hands in what it has chosen.
         bind: address to listen on, `::` for both families; default: all of IPv4, or both where the address that peers are told
             is one of IPv6 or a name.
         port: port to listen on; 0 lets the system choose.
@@ -99,7 +103,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta = timedelta(seconds=60),
         num_chunks: int = 0,
         *,
-        hostname: str | None = None,
+        hostname: str | Host | None = None,
         bind: str | None = None,
         port: int = 0,
         token: str | None = None,
@@ -144,17 +148,20 @@ class HTTPTransport(CheckpointTransport[T]):
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
         self._owner = os.getpid()
-        host = advertised_host(hostname, bound=bind or "")
+        if isinstance(hostname, Host):
+            host = hostname
+        else:
+            host = choose_host(hostname, bound=bind or "", beside_nccl=torch.cuda.is_available())
         self._server = CheckpointServer(
             self._shelf,
-            bind=bind or wildcard_for(host),
+            bind=bind or wildcard_for(host.address),
             port=port,
             token=token,
             ssl_context=ssl_context,
             limits=_limits(max_connections, max_connections_per_client, max_requests_per_s),
         )
         end_at_exit(self.shutdown)
-        self._metadata = str(SourceAddress(host, self._server.port, "http" if ssl_context is None else "https"))
+        self._metadata = str(SourceAddress(host.address, self._server.port, "http" if ssl_context is None else "https"))
         self._options = FetchOptions(
             connect_timeout_s=connect.total_seconds(),
             stall_timeout_s=stall_timeout.total_seconds(),
