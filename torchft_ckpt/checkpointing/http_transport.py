@@ -41,13 +41,13 @@ from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
-from torchft_ckpt.network import Host, choose_host, wildcard_for
+from torchft_ckpt.network import Host, choose_host, other_hosts, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,8 @@ class HTTPTransport(CheckpointTransport[T]):
             limits=_limits(max_connections, max_connections_per_client, max_requests_per_s),
         )
         end_at_exit(self.shutdown)
+        self._host = host
+        self._bind = bind or wildcard_for(host.address)
         self._metadata = str(SourceAddress(host.address, self._server.port, "http" if ssl_context is None else "https"))
         self._options = FetchOptions(
             connect_timeout_s=connect.total_seconds(),
@@ -240,10 +242,16 @@ class HTTPTransport(CheckpointTransport[T]):
             pool=self._pool,
             num_expected=len(set(dst_ranks)),
             versions=versions,
+            elsewhere=self._elsewhere(),
         )
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())
+
+    def _elsewhere(self) -> Elsewhere | None:
+        """Say where else this transport is, unless the user chose where."""
+        hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)
+        return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
 
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most."""

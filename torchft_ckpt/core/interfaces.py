@@ -84,7 +84,7 @@ def further_addresses(interfaces: Sequence[Interface], known_by: str, *, has_ipv
     """
     found = []
     for interface in interfaces:
-        usable = [address for address in _usable(interface) if has_ipv6 or ":" not in address]
+        usable = [each for each in _usable(interface) if may_be_tried(each) and (has_ipv6 or ":" not in each)]
         if usable and _is_outward(interface) and known_by not in interface.addresses:
             found.append(usable[0])
     return found[:MAX_FURTHER]

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 from aiohttp import web
 
-from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.address import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -31,7 +31,9 @@ from torchft_ckpt.checkpointing.protocol import (
     MAX_BODY_BYTES,
     MAX_DIGESTS,
     MAX_WAIT_S,
+    NONCE_DIGITS,
     PREFIX,
+    PROOF_PATH,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
@@ -49,13 +51,14 @@ from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
-from torchft_ckpt.network import bearer_matches
+from torchft_ckpt.network import bearer_matches, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
 _DIGESTS_AT_ONCE = 64
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
+_NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
 _STATUS = {
     "unauthorized": 401,
@@ -76,6 +79,7 @@ class CheckpointHandlers:
         shelf: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
         token: what clients must present, or None.
+        proof_key: by which it proves at other addresses that it is the server of its manifests.
         on_registered: called on the loop when a receiver has started on a snapshot.
     """
 
@@ -85,11 +89,13 @@ class CheckpointHandlers:
         executor: Executor,
         *,
         token: str | None,
+        proof_key: str,
         on_registered: Callable[[Snapshot], None],
     ) -> None:
         self._shelf = shelf
         self._executor = executor
         self._token = token or ""
+        self._proof_key = proof_key
         self._on_registered = on_registered
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
@@ -100,6 +106,7 @@ class CheckpointHandlers:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         step = PREFIX + r"/{step:[0-9]{1,18}}"
         app.router.add_get(PREFIX, self._index)
+        app.router.add_get(PROOF_PATH, self._prove, allow_head=False)
         app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
         app.router.add_get(step + "/manifest", self._manifest)
         app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks, allow_head=False)
@@ -135,7 +142,10 @@ class CheckpointHandlers:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not bearer_matches(request.headers.get("Authorization"), self._token):
+        # It is asked for a proof before it is told the token.
+        if request.match_info.handler != self._prove and not bearer_matches(
+            request.headers.get("Authorization"), self._token
+        ):
             return self._refuse("unauthorized", "the token is missing or another one")
         try:
             return await handler(request)
@@ -154,6 +164,13 @@ class CheckpointHandlers:
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
         return _json(msgspec.json.encode(self._shelf.index(time.monotonic())))
+
+    async def _prove(self, request: web.Request) -> web.StreamResponse:
+        nonce = request.query.get("nonce", "")
+        if not _NONCE.match(nonce) or request.transport is None:
+            return self._refuse("bad_range", f"a nonce of {NONCE_DIGITS} hex digits is wanted", status=416)
+        host, port = request.transport.get_extra_info("sockname")[:2]
+        return web.Response(text=proof_of(self._proof_key, nonce, without_mapping(host), port))
 
     async def _latest_manifest(self, request: web.Request) -> web.StreamResponse:
         """Wait for whatever is served first; the owner is told that somebody waits."""
