@@ -89,6 +89,8 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections: connections that are served at a time; more are closed at once.
         max_connections_per_client: the same for one address.
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
+        max_serve_bytes_per_s: bytes of states that this transport sends to all receivers together, for links that training
+            shares; default: no bound. Each rank's transport has its own.
         on_progress: called now and then with the progress of each receive, unless a call brings its own.
         state_dict: returns the state that is here, as it would be sent, for receives that are given none: `recv_checkpoint`,
             which is all that torchft's Manager calls. What arrives takes the layout and the classes of what is in it.
@@ -120,6 +122,7 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections: int | None = None,
         max_connections_per_client: int | None = None,
         max_requests_per_s: float | None = None,
+        max_serve_bytes_per_s: float | None = None,
         on_progress: ProgressCallback | None = None,
         state_dict: Callable[[], T] | None = None,
     ) -> None:
@@ -158,7 +161,7 @@ class HTTPTransport(CheckpointTransport[T]):
             port=port,
             token=token,
             ssl_context=ssl_context,
-            limits=_limits(max_connections, max_connections_per_client, max_requests_per_s),
+            limits=_limits(max_connections, max_connections_per_client, max_requests_per_s, max_serve_bytes_per_s),
         )
         end_at_exit(self.shutdown)
         self._host = host
@@ -448,12 +451,16 @@ def _readable(sources: Sequence[str]) -> list[SourceAddress]:
 
 
 def _limits(
-    max_connections: int | None, max_connections_per_client: int | None, max_requests_per_s: float | None
+    max_connections: int | None,
+    max_connections_per_client: int | None,
+    max_requests_per_s: float | None,
+    max_serve_bytes_per_s: float | None,
 ) -> ServerLimits:
     given = {
         "max_connections": max_connections,
         "max_connections_per_client": max_connections_per_client,
         "max_requests_per_s": max_requests_per_s,
+        "max_serve_bytes_per_s": max_serve_bytes_per_s,
     }
     for argument, value in given.items():
         _check(value is None or value > 0, argument, value, "a positive number")

@@ -43,7 +43,15 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_parts_request,
 )
 from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
-from torchft_ckpt.checkpointing.serving.sending import Body, Sendable, Turn, digest_blocks, sample_blocks, send_burst
+from torchft_ckpt.checkpointing.serving.sending import (
+    Body,
+    Pace,
+    Sendable,
+    Turn,
+    digest_blocks,
+    sample_blocks,
+    send_burst,
+)
 from torchft_ckpt.checkpointing.serving.served import Served
 from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
@@ -81,6 +89,7 @@ class CheckpointHandlers:
         token: what clients must present, or None.
         proof_key: by which it proves at other addresses that it is the server of its manifests.
         on_registered: called on the loop when a receiver has started on a snapshot.
+        max_bytes_per_s: of all bodies of blocks, parts and raw bytes together; None: no bound.
     """
 
     def __init__(
@@ -91,12 +100,14 @@ class CheckpointHandlers:
         token: str | None,
         proof_key: str,
         on_registered: Callable[[Snapshot], None],
+        max_bytes_per_s: float | None = None,
     ) -> None:
         self._shelf = shelf
         self._executor = executor
         self._token = token or ""
         self._proof_key = proof_key
         self._on_registered = on_registered
+        self._pace = Pace(max_bytes_per_s)
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
         self._told_changed: set[str | None] = set()
@@ -486,7 +497,10 @@ class CheckpointHandlers:
 
         while not body.done and max_parts != 0:
             max_parts = None if max_parts is None else max_parts - 1
-            await loop.run_in_executor(self._executor, body.advance, copy, max_bytes)
+            while wait_s := self._pace.wait_s():
+                await asyncio.sleep(wait_s)
+            await loop.run_in_executor(self._executor, body.advance, copy, min(max_bytes, self._pace.piece_bytes))
+            self._pace.sent(len(parts[-1]))
             await response.write(parts.pop())
             taken()
 
@@ -504,9 +518,12 @@ class CheckpointHandlers:
         try:
             sock.setblocking(False)
             while not body.done:
-                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop)
-                if await asyncio.shield(turn) is Turn.FULL:
+                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop, self._pace)
+                ended = await asyncio.shield(turn)
+                if ended is Turn.FULL:
                     await _writable(sock)
+                elif ended is Turn.AHEAD:
+                    await asyncio.sleep(self._pace.wait_s())
                 taken()
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):

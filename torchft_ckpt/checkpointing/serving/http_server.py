@@ -83,7 +83,12 @@ class CheckpointServer:
         # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
         self._executor = Threads("torchft_ckpt-serve", _NUM_THREADS)
         self._handlers = CheckpointHandlers(
-            shelf, self._executor, token=token, proof_key=self.proof_key, on_registered=self._touch_buffers
+            shelf,
+            self._executor,
+            token=token,
+            proof_key=self.proof_key,
+            on_registered=self._touch_buffers,
+            max_bytes_per_s=limits.max_serve_bytes_per_s,
         )
         self._runner: web.AppRunner | None = None
         self._stop_lock = threading.Lock()
