@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,9 +19,11 @@ from faulty_proxy import Connection, FaultyProxy
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
 from torchft_ckpt.checkpointing.address import Route, parse_metadata, proof_of
 from torchft_ckpt.checkpointing.fetching import connection as connection_module
+from torchft_ckpt.checkpointing.fetching import fetch
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.resharding import fetch as resharding_fetch
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state import format as format_module
 from torchft_ckpt.checkpointing.state.format import Elsewhere
@@ -213,6 +217,24 @@ def test_a_stranger_at_an_address_of_the_source_is_told_nothing(
     assert TOKEN not in heard and "Authorization" not in heard and "X-Ckpt" not in heard
 
 
+@both_ways
+def test_an_address_at_which_nobody_answers_holds_nothing_up(
+    source: HTTPTransport[Any], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fetch, resharding_fetch):
+        monkeypatch.setattr(module, "_TELL_TIMEOUT_S", 60.0)
+    place = ("127.0.0.3", port_of(source))
+    with contextlib.ExitStack() as silent:
+        silent.enter_context(socket.create_server(place, backlog=0))
+        for _ in range(3):  # more than it takes: from now on the system answers nothing
+            client = silent.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(place)
+        started = time.monotonic()
+        assert is_all_of(Receiver(how).receive(source.metadata()))
+        assert time.monotonic() - started < 8, "it was waited for, until the connect timeout"
+
+
 def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTransport[Any]) -> None:
     url, key = parse_metadata(source.metadata()), source._server.proof_key
 
@@ -233,6 +255,17 @@ def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTr
             prove("127.0.0.3", key)
     with pytest.raises(TransferError):
         prove("127.0.0.4", key)
+
+
+def test_a_connection_over_which_nothing_was_proved_carries_no_request(source: HTTPTransport[Any]) -> None:
+    route = Route(parse_metadata(source.metadata()), "127.0.0.1", "0" * 32)
+    connection = SourceConnection(
+        route, headers={"Authorization": f"Bearer {TOKEN}"}, connect_timeout_s=20, stall_timeout_s=20
+    )
+    for _ in range(2):
+        with pytest.raises(SourceRefusedError, match="does not prove"):
+            connection.get("/v1/checkpoint")
+    connection.release()
 
 
 def test_a_proof_needs_no_token_and_opens_no_other_door(source: HTTPTransport[Any]) -> None:

@@ -121,11 +121,12 @@ class SourceConnection:
                     raise
                 failure = error
                 continue
-            self._http = _OpenSocketConnection(self._source.host, self._source.port)
-            self._http.sock = sock
-            self._answered = False
+            http_connection = _OpenSocketConnection(self._source.host, self._source.port)
+            http_connection.sock = sock
             if self._route is not None:
-                self._have_it_proved(self._http, self._route)
+                self._have_it_proved(http_connection, self._route)
+            self._http = http_connection
+            self._answered = False
             return
         if self._closed:
             raise SourceLostError(f"the connection to source {self.party} was closed by this side", self.party)

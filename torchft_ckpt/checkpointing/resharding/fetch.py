@@ -105,6 +105,8 @@ class ShardedFetch:
         self._manifests: dict[str, Manifest] = {}
         self._failures: dict[str, CheckpointError] = {}
         self._clients: dict[str, list[SourceClient]] = {}
+        self._trying: set[SourceClient] = set()
+        """Connections that nothing waits for."""
         self._threads: list[threading.Thread] = []
         self._over: CheckpointError | None = None
         self._transfer: PartTransfer | None = None
@@ -349,7 +351,13 @@ class ShardedFetch:
         """Connect to another address of a source; where it proves to be one, bring parts over it."""
         try:
             with self._connected(route.source, str(route.source), route) as client:
-                client.connect()
+                with self._changed:
+                    self._trying.add(client)
+                try:
+                    client.connect()
+                finally:
+                    with self._changed:
+                        self._trying.discard(client)
         except TransferError as error:
             logger.info("source %s is not reached at its address %s: %s", route.source, route.host, error)
             return
@@ -637,7 +645,9 @@ class ShardedFetch:
         transfer = self._transfer
         is_success = transfer is not None and transfer.over and transfer.outcome is None
         with self._changed:
-            threads = list(self._threads)
+            threads, trying = list(self._threads), list(self._trying)
+        for client in trying:
+            client.close()
         until = time.monotonic() + (_TELL_TIMEOUT_S if is_success else 0.0)
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
