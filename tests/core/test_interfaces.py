@@ -96,6 +96,7 @@ def test_further_addresses_are_those_that_other_machines_may_reach_one_for_each_
         ("169.254.169.254", False),
         ("fe80::1", False),
         ("fe80::1%eth0", False),
+        ("fd00::1%\r\n", False),
         ("224.0.0.1", False),
         ("0.0.0.0", False),
         ("255.255.255.255", False),

@@ -97,7 +97,8 @@ def may_be_tried(address: str) -> bool:
     except ValueError:
         return False
     is_special = parsed.is_loopback or parsed.is_link_local or parsed.is_multicast or parsed.is_unspecified
-    return not is_special and parsed != ipaddress.ip_address(0xFFFFFFFF) and not getattr(parsed, "ipv4_mapped", None)
+    is_mapped = getattr(parsed, "ipv4_mapped", None) is not None
+    return not is_special and not is_mapped and "%" not in address and address != "255.255.255.255"
 
 
 def _one_of(named: Sequence[Interface], interfaces: Sequence[Interface], routed: str | None) -> str:
