@@ -76,7 +76,7 @@ def metadata_of(path: Path) -> dict[str, Any]:
 def test_inspect_prints_a_page_about_the_newest_state(peer: HTTPTransport[Any], capsys: Capture) -> None:
     assert main(["inspect", peer.metadata(), "--tensors", "3"]) == 0
     first, *page = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{peer.metadata()} serves step 3 (state format 3, snapshot ")
+    assert first.startswith(f"{peer.metadata()} serves step 3 (state format 4, snapshot ")
     assert page == [
         "  size     1.14 MiB in 1 block of 4.00 MiB",
         "  served   to 0 receivers, out of the trainer's memory",

@@ -10,17 +10,22 @@ from datetime import timedelta
 
 import pytest
 
-from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
+from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo, network
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.coordination import LighthouseClient, ManagerServer
+from torchft_ckpt.core.interfaces import Interface
 from torchft_ckpt.errors import AddressInUseError, ConfigError
 from torchft_ckpt.network import (
+    Host,
     advertised_host,
     bearer_matches,
+    choose_host,
+    interfaces,
     join_host_port,
     leave_to_parent,
     listen,
+    other_hosts,
     route_source,
     wildcard_for,
     without_mapping,
@@ -117,6 +122,81 @@ def test_the_advertised_address_follows_argument_environment_bind_and_route(monk
     assert advertised_host(None, towards="127.0.0.1:5") == "127.0.0.1"
     assert advertised_host(None, bound="::") == (route_source("192.0.2.1", 9) or "127.0.0.1")
     assert advertised_host(None, towards="no such host:5") == "127.0.0.1"
+
+
+MACHINE = [
+    Interface(name="lo", addresses=("127.0.0.1", "::1"), is_loopback=True),
+    Interface(name="eth0", addresses=("10.0.0.5",)),
+    Interface(name="ib0", addresses=("10.1.0.5",)),
+]
+
+
+def test_a_process_is_known_by_the_first_choice_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "interfaces", lambda: MACHINE)
+    monkeypatch.setattr(network, "route_source", lambda *_: "10.0.0.5")
+    monkeypatch.delenv("TORCHFT_CKPT_HOSTNAME", raising=False)
+    there: list[Host] = [choose_host(towards="lighthouse:1", beside_nccl=True)]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    there.append(choose_host(towards="lighthouse:1", beside_nccl=True))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    there += [choose_host(towards="lighthouse:1", beside_nccl=is_beside) for is_beside in (False, True)]
+    there.append(choose_host(bound="10.0.0.9", beside_nccl=True))
+    monkeypatch.setenv("TORCHFT_CKPT_HOSTNAME", "from-environment")
+    there += [choose_host(beside_nccl=True), choose_host("given", beside_nccl=True)]
+    assert there == [
+        Host("10.0.0.5", is_chosen=False),
+        Host("10.0.0.5", is_chosen=True),
+        Host("10.0.0.5", is_chosen=True),
+        Host("10.1.0.5", is_chosen=True),
+        Host("10.0.0.9", is_chosen=True),
+        Host("from-environment", is_chosen=True),
+        Host("given", is_chosen=True),
+    ]
+    assert choose_host("given", bound="0.0.0.0").address == advertised_host("given", bound="0.0.0.0")
+
+
+@pytest.mark.parametrize("start", [HTTPTransport, ProcessGroupGloo, lambda: ProcessGroupGloo(interface="eth7")])
+def test_an_unknown_interface_is_named_with_those_that_there_are(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "interfaces", lambda: MACHINE)
+    monkeypatch.delenv("TORCHFT_CKPT_HOSTNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(
+        ConfigError, match=r"='eth7' cannot be used.*there are: lo .*eth0 \(10.0.0.5\), ib0 \(10.1.0.5\)"
+    ):
+        start()
+
+
+def test_what_a_managers_user_chose_is_used_by_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_CKPT_HOSTNAME", raising=False)
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    group = ProcessGroupGloo()
+    manager = Manager(group, None, None, 1, lighthouse_addr=lighthouse.address(), hostname="127.0.0.3")
+    hosts = [group._hostname, manager._launch.store_address, manager._transport.metadata()]
+    manager.shutdown()
+    lighthouse.shutdown()
+    assert [host.removeprefix("http://").partition(":")[0] for host in hosts] == ["127.0.0.3"] * 3
+
+
+def test_a_group_that_was_given_an_address_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_CKPT_HOSTNAME", raising=False)
+    group = ProcessGroupGloo(hostname="127.0.0.2")
+    group.use_hostname("127.0.0.3")
+    assert group._hostname == "127.0.0.2"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux")
+def test_the_interfaces_of_this_machine_are_those_that_the_system_names() -> None:
+    found = {interface.name: interface for interface in interfaces()}
+    assert found.keys() == {name for _, name in socket.if_nameindex()}
+    assert found["lo"].is_loopback and "127.0.0.1" in found["lo"].addresses
+    routed = route_source("192.0.2.1", 9)
+    assert routed is None or any(routed in interface.addresses for interface in found.values())
+
+
+def test_who_listens_at_one_address_names_no_others() -> None:
+    assert other_hosts("127.0.0.1", "127.0.0.1") == []
 
 
 def test_a_token_has_to_be_the_whole_header() -> None:

@@ -6,6 +6,9 @@
 | `TORCHFT_CKPT_JOB`                  |                               | which job of the lighthouse this is; `default`   |
 | `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
 | `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process advertises to peers    |
+| `NCCL_SOCKET_IFNAME`                |                               | NCCL's: whose address that is where nothing else |
+|                                     |                               | says so, for what runs beside NCCL               |
+| `GLOO_SOCKET_IFNAME`                |                               | Gloo's: the same for everything else             |
 | `TORCHFT_CKPT_MANAGER_PORT`         | `TORCHFT_MANAGER_PORT`        | port of the manager service (group rank 0)       |
 | `TORCHFT_CKPT_TIMEOUT_SEC`          | `TORCHFT_TIMEOUT_SEC`         | collectives, commit votes, transfers; seconds    |
 | `TORCHFT_CKPT_QUORUM_TIMEOUT_SEC`   | `TORCHFT_QUORUM_TIMEOUT_SEC`  | one attempt at a quorum; seconds                 |
@@ -36,6 +39,8 @@ LIGHTHOUSE = ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
 JOB = ("TORCHFT_CKPT_JOB",)
 TOKEN = ("TORCHFT_CKPT_TOKEN",)
 HOSTNAME = ("TORCHFT_CKPT_HOSTNAME",)
+NCCL_INTERFACE = ("NCCL_SOCKET_IFNAME",)
+GLOO_INTERFACE = ("GLOO_SOCKET_IFNAME",)
 MANAGER_PORT = ("TORCHFT_CKPT_MANAGER_PORT", "TORCHFT_MANAGER_PORT")
 TIMEOUT = ("TORCHFT_CKPT_TIMEOUT_SEC", "TORCHFT_TIMEOUT_SEC")
 QUORUM_TIMEOUT = ("TORCHFT_CKPT_QUORUM_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC")

@@ -1,8 +1,9 @@
 """Where a process listens, which address it advertises, whether a peer knows the token. Plain sockets, no torch, no aiohttp.
 
-The address that a server advertises is the one that its peers can reach fastest: an argument, else the environment
-(`TORCHFT_CKPT_HOSTNAME`), else the address of the interface that routes to a peer that is known already (the lighthouse,
-say). Never the bare host name, which may resolve to the slowest network card, or on other machines to nothing.
+The address that a server advertises is the one that the user chose: by an argument, `TORCHFT_CKPT_HOSTNAME`, or the interface
+that he named for NCCL or Gloo (`core.interfaces`). Else it is the address of the interface that routes to a peer that is known
+already (the lighthouse, say). Never the bare host name, which may resolve to the slowest network card, or on other machines to
+nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ import hmac
 import ipaddress
 import os
 import socket
+import sys
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torchft_ckpt import config
+from torchft_ckpt.core.interfaces import (
+    Interface,
+    NoSuchInterfaceError,
+    address_by_gloo_names,
+    address_by_nccl_names,
+    further_addresses,
+)
 from torchft_ckpt.errors import ConfigError
 
 # Routed like any outside address; nothing is ever sent to them (RFC 5737 and RFC 3849, documentation addresses).
@@ -25,8 +36,39 @@ _OUTSIDE_IPV6 = ("2001:db8::1", 9)
 _NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The address that peers are told, and whether the user chose it: then no other one is used."""
+
+    address: str
+    is_chosen: bool
+
+
+def choose_host(
+    argument: str | None = None, *, bound: str = "", towards: str | None = None, beside_nccl: bool = False
+) -> Host:
+    """Return the address of a process of a job.
+
+    In this order: the argument, `TORCHFT_CKPT_HOSTNAME`, the address that is listened on, the interface of `NCCL_SOCKET_IFNAME`
+    where that counts, that of `GLOO_SOCKET_IFNAME`, the address that routes to a peer. Where the interfaces of this machine
+    cannot be read (it is not Linux) the variables for them are not looked at.
+
+    Args:
+        argument, bound, towards: as of `advertised_host`.
+        beside_nccl: whether gradients travel by NCCL.
+
+    Raises:
+        ConfigError: a variable names no interface that can be used; the message lists those that there are. Or the address is
+            one of IPv6, where only IPv4 is listened on.
+    """
+    chosen = config.resolve(argument or None, config.HOSTNAME, "" if is_wildcard(bound) else bound, str)
+    routed = "" if chosen else _routed(bound, towards)
+    named = chosen or (beside_nccl and _host_of_nccl(routed)) or host_of_gloo(routed)
+    return Host(_listened_on(named or routed, bound), is_chosen=bool(named))
+
+
 def advertised_host(argument: str | None = None, *, bound: str = "", towards: str | None = None) -> str:
-    """Return the address to advertise.
+    """Return the address to advertise, whatever interfaces NCCL and Gloo are told to use: that of a lighthouse.
 
     Args:
         argument: what the user asked for; an empty string counts as nothing.
@@ -37,16 +79,134 @@ def advertised_host(argument: str | None = None, *, bound: str = "", towards: st
         ConfigError: it is one of IPv6, where only IPv4 is listened on.
     """
     host = config.resolve(argument or None, config.HOSTNAME, "" if is_wildcard(bound) else bound, str)
-    if host:
-        if ":" in host and bound == "0.0.0.0":
-            message = f"peers are told {host}, but {bound} listens on IPv4 alone; bind to :: or to {host}"
-            raise ConfigError(message, party="hostname")
-        return host
+    return _listened_on(host or _routed(bound, towards), bound)
+
+
+def host_of_gloo(routed: str | None = None) -> str:
+    """Return the address that `GLOO_SOCKET_IFNAME` chooses; empty where it is not set, or interfaces cannot be read.
+
+    Raises:
+        ConfigError: it names no interface that can be used.
+    """
+    names = config.resolve(None, config.GLOO_INTERFACE, "", str)
+    return host_of_interface(names, config.GLOO_INTERFACE[0], routed) if names else ""
+
+
+def host_of_interface(names: str, what: str, routed: str | None = None) -> str:
+    """Return the address of an interface, named as `GLOO_SOCKET_IFNAME` does; empty where interfaces cannot be read.
+
+    Args:
+        names: of interfaces, separated by commas.
+        what: what named them, for the error.
+        routed: taken where one of them has it.
+
+    Raises:
+        ConfigError: they name no interface that can be used.
+    """
+    return _by_interface(address_by_gloo_names, names, what, routed)
+
+
+def _host_of_nccl(routed: str | None) -> str:
+    names = config.resolve(None, config.NCCL_INTERFACE, "", str)
+    return _by_interface(address_by_nccl_names, names, config.NCCL_INTERFACE[0], routed) if names else ""
+
+
+def _by_interface(
+    choose: Callable[[str, Sequence[Interface], str | None], str], names: str, what: str, routed: str | None
+) -> str:
+    there = interfaces()
+    try:
+        return choose(names, there, routed) if there else ""
+    except NoSuchInterfaceError as error:
+        raise ConfigError(f"{what}={names!r} cannot be used: {error}", party=what) from error
+
+
+def _routed(bound: str, towards: str | None) -> str:
     if towards is not None:
         target = config.parse_host_port(towards, what="peer address")
         return route_source(target[0], target[1] or 9) or "127.0.0.1"
     outside = [_OUTSIDE, _OUTSIDE_IPV6] if ":" in bound else [_OUTSIDE]
     return next(filter(None, (route_source(*target) for target in outside)), "127.0.0.1")
+
+
+def _listened_on(host: str, bound: str) -> str:
+    if ":" in host and bound == "0.0.0.0":
+        message = f"peers are told {host}, but {bound} listens on IPv4 alone; bind to :: or to {host}"
+        raise ConfigError(message, party="hostname")
+    return host
+
+
+def other_hosts(known_by: str, bound: str) -> list[str]:
+    """Return where else a server that listens on all interfaces can be reached: see `core.interfaces.further_addresses`.
+
+    Args:
+        known_by: the address that peers are told anyhow.
+        bound: what is listened on.
+    """
+    return further_addresses(interfaces(), known_by, has_ipv6=":" in bound) if is_wildcard(bound) else []
+
+
+class _SocketAddress(ctypes.Structure):
+    """Linux's `sockaddr_in` and `sockaddr_in6`, as far as they are read."""
+
+    _fields_ = (
+        ("family", ctypes.c_ushort),
+        ("port", ctypes.c_ushort),
+        ("ipv4", ctypes.c_ubyte * 4),  # in IPv6: flow information
+        ("ipv6", ctypes.c_ubyte * 16),
+    )
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """Linux's `ifaddrs` (getifaddrs(3)), as far as it is read."""
+
+
+_InterfaceAddress._fields_ = (
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SocketAddress)),
+)
+_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
+
+
+def interfaces() -> list[Interface]:
+    """Return the network interfaces of this machine, in its order. Linux only; elsewhere none.
+
+    Bridges are told by `/sys`, which is that of the network namespace that it was mounted in.
+    """
+    if not sys.platform.startswith("linux"):
+        return []
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_InterfaceAddress)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        return []
+    flags: dict[str, int] = {}
+    addresses: dict[str, list[str]] = {}
+    try:
+        link = first
+        while link:
+            entry = link.contents
+            name = os.fsdecode(entry.name)
+            flags[name] = entry.flags
+            address = entry.address.contents if entry.address else None
+            if address is not None and address.family == socket.AF_INET:
+                addresses.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET, bytes(address.ipv4)))
+            elif address is not None and address.family == socket.AF_INET6:
+                addresses.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes(address.ipv6)))
+            link = entry.next
+    finally:
+        libc.freeifaddrs(first)
+    return [
+        Interface(
+            name=name,
+            addresses=tuple(addresses.get(name, ())),
+            is_up=flag & (_UP | _RUNNING) == _UP | _RUNNING,
+            is_loopback=bool(flag & _LOOPBACK),
+            is_bridge=os.path.isdir(f"/sys/class/net/{name}/bridge"),
+        )
+        for name, flag in flags.items()
+    ]
 
 
 def listen(host: str, port: int, backlog: int) -> list[socket.socket]:

@@ -21,14 +21,14 @@ class Transport:
     Args:
         side: which library.
         num_chunks: the reference's setting; ours chooses its streams itself.
-        host: address to advertise; ours listens on it alone, the reference always listens everywhere.
+        host: address to advertise; ours listens on it alone, the reference always listens everywhere. Empty: ours chooses.
     """
 
     def __init__(self, side: str, num_chunks: int, host: str) -> None:
         kind = importlib.import_module(_HOMES[side]).HTTPTransport
         self.is_ours = side == sides.OURS
         if self.is_ours:
-            self._transport = kind(timeout=TIMEOUT, hostname=host, bind=host)
+            self._transport = kind(timeout=TIMEOUT, hostname=host or None, bind=host or None)
             self.metadata: str = self._transport.metadata()
         else:
             self._transport = kind(timeout=TIMEOUT, num_chunks=num_chunks)

@@ -1,4 +1,4 @@
-"""Members in network namespaces of their own, joined by a switch; what a member sends can be limited to a rate.
+"""Members in network namespaces of their own, joined by a switch, or two by several links; what a member sends can be limited.
 
 The switch is in a namespace too, so the machine's own network is not touched, and taking the namespaces away takes
 everything away. That happens on leaving the `with` block, by whatever exception. Needs root, `ip` and `tc`.
@@ -91,6 +91,41 @@ class Links:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+class ParallelLinks(Links):
+    """A source and a receiver with several links between them, and no switch.
+
+    Args:
+        rates: for each link, how many MB/s the source can send over it. What is sent anywhere else goes to the first.
+
+    Attributes:
+        hosts: the source's addresses, one for each link.
+    """
+
+    def __init__(self, rates: Sequence[int]) -> None:
+        super().__init__([False, False])
+        self._rates = list(rates)
+        self.hosts = [f"10.98.{number}.1" for number in range(len(rates))]
+
+    def _make(self) -> None:
+        source, receiver = self.namespaces
+        for namespace in self.namespaces:
+            self._add(namespace)
+            _call("ip", "-n", namespace, "link", "set", "lo", "up")
+        for number, rate in enumerate(self._rates):
+            link = f"eth{number}"
+            _call("ip", "-n", source, "link", "add", link, "type", "veth", "peer", "name", link, "netns", receiver)
+            for end, namespace in enumerate(self.namespaces, 1):
+                _call("ip", "-n", namespace, "address", "add", f"10.98.{number}.{end}/24", "dev", link)
+                _call("ip", "-n", namespace, "link", "set", link, "up")
+            limit = ("rate", f"{8 * rate}mbit", "burst", "1mb", "latency", "50ms")
+            _call("tc", "-n", source, "qdisc", "add", "dev", link, "root", "tbf", *limit)
+        _call("ip", "-n", source, "route", "add", "default", "via", "10.98.0.2")
+
+    def cut(self, number: int) -> None:
+        """Have a link carry nothing any more."""
+        _call("ip", "-n", self.namespaces[0], "link", "set", f"eth{number}", "down")
 
 
 def enter(namespace: str) -> None:

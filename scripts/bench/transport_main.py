@@ -17,6 +17,7 @@ from bench import (
     transport_sources,
     transport_swarm,
     transport_torn,
+    transport_two_links,
     transport_wire,
 )
 from bench.command import run_figures
@@ -36,6 +37,7 @@ FIGURES: dict[str, Callable[[Run], Section]] = {
     "three_sources": transport_sources.measure,
     "swarm": transport_swarm.measure,
     "failover": transport_failover.measure,
+    "two_links": transport_two_links.measure,
 }
 SHARDED: dict[str, Callable[[Run], Section]] = {
     "sharded_bytes": sharded_bytes.measure,
@@ -52,7 +54,7 @@ def main() -> None:
     run_figures(
         "bench_transport",
         "Measure the checkpoint transport, beside torchft 0.2.0 and raw sockets. The figures over limited links"
-        " (three_sources, swarm, failover) need root, for network namespaces. Sharded figures come with --sharded.",
+        " (three_sources, swarm, failover, two_links) need root, for network namespaces. Sharded figures come with --sharded.",
         FIGURES,
         make_run=Run,
         more={"sharded": SHARDED},

@@ -38,13 +38,18 @@ class Connection:
 
 
 class FaultyProxy:
-    """Forwards connections to a port on this machine, with a fault on the way back."""
+    """Forwards connections to a port on this machine, with a fault on the way back; where it listens may be chosen."""
 
-    def __init__(self, port: int, fault: Fault = lambda connection, passed, data: data) -> None:
+    def __init__(
+        self,
+        port: int,
+        fault: Fault = lambda connection, passed, data: data,
+        listens_at: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         self.fault = fault
         self._port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server(listens_at)
+        self.url = f"http://{listens_at[0]}:{self._listener.getsockname()[1]}"
         self._connections: list[Connection] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()

@@ -19,7 +19,7 @@ from torchft_ckpt.errors import StateFormatError
 
 GOOD = {
     "format": "torchft_ckpt.state",
-    "version": 3,
+    "version": 4,
     "step": 3,
     "snapshot": "abc",
     "block_bytes": 4096,
@@ -39,6 +39,7 @@ GOOD = {
             "chunks": [{"offsets": [8], "sizes": [8], "segment": 1, "byte_offset": 0, "strides": [1]}],
         },
     ],
+    "elsewhere": {"hosts": ["10.1.0.5", "fd00::5"], "key": "0" * 32},
     "tree": {"d": [["w", {"x": 0}], ["v", [{"x": 1}, 1.5, None]]]},
 }
 
@@ -103,6 +104,18 @@ def test_the_good_manifest_is_read():
     [
         ("format", "pickle", "not a state manifest"),
         ("version", 1, "run one version on both"),
+        ("version", 3, "run one version on both"),
+        ("elsewhere", ["10.1.0.5"], "cannot be read"),
+        ("elsewhere/hosts", [f"10.1.0.{number}" for number in range(9)], "cannot be read"),
+        ("elsewhere/hosts", ["1" * 46], "cannot be read"),
+        ("elsewhere/hosts", ["10.1.0.5", "10.1.0.5"], "hosts that are none of a server"),
+        ("elsewhere/hosts/0", "metadata.internal", "hosts that are none of a server"),
+        ("elsewhere/hosts/0", "127.0.0.1", "hosts that are none of a server"),
+        ("elsewhere/hosts/0", "169.254.169.254", "hosts that are none of a server"),
+        ("elsewhere/hosts/0", "10.1.0.5:80", "hosts that are none of a server"),
+        ("elsewhere/key", "0" * 31, "cannot be read"),
+        ("elsewhere/key", "0" * 31 + "\n", "cannot be read"),
+        ("elsewhere/port", 80, "cannot be read"),
         ("step", -1, "cannot be read"),
         ("step", 2**70, "cannot be read"),
         ("snapshot", "a/../b", "cannot be read"),
@@ -215,7 +228,7 @@ def test_each_broken_rule_is_a_state_format_error(path, value, complaint):
         decode_manifest(changed(path, value))
 
 
-@pytest.mark.parametrize("name", sorted(set(GOOD) - {"format", "version"}))
+@pytest.mark.parametrize("name", sorted(set(GOOD) - {"format", "version", "elsewhere"}))
 def test_a_missing_member_is_a_state_format_error(name):
     manifest = {key: value for key, value in GOOD.items() if key != name}
     with pytest.raises(StateFormatError):

@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import trustme
 from support.certificates import client_context, server_context
 
@@ -560,8 +562,35 @@ def test_what_peers_do_wrong_is_logged_once_a_second(caplog):
     ]
 
 
-@pytest.mark.parametrize("field", ["max_connections", "max_requests_per_s", "head_timeout_s"])
+@pytest.mark.parametrize("field", ["max_connections", "max_requests_per_s", "head_timeout_s", "max_serve_bytes_per_s"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_limits_that_are_none_are_named(field, value):
     with pytest.raises(ConfigError, match=field):
         ServerLimits(**{field: value})
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_what_all_receivers_together_are_sent_stays_within_the_bound(tls: bool) -> None:
+    authority = trustme.CA()
+    context = server_context(authority, "127.0.0.1") if tls else None
+    bound, num_bytes = 8_000_000, 1_000_000
+    with serving({"w": torch.zeros(num_bytes // 4)}, context=context, max_serve_bytes_per_s=bound) as source:
+        started = time.monotonic()
+
+        def receive() -> None:
+            link = SourceConnection(
+                source,
+                headers={},
+                connect_timeout_s=20,
+                stall_timeout_s=20,
+                ssl_context=client_context(authority) if tls else None,
+            )
+            assert len(link.get("/v1/checkpoint/3/bytes").read(num_bytes)) == num_bytes
+            link.release()
+
+        with ThreadPoolExecutor(2) as pool:
+            for received in [pool.submit(receive) for _ in range(2)]:
+                received.result(60)
+        took_s = time.monotonic() - started
+    # Those of a tenth of a second leave at once, and a piece of 20 ms for each receiver is not charged before it has left.
+    assert took_s >= 2 * num_bytes / bound - 0.1 - 2 * 0.02

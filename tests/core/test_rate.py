@@ -1,4 +1,4 @@
-"""How many requests of one client are let through."""
+"""How many requests of one client are let through, and how many bytes leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchft_ckpt.core.rate import RateLimiter
+from torchft_ckpt.core.rate import RateLimiter, bucket_of_bytes, piece_bytes
 
 
 def test_a_burst_passes_at_once_and_the_next_request_is_told_how_long_to_wait() -> None:
@@ -27,6 +27,36 @@ def test_refused_requests_cost_the_client_nothing() -> None:
     for tick in range(99):
         assert limiter.take("a", tick / 1000) > 0.0
     assert limiter.take("a", 0.1) == 0.0
+
+
+@pytest.mark.parametrize("rate", [1e4, 2e7, 3e9])
+@pytest.mark.parametrize("num_senders", [1, 4])
+def test_bytes_leave_at_the_bound_however_late_senders_wake(rate: float, num_senders: int) -> None:
+    chance = random.Random(7)
+    bucket, piece = bucket_of_bytes(rate, 0.0), piece_bytes(rate)
+    seconds = max(10.0, 400 * piece / rate)
+    now, sent = 0.0, 0
+    while now < seconds:
+        while not bucket.debt_s(now):  # all of them at once, before any is charged
+            sent += num_senders * piece
+            bucket.charge(num_senders * piece, now)
+        now += bucket.debt_s(now) + chance.uniform(1e-6, 0.01)
+    assert 0.95 * rate * seconds <= sent <= 1.02 * rate * seconds + num_senders * piece
+
+
+def test_what_was_sent_is_waited_for_and_a_pause_saves_up_a_tenth_of_a_second() -> None:
+    bucket = bucket_of_bytes(1000.0, 0.0)
+    assert bucket.debt_s(0.0) == 0.0
+    bucket.charge(1100, 0.0)
+    assert [bucket.debt_s(now) for now in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    bucket.charge(0, 60.0)
+    bucket.charge(200, 60.0)
+    assert bucket.debt_s(60.0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("rate", "num_bytes"), [(1.0, 16384), (2e7, 400_000), (1e12, 1 << 20)])
+def test_slow_links_are_sent_small_pieces(rate: float, num_bytes: int) -> None:
+    assert piece_bytes(rate) == num_bytes
 
 
 def test_clients_have_buckets_of_their_own() -> None:

@@ -138,6 +138,24 @@ def test_a_slow_stream_is_not_cut_where_nobody_else_has_its_block():
     assert ledger.overdue(1000.0) == []
 
 
+def test_a_path_that_was_cut_is_asked_last_and_another_path_to_the_same_source_is_not():
+    ledger = ledger_of(4, "a")
+    slow, fast = ledger.open_stream("a", 0.0, "by ethernet"), ledger.open_stream("a", 0.0, "by ib0")
+    assert ledger.streams_over("by ethernet") == [slow]
+    run = ledger.next_run(slow, 0.0)
+    assert run is not None and ledger.idle_sources() == {"a"}
+    bring(ledger, fast, ledger.next_run(fast, 0.0))
+    while (found := ledger.next_run(fast, 1.0)) is not None:
+        bring(ledger, fast, found)
+    assert ledger.overdue(100.0) == [slow]
+    ledger.demote(slow)
+    ledger.close_stream(slow)
+    again = ledger.open_stream("a", 100.0, "by ethernet")
+    assert ledger.next_run(again, 100.0) is None
+    bring(ledger, fast, ledger.next_run(fast, 100.0), 100.0)
+    assert ledger.is_done
+
+
 def test_from_the_source_a_receiver_among_others_takes_first_what_nobody_was_sent():
     ledger = TransferLedger(8, pick=random.Random(3).randrange)
     ledger.add_source("source", PRIMARY)

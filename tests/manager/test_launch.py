@@ -43,6 +43,7 @@ def launch(name: str | None, rank: int = 0, world_size: int = 2, *, timeout: tim
         job=None,
         token=None,
         connect_timeout=timeout,
+        beside_nccl=False,
     )
 
 

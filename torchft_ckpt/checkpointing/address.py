@@ -1,10 +1,14 @@
 """How a peer's advertised address is read: `http://host:port` or `https://host:port`, and nothing else.
 
-Which one to advertise: `network`.
+Which one to advertise: `network`. A source's manifest names further hosts. Who answers there proves that it is the source before
+it is told anything: by an HMAC (RFC 2104) of a nonce of the receiver's and of the address that it was reached at, with a key that
+the manifest told the receiver. So another machine that has the address in another network does not pass, nor does one that asks
+the source for its proof, which then is of another address.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +30,28 @@ class SourceAddress:
 
     def __str__(self) -> str:
         return f"{self.scheme}://{join_host_port(self.host, self.port)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Another host at which a source listens on the same port, and the key by which it proves that it is the source."""
+
+    source: SourceAddress
+    host: str
+    key: str
+
+    @property
+    def address(self) -> SourceAddress:
+        """Where to connect."""
+        return SourceAddress(self.host, self.source.port, self.source.scheme)
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+
+def proof_of(key: str, nonce: str, host: str, port: int) -> str:
+    """Return in hex what a source that was reached at an address answers to a nonce."""
+    return hmac.new(key.encode(), f"{nonce} {join_host_port(host, port)}".encode(), "sha256").hexdigest()
 
 
 def parse_metadata(metadata: str) -> SourceAddress:

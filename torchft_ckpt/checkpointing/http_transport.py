@@ -18,6 +18,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import torch
+
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.fetch import Fetch, overwritten
 from torchft_ckpt.checkpointing.fetching.options import (
@@ -39,13 +41,13 @@ from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
-from torchft_ckpt.network import advertised_host, wildcard_for
+from torchft_ckpt.network import Host, choose_host, other_hosts, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,9 @@ class HTTPTransport(CheckpointTransport[T]):
     Args:
         timeout: limit for the lock, and default of what has no limit of its own.
         num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport.
-        hostname: address that peers are told; default: `TORCHFT_CKPT_HOSTNAME`, else that of the outward interface.
+        hostname: address that peers are told, and the only one where it is given; default: `TORCHFT_CKPT_HOSTNAME`, else that of
+            the interface which `NCCL_SOCKET_IFNAME` (on a machine with CUDA) or `GLOO_SOCKET_IFNAME` names, else that of the
+            outward interface. A `Manager` hands in what it has chosen.
         bind: address to listen on, `::` for both families; default: all of IPv4, or both where the address that peers are told
             is one of IPv6 or a name.
         port: port to listen on; 0 lets the system choose.
@@ -85,6 +89,8 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections: connections that are served at a time; more are closed at once.
         max_connections_per_client: the same for one address.
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
+        max_serve_bytes_per_s: bytes of states that this transport sends to all receivers together, for links that training
+            shares; default: no bound. Each rank's transport has its own.
         on_progress: called now and then with the progress of each receive, unless a call brings its own.
         state_dict: returns the state that is here, as it would be sent, for receives that are given none: `recv_checkpoint`,
             which is all that torchft's Manager calls. What arrives takes the layout and the classes of what is in it.
@@ -99,7 +105,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta = timedelta(seconds=60),
         num_chunks: int = 0,
         *,
-        hostname: str | None = None,
+        hostname: str | Host | None = None,
         bind: str | None = None,
         port: int = 0,
         token: str | None = None,
@@ -116,6 +122,7 @@ class HTTPTransport(CheckpointTransport[T]):
         max_connections: int | None = None,
         max_connections_per_client: int | None = None,
         max_requests_per_s: float | None = None,
+        max_serve_bytes_per_s: float | None = None,
         on_progress: ProgressCallback | None = None,
         state_dict: Callable[[], T] | None = None,
     ) -> None:
@@ -144,17 +151,22 @@ class HTTPTransport(CheckpointTransport[T]):
         self._fetches_lock = threading.Lock()
         self._shut_down = threading.Event()
         self._owner = os.getpid()
-        host = advertised_host(hostname, bound=bind or "")
+        if isinstance(hostname, Host):
+            host = hostname
+        else:
+            host = choose_host(hostname, bound=bind or "", beside_nccl=torch.cuda.is_available())
         self._server = CheckpointServer(
             self._shelf,
-            bind=bind or wildcard_for(host),
+            bind=bind or wildcard_for(host.address),
             port=port,
             token=token,
             ssl_context=ssl_context,
-            limits=_limits(max_connections, max_connections_per_client, max_requests_per_s),
+            limits=_limits(max_connections, max_connections_per_client, max_requests_per_s, max_serve_bytes_per_s),
         )
         end_at_exit(self.shutdown)
-        self._metadata = str(SourceAddress(host, self._server.port, "http" if ssl_context is None else "https"))
+        self._host = host
+        self._bind = bind or wildcard_for(host.address)
+        self._metadata = str(SourceAddress(host.address, self._server.port, "http" if ssl_context is None else "https"))
         self._options = FetchOptions(
             connect_timeout_s=connect.total_seconds(),
             stall_timeout_s=stall_timeout.total_seconds(),
@@ -233,10 +245,16 @@ class HTTPTransport(CheckpointTransport[T]):
             pool=self._pool,
             num_expected=len(set(dst_ranks)),
             versions=versions,
+            elsewhere=self._elsewhere(),
         )
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())
+
+    def _elsewhere(self) -> Elsewhere | None:
+        """Say where else this transport is, unless the user chose where."""
+        hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)
+        return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
 
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most."""
@@ -433,12 +451,16 @@ def _readable(sources: Sequence[str]) -> list[SourceAddress]:
 
 
 def _limits(
-    max_connections: int | None, max_connections_per_client: int | None, max_requests_per_s: float | None
+    max_connections: int | None,
+    max_connections_per_client: int | None,
+    max_requests_per_s: float | None,
+    max_serve_bytes_per_s: float | None,
 ) -> ServerLimits:
     given = {
         "max_connections": max_connections,
         "max_connections_per_client": max_connections_per_client,
         "max_requests_per_s": max_requests_per_s,
+        "max_serve_bytes_per_s": max_serve_bytes_per_s,
     }
     for argument, value in given.items():
         _check(value is None or value > 0, argument, value, "a positive number")

@@ -3,6 +3,8 @@
 | request                                                   | answer                                                        |
 |-----------------------------------------------------------|---------------------------------------------------------------|
 | `GET /v1/checkpoint`                                      | `Index`: what is served now                                   |
+| `GET /v1/checkpoint/proof?nonce=HEX`                      | 64 hex digits, which prove that it is the source of a         |
+|                                                           | manifest (`address.proof_of`); to everybody, without a token  |
 | `GET /v1/checkpoint/{step}/manifest?wait_s=N`             | the manifest; held up to N s while the step is not served yet |
 | `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, or it was left |
 |                                                           | long ago, the owner is asked to serve one when it next can    |
@@ -52,6 +54,9 @@ from torchft_ckpt.checkpointing.state.format import Count
 
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"
+PROOF_PATH = f"{PREFIX}/proof"
+NONCE_DIGITS = 32
+PROOF_DIGITS = 64
 RECEIVER_HEADER = "X-Ckpt-Receiver"
 RECEIVED_HEADER = "X-Ckpt-Received"
 DIGEST_HEADER = "X-Ckpt-Digest"

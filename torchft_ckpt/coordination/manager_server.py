@@ -57,8 +57,8 @@ from torchft_ckpt.errors import (
     RefusedError,
 )
 from torchft_ckpt.network import (
-    advertised_host,
     bearer_matches,
+    choose_host,
     in_use_hint,
     join_host_port,
     listen,
@@ -80,7 +80,7 @@ class ManagerServer:
     Args:
         replica_id: of the group; a group that starts anew has another one.
         lighthouse_addr: `host:port` or `http://host:port`.
-        hostname: address to advertise; empty: the interface that routes to the lighthouse.
+        hostname: address to advertise; empty: as `network.choose_host` says, at last the interface that routes to the lighthouse.
         bind: `host:port` to listen on, as `LighthouseServer`'s.
         store_addr: of the group's store; what the others are told.
         world_size: ranks in the group.
@@ -132,7 +132,7 @@ class ManagerServer:
             alive=replica_id,
             heartbeat_interval=heartbeat_interval,
         )
-        advertised = advertised_host(hostname, bound=host, towards=self._calls.address)
+        advertised = choose_host(hostname, bound=host, towards=self._calls.address).address
         try:
             listeners = listen(host, port, _BACKLOG)
         except OSError as error:

@@ -20,7 +20,7 @@ _TIMEOUT = (
 )
 _HOSTNAME = (
     "The groups have to reach each other: set TORCHFT_CKPT_HOSTNAME (Manager(hostname=...)) to an address of that group's machine"
-    " that the others reach"
+    " that the others reach, or GLOO_SOCKET_IFNAME to its interface"
 )
 _LOOP = "No setting helps: docs/what-your-loop-may-do.md says what the loops of all groups have to do alike"
 _HEARTBEAT = (

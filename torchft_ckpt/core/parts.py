@@ -3,7 +3,8 @@
 A part is a box that lies wholly within what each of its holders has. Parts are first dealt out so that all holders have about
 the same number of bytes to send: those that few can give first, the large ones first, each to the holder that has least to
 do. A stream that has nothing left takes from the holder that has most left, so the end comes for all at once. What a lost
-holder had is dealt out anew; a part that nobody can give any more makes the transfer hopeless.
+holder was to give is dealt out anew, and what it was asked for once that is given back; a part that nobody can give any more
+makes the transfer hopeless. A holder may have several streams, over several paths.
 """
 
 from __future__ import annotations
@@ -115,14 +116,13 @@ class PartLedger:
             self._deal(again)
 
     def drop(self, holder: str) -> None:
-        """Ask a holder for nothing more; what it had to give is dealt out anew, what it gave stays."""
+        """Ask a holder for nothing more; what it had to give is dealt out anew, what it gave stays.
+
+        What it has been asked for is not asked for elsewhere before it is given back: a stream may still write it.
+        """
         known = self._holders.pop(holder, None)
-        if known is None:
-            return
-        flying = [part for part, name in self._in_flight.items() if name == holder]
-        for part in flying:
-            del self._in_flight[part]
-        self._deal([*known.queue, *flying])
+        if known is not None:
+            self._deal(known.queue)
 
     def invalidate(self, parts: Iterable[int]) -> None:
         """Note that held parts are not those that are wanted: they are missing again."""

@@ -1,7 +1,8 @@
-"""This file decides how many requests of one client are let through: a token bucket for each. It knows no clock and no network.
+"""This file decides how many requests of one client are let through, and how many bytes leave. It knows no clock and no network.
 
-A bucket holds at most `burst` tokens and gains `rate_per_s` of them a second; a request takes one. So over any `t` seconds at
-most `burst + rate_per_s * t` requests pass.
+Both are token buckets. A bucket holds at most `burst` tokens and gains `rate_per_s` of them a second; a request takes one. So
+over any `t` seconds at most `burst + rate_per_s * t` requests pass. Bytes are charged when they have left, and while a bucket is
+in debt none leave: over `t` seconds at most so many do, and one piece of each sender more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 _SWEEP_FROM = 64
+
+
+_BURST_S = 0.1
+_PIECE_S = 0.02
+_MIN_PIECE_BYTES = 16 * 1024
+_MAX_PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -33,9 +40,28 @@ class TokenBucket:
             return 0.0
         return (1.0 - self.tokens) / self.rate_per_s
 
+    def charge(self, amount: float, now: float) -> None:
+        """Take tokens, also those that are not there yet."""
+        self.tokens = self.level(now) - amount
+        self.at = max(self.at, now)
+
+    def debt_s(self, now: float) -> float:
+        """Return the seconds until no token is owed."""
+        return max(-self.level(now), 0.0) / self.rate_per_s
+
     def level(self, now: float) -> float:
         """Return how many tokens there are."""
         return min(self.burst, self.tokens + max(now - self.at, 0.0) * self.rate_per_s)
+
+
+def bucket_of_bytes(bytes_per_s: float, now: float) -> TokenBucket:
+    """Return a bucket for bytes: full with those of a tenth of a second, so that who wakes a little late loses nothing."""
+    return TokenBucket(bytes_per_s, _BURST_S * bytes_per_s, _BURST_S * bytes_per_s, now)
+
+
+def piece_bytes(bytes_per_s: float) -> int:
+    """Return how many bytes to send before asking the bucket again: those of 20 ms, within limits."""
+    return int(min(max(_PIECE_S * bytes_per_s, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES))
 
 
 class RateLimiter:

@@ -11,7 +11,9 @@ state itself. Blocks are handed out in runs of neighbours, one run a stream at a
    last has not arrived anywhere, nothing is sent a second time. Runs are short then.
 3. What a lost stream had in flight goes back to the missing; what has arrived stays.
 4. When nothing is missing but in flight, a stream that is expected to need much longer than an idle one would is cut, and
-   its source is asked only for what nobody else can give.
+   its path is asked only for what nobody else can give.
+
+A stream takes blocks over one path to its source: one of the source's addresses. `paths` decides which of them are used.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ class _Source:
     eligible: int
     sent: int = 0
     sent_changed_at: float = 0.0
-    is_demoted: bool = False
 
 
 @dataclass(slots=True)
 class _Stream:
     source: str
+    path: str
     run: range
     since: float
     """When the block that it is at was asked for, or the one before it arrived."""
@@ -80,6 +82,8 @@ class TransferLedger:
         self._run_s = run_s
         self._sources: dict[str, _Source] = {}
         self._streams: dict[int, _Stream] = {}
+        self._demoted: set[str] = set()
+        """Paths."""
         self._next_stream = 0
         self._share = self._all
         self._num_arrived = 0
@@ -90,6 +94,7 @@ class TransferLedger:
     def add_source(self, name: str, kind: SourceKind, eligible: int | None = None) -> None:
         """Let blocks come from a source: all of them, or the eligible ones."""
         self._sources[name] = _Source(kind, self._all if eligible is None else eligible & self._all)
+        self._demoted -= {name, *(stream.path for stream in self._streams.values() if stream.source == name)}
 
     def allow(self, name: str, blocks: int) -> None:
         """Add blocks to those that may come from a source; one that was dropped stays so."""
@@ -135,10 +140,10 @@ class TransferLedger:
 
     # Streams
 
-    def open_stream(self, source: str, now: float) -> int:
-        """Add a stream from a source; return its number."""
+    def open_stream(self, source: str, now: float, path: str = "") -> int:
+        """Add a stream from a source over a path, which where none is named has the source's name; return its number."""
         self._next_stream += 1
-        self._streams[self._next_stream] = _Stream(source, range(0), now)
+        self._streams[self._next_stream] = _Stream(source, path or source, range(0), now)
         return self._next_stream
 
     def next_run(self, stream: int, now: float) -> range | None:
@@ -147,7 +152,7 @@ class TransferLedger:
         self._requeue(this)
         source = self._sources.get(this.source)
         candidates = 0 if source is None else self._missing & source.eligible
-        if source is not None and source.is_demoted:
+        if this.path in self._demoted:
             candidates &= ~self._eligible_of_able()
         this.is_idle = not candidates
         if source is None or not candidates:
@@ -189,10 +194,17 @@ class TransferLedger:
             self._requeue(this)
 
     def demote(self, stream: int) -> None:
-        """Ask the source of a stream that was cut for nothing that another source can give."""
-        source = self._sources.get(self._streams[stream].source) if stream in self._streams else None
-        if source is not None:
-            source.is_demoted = True
+        """Ask over the path of a stream that was cut for nothing that can be had otherwise."""
+        if stream in self._streams:
+            self._demoted.add(self._streams[stream].path)
+
+    def idle_sources(self) -> set[str]:
+        """Return the sources with a stream that has nothing to ask for."""
+        return {stream.source for stream in self._streams.values() if stream.is_idle}
+
+    def streams_over(self, path: str) -> list[int]:
+        """Return the streams that take blocks over a path."""
+        return [number for number, stream in self._streams.items() if stream.path == path]
 
     def overdue(self, now: float) -> list[int]:
         """Return the streams to cut: nothing else is missing, and an idle stream would be done much sooner."""
@@ -313,7 +325,7 @@ class TransferLedger:
         blocks = 0
         for stream in self._streams.values():
             source = self._sources.get(stream.source)
-            if source is not None and not source.is_demoted:
+            if source is not None and stream.path not in self._demoted:
                 blocks |= source.eligible
         return blocks
 

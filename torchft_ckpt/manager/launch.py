@@ -20,7 +20,7 @@ from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.core.meeting import Claim
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.group_store import GroupStore
-from torchft_ckpt.network import advertised_host, join_host_port, leave_to_parent
+from torchft_ckpt.network import Host, choose_host, join_host_port, leave_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Launch:
     group_rank: int
     group_world_size: int
     lighthouse_addr: str
-    hostname: str
+    host: Host
     job: str
     token: str
     manager_port: int
@@ -75,6 +75,7 @@ def resolve_launch(
     job: str | None,
     token: str | None,
     connect_timeout: timedelta,
+    beside_nccl: bool,
 ) -> Launch:
     """Resolve what was given and what the environment says.
 
@@ -104,7 +105,7 @@ def resolve_launch(
         )
     if lighthouse:
         lighthouse = join_host_port(*config.parse_host_port(lighthouse, what="lighthouse address"))
-    host = advertised_host(hostname, towards=lighthouse or None)
+    host = choose_host(hostname, towards=lighthouse or None, beside_nccl=beside_nccl)
     if store_addr and not store_port:
         raise ConfigError(f"the store at {store_addr!r} has no port: pass store_port or set MASTER_PORT", "store_port")
     if group_world_size > 1 and not store_addr:
@@ -117,7 +118,7 @@ def resolve_launch(
     replica_id = f"{name}:{incarnation}" if name else incarnation
     group_store = GroupStore(store_addr, store_port, group_rank, connect_timeout) if group_world_size > 1 else None
     store = _host_store() if group_rank == 0 else None
-    store_address = join_host_port(host, store.port) if store is not None else ""
+    store_address = join_host_port(host.address, store.port) if store is not None else ""
     if group_store is not None and group_rank == 0:
         group_store.claim(Claim(name=name, replica_id=replica_id, process=_PROCESS, store_address=store_address))
     return Launch(
@@ -126,7 +127,7 @@ def resolve_launch(
         group_rank=group_rank,
         group_world_size=group_world_size,
         lighthouse_addr=lighthouse,
-        hostname=host,
+        host=host,
         job=job,
         token=config.resolve(token, config.TOKEN, "", str),
         manager_port=config.resolve(port, config.MANAGER_PORT, 0, config.parse_port),

@@ -140,7 +140,9 @@ class Manager:
         replica_id: name of this replica group, the same on all of its ranks and on no other group's; a restarted group should
             have the same, as it takes the place of the one before.
         port: of the manager service that rank 0 runs for the other ranks; 0 for any.
-        hostname: address that peers reach this process at; default: the interface that routes to the lighthouse.
+        hostname: address that peers reach this process at; default: `TORCHFT_CKPT_HOSTNAME`, else that of the interface named by
+            `NCCL_SOCKET_IFNAME` (beside NCCL) or `GLOO_SOCKET_IFNAME`, else the one that routes to the lighthouse. What was
+            chosen is used for all: default transport, Gloo, store and manager service.
         heartbeat_interval: 100 ms.
         checkpoint_transport: moves the state; default `HTTPTransport`. One that needs the process group, as torchft's
             `PGTransport` does, is used when that is connected, within `timeout`, and all groups wait until the state is through.
@@ -241,7 +243,10 @@ class Manager:
             job=job,
             token=token,
             connect_timeout=self._timeouts.connect,
+            beside_nccl="nccl" in pg.getBackendName().lower(),
         )
+        if self._launch.host.is_chosen:
+            pg.use_hostname(self._launch.host.address)
         self._pg = pg
         self._replica = ReplicaState(
             ReplicaSettings(
@@ -304,7 +309,7 @@ class Manager:
         self._transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
             timeout=self._timeouts.collective,
             num_chunks=0,
-            hostname=self._launch.hostname,
+            hostname=self._launch.host,
             token=self._launch.token or None,
             lock=self._state_dict_lock,
         )
@@ -360,7 +365,7 @@ class Manager:
                 hello=lambda: self._talk.hello(launch.group_world_size),
                 on_message=self._talk.hear,
                 on_refused=self._talk.end,
-                hostname=launch.hostname,
+                hostname=launch.host.address,
                 port=launch.manager_port,
                 job=launch.job,
                 token=launch.token,

@@ -176,6 +176,12 @@ class ProcessGroup(TorchProcessGroup):
         """Set the timeout of the operations started from now on, where their options give none."""
         raise NotImplementedError(f"{type(self).__name__} does not implement set_timeout")
 
+    def use_hostname(self, hostname: str) -> None:
+        """Listen at this address from the next `configure` on, unless the group was given one of its own.
+
+        A `Manager` tells it what its user chose. Backends that find their own interfaces, as NCCL does, do nothing.
+        """
+
     def register(self, name: str) -> TorchProcessGroup:
         """Make the group known to torch under a unique name, for DeviceMesh and functional collectives; call once.
 

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 
 from torchft_ckpt import config
 from torchft_ckpt.errors import ProcessGroupConfigureError, ProcessGroupError
+from torchft_ckpt.network import host_of_gloo, host_of_interface
 from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Session
 from torchft_ckpt.process_group.sockets import create_gloo_device
@@ -37,8 +38,12 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         timeout: of each operation whose options give none; `set_timeout` changes it.
         connect_timeout: of configure as a whole; by default `timeout`, but at most 10 s.
         hostname: address of this process to listen on and publish to the others. By default
-            `TORCHFT_CKPT_HOSTNAME`, else the address that routes to the store: loopback if the store is there.
+            `TORCHFT_CKPT_HOSTNAME`, else what the `Manager` was told, else that of the interface which `GLOO_SOCKET_IFNAME`
+            names, else the address that routes to the store: loopback if the store is there.
         interface: network interface to listen on, instead of `hostname`.
+
+    Raises:
+        ConfigError: the interface that was named is unknown, or is down, or has no address.
     """
 
     def __init__(
@@ -51,10 +56,19 @@ class ProcessGroupGloo(ProcessGroupWrapper):
     ) -> None:
         super().__init__(timeout, connect_timeout=connect_timeout)
         self._interface = interface or ""
-        self._hostname = "" if self._interface else config.resolve(hostname, config.HOSTNAME, "", str)
+        if self._interface:
+            self._hostname = host_of_interface(self._interface, "interface")
+        else:
+            self._hostname = config.resolve(hostname or None, config.HOSTNAME, "", str)
+        self._is_given = bool(self._interface or self._hostname)
+        self._hostname = self._hostname or host_of_gloo()
 
     def getBackendName(self) -> str:
         return "torchft-ckpt-gloo"
+
+    def use_hostname(self, hostname: str) -> None:
+        if not self._is_given:
+            self._hostname = hostname
 
     def _make_inner(
         self,
@@ -79,7 +93,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
             except RuntimeError as error:
                 raise ProcessGroupConfigureError(
                     "all ranks came to the store, but one of them died since or cannot be reached at the address that "
-                    f"it listens on (ours is {self._interface or hostname}); torch says: "
+                    f"it listens on (ours is {hostname}); torch says: "
                     f"{str(error).partition(chr(10))[0][:300]}",
                     party=str(address),
                 ) from error.with_traceback(None)
@@ -94,7 +108,8 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         deadline: float,
         global_ranks: list[int] | None,
     ) -> TorchProcessGroup:
-        device, sockets = create_gloo_device("" if self._interface else hostname, self._interface)
+        interface = "" if self._hostname else self._interface  # left to Gloo where interfaces cannot be read
+        device, sockets = create_gloo_device("" if interface else hostname, interface)
         if sockets is not None:
             session.on_end(sockets.shutdown_connections, sockets.close, ends_connections=True)
         options: Any = TorchProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it

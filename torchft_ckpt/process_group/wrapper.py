@@ -175,6 +175,10 @@ class ProcessGroupWrapper(ProcessGroup):
         if session is not None:
             session.apply(lambda pg: set_default_timeout(pg, timeout))
 
+    def use_hostname(self, hostname: str) -> None:
+        if self._pg is not None:
+            self._pg.use_hostname(hostname)
+
     def _end(self, error: ProcessGroupError, successor: Session | None) -> None:
         """End the current session and put another in its place; `error` is what `errored()` says meanwhile."""
         with self._lock:

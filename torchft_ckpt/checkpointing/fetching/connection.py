@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
 import http.client
+import secrets
 import socket
 import ssl
 import threading
@@ -17,8 +19,15 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.protocol import MAX_REFUSAL_BYTES, Refusal, decode_refusal
+from torchft_ckpt.checkpointing.address import Route, SourceAddress, proof_of
+from torchft_ckpt.checkpointing.protocol import (
+    MAX_REFUSAL_BYTES,
+    NONCE_DIGITS,
+    PROOF_DIGITS,
+    PROOF_PATH,
+    Refusal,
+    decode_refusal,
+)
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 
 _CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -35,7 +44,7 @@ class SourceConnection:
     """A kept-alive connection to one source.
 
     Args:
-        source: where to connect.
+        source: where to connect, or another route to a source: then it has to prove first, over each connection, that it is it.
         headers: sent with every request.
         connect_timeout_s: limit for the connection to be accepted, TLS handshake included; for each address of the host.
         stall_timeout_s: limit for each wait for a byte.
@@ -48,7 +57,7 @@ class SourceConnection:
 
     def __init__(
         self,
-        source: SourceAddress,
+        source: SourceAddress | Route,
         *,
         headers: Mapping[str, str],
         connect_timeout_s: float,
@@ -58,7 +67,10 @@ class SourceConnection:
         if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_SERVER:
             raise ConfigError("ssl_context is one for servers; fetching needs PROTOCOL_TLS_CLIENT", party="ssl_context")
         self.party = str(source)
-        self._source = source
+        self._source = source.address if isinstance(source, Route) else source
+        self._route = source if isinstance(source, Route) else None
+        self._name = source.source.host if isinstance(source, Route) else source.host
+        """That its certificate has."""
         self._headers = dict(headers)
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -74,7 +86,9 @@ class SourceConnection:
 
         Raises:
             SourceLostError: nobody accepts connections there.
-            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify.
+            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify. Or it did not prove
+                that it is the source.
+            TransferStalledError: no proof came.
         """
         failure: OSError | None = None
         try:
@@ -107,13 +121,30 @@ class SourceConnection:
                     raise
                 failure = error
                 continue
-            self._http = _OpenSocketConnection(self._source.host, self._source.port)
-            self._http.sock = sock
+            http_connection = _OpenSocketConnection(self._source.host, self._source.port)
+            http_connection.sock = sock
+            if self._route is not None:
+                self._have_it_proved(http_connection, self._route)
+            self._http = http_connection
             self._answered = False
             return
         if self._closed:
             raise SourceLostError(f"the connection to source {self.party} was closed by this side", self.party)
         raise SourceLostError(f"source {self.party} does not accept connections: {failure}", self.party) from failure
+
+    def _have_it_proved(self, http_connection: _OpenSocketConnection, route: Route) -> None:
+        nonce = secrets.token_hex(NONCE_DIGITS // 2)
+        with self._named_failures("waiting for its proof"):
+            http_connection.request("GET", f"{PROOF_PATH}?nonce={nonce}", headers={"Accept-Encoding": "identity"})
+            response = http_connection.getresponse()
+            proof = response.read(PROOF_DIGITS + 1)
+            if response.status != 200 or not hmac.compare_digest(
+                proof, proof_of(route.key, nonce, route.host, route.source.port).encode()
+            ):
+                raise SourceRefusedError(
+                    f"{self.party} does not prove that it is source {route.source}; nothing was asked of it", self.party
+                )
+            response.close()
 
     def close(self) -> None:
         """Wake and fail whatever is waiting on this connection. From any thread; the owner still calls `release`."""
@@ -209,7 +240,7 @@ class SourceConnection:
             with self._lock:
                 # From here on the new object owns the descriptor; `close` has to find it.
                 secured = context.wrap_socket(
-                    sock, server_hostname=self._source.host.partition("%")[0], do_handshake_on_connect=False
+                    sock, server_hostname=self._name.partition("%")[0], do_handshake_on_connect=False
                 )
                 self._socket = secured
             secured.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -19,10 +19,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.options import MAX_STREAMS, FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.routes import Routes
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Stream
 from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
@@ -32,6 +33,7 @@ from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.core.paths import describe_paths
 from torchft_ckpt.errors import (
     CheckpointError,
     ReplicaDivergenceWarning,
@@ -95,6 +97,7 @@ class Fetch:
         self._serve_on = serve_on
         self._started_at = time.monotonic()
         self._state = TransferState([str(source) for source in self._sources], seed=hash(options.receiver))
+        self._routes = Routes(self._sources)
         self._lock = threading.Lock()
         # All below belong to `_lock`.
         self._clients: set[SourceClient] = set()
@@ -151,6 +154,7 @@ class Fetch:
             self._to_touch.put(None)
             self._stop_threads()
             self._report_progress()
+            self._log_paths()
         destination, outcome, relay = state.destination, state.outcome, state.relay
         if relay is not None and not state.has_seen_peers:
             relay.close()
@@ -166,6 +170,14 @@ class Fetch:
         if destination is not None:
             self._shelf.keep(destination.give_up())
         raise outcome or TransferError(f"fetch of {self._what} from {self._party} ended without a state", self._party)
+
+    def _log_paths(self) -> None:
+        for name in map(str, self._sources):
+            paths = self._state.paths_to(name)
+            if len(paths) > 1:
+                logger.info(
+                    "%s came from %s by %d of its addresses: %s", self._what, name, len(paths), describe_paths(paths)
+                )
 
     def _warn_of_divergence(self) -> None:
         for name, what in self._state.divergences().items():
@@ -207,12 +219,15 @@ class Fetch:
     def _look_after(self) -> None:
         state = self._state
         for number in state.overdue():
-            with self._lock:
-                client = self._streaming.get(number)
-                self._cut.add(number)
-            if client is not None:
-                logger.info("%s is slow at the end of the transfer; its blocks are taken from others", client.name)
-                client.close()
+            self._cut_stream(number, "%s is slow at the end of the transfer; its blocks are taken from others")
+        slow, again = state.judge_paths()
+        for path, numbers in slow.items():
+            logger.info(
+                "nothing more is asked at %s: another address of that source gives more than four times as much", path
+            )
+            for number in numbers:
+                self._cut_stream(number, "closing a connection to %s")
+        self._use_again(again)
         held_up_by = state.is_held_up_by(self._options.stall_timeout_s)
         if held_up_by is not None:
             what = f"source {held_up_by} has not brought a block for {self._options.stall_timeout_s:g} s, others are waiting"
@@ -224,6 +239,14 @@ class Fetch:
         if heir is not None:
             self._spawn(functools.partial(self._adopt, self._address_of(heir)), heir)
         self._report_progress()
+
+    def _cut_stream(self, number: int, message: str) -> None:
+        with self._lock:
+            client = self._streaming.get(number)
+            self._cut.add(number)
+        if client is not None:
+            logger.info(message, client.path)
+            client.close()
 
     def _report_progress(self) -> None:
         if self._on_progress is None or self._state.destination is None:
@@ -261,18 +284,78 @@ class Fetch:
             manifest = client.fetch_manifest(deadline=self._deadline, pause=state.pause, on_refused=self._note_refusal)
             if not self._take_part(client, manifest):
                 return
+            self._open_routes(address, manifest)
             for _ in range(self._options.num_streams - 1):
                 self._spawn(functools.partial(self._bring_more_blocks, address, manifest), client.name)
             with self._lock:
                 self._finishing.add(client)
-            if self._run_stream(client, manifest):
-                self._tell_done(client, manifest)
-                return
-        self._bring_blocks(address, manifest)
-        with self._connected(address) as client:
-            with self._lock:
-                self._finishing.add(client)
-            self._tell_done(client, manifest)
+            try:
+                if self._run_stream(client, manifest) and state.is_used(client.path):
+                    self._tell_done(client, manifest)
+                    return
+            except (SourceLostError, TransferStalledError) as error:
+                self._lose_path(client.path, error)
+        while state.await_use(str(address), str(address)):
+            self._bring_over(address, None, manifest)
+        self._over_any(address, functools.partial(self._tell_done, manifest=manifest))
+
+    def _open_routes(self, address: SourceAddress, manifest: Manifest) -> None:
+        """Have blocks come over the further addresses that a source names, too."""
+        routes = self._routes.learn(address, manifest)
+        if routes:
+            self._state.add_path(str(address), str(address))
+        for route in routes:
+            self._spawn(functools.partial(self._try_route, route, manifest, len(routes) + 1), str(address))
+
+    def _try_route(self, route: Route, manifest: Manifest, num_paths: int) -> None:
+        """Connect to another address of a source; where it proves to be one, bring blocks over it."""
+        address = route.source
+        try:
+            with self._connected(address, route) as client:
+                client.connect()
+        except TransferError as error:
+            logger.info("source %s is not reached at its address %s: %s", address, route.host, error)
+            return
+        self._state.add_path(str(address), str(route))
+        for _ in range(min(self._options.num_streams, MAX_STREAMS // num_paths) - 1):
+            self._spawn(functools.partial(self._bring_more_blocks, address, manifest, route), str(address))
+        self._bring_over(address, route, manifest)
+
+    def _bring_over(self, address: SourceAddress, route: Route | None, manifest: Manifest) -> None:
+        """Bring blocks over one path until it is over, or the path is dropped or lost and others are left."""
+        try:
+            self._bring_blocks(address, manifest, route)
+        except (SourceLostError, TransferStalledError) as error:
+            self._lose_path(str(route or address), error)
+        except TransferError as error:
+            if route is None:
+                raise
+            self._lose_path(str(route), error)  # perhaps the network's fault; else all paths end so
+
+    def _lose_path(self, path: str, error: TransferError) -> None:
+        """Go on over the other paths to a source.
+
+        Raises:
+            TransferError: the error, where there is none.
+        """
+        again = self._state.lose_path(path)
+        if again is None:
+            raise error
+        logger.warning("going on without %s, over other addresses of its source: %s", path, error)
+        self._use_again(again)
+
+    def _use_again(self, paths: Sequence[str]) -> None:
+        """Bring blocks over paths that were dropped; a source's own address has a thread that waits for it."""
+        for path in paths:
+            logger.info("asking at %s again", path)
+            route = self._routes.find(path)
+            manifest = self._state.manifest_of(str(route.source)) if route is not None else None
+            if route is not None and manifest is not None:
+                self._spawn(functools.partial(self._bring_over, route.source, route, manifest), str(route.source))
+
+    def _over_any(self, address: SourceAddress, work: Callable[[SourceClient], object]) -> None:
+        """Do something over a connection to a source, at whichever of its addresses."""
+        self._routes.try_each(address, functools.partial(self._connected, address), self._state.is_used, work)
 
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""
@@ -323,17 +406,19 @@ class Fetch:
     def _adopt(self, address: SourceAddress) -> None:
         manifest = self._state.manifest_of(str(address))
         if manifest is not None:
-            with self._connected(address) as client:
-                self._take_over(client, manifest)
+            self._over_any(address, functools.partial(self._take_over, manifest=manifest))
 
     def _compare_digests(self, address: SourceAddress, manifest: Manifest) -> None:
         """Fetch a source's digests and the primary's, batch by batch, each from its own."""
         state = self._state
-        with self._connected(address) as own:
+
+        def compare(own: SourceClient) -> None:
             while not state.over and (blocks := state.unannounced(own.name, BATCH_BLOCKS)):
                 for digests in fetch_digests(own, manifest, blocks):
                     state.learn_digests(own.name, digests)
                 self._ask_primary(state.unknown_of(blocks))
+
+        self._over_any(address, compare)
 
     def _ask_primary(self, blocks: int) -> None:
         """Fetch digests of a bit set of blocks from the primary, if there is one now."""
@@ -341,10 +426,13 @@ class Fetch:
         manifest = None if primary is None else state.manifest_of(primary)
         if not blocks or primary is None or manifest is None:
             return
+
+        def ask(client: SourceClient) -> None:
+            for digests in fetch_digests(client, manifest, blocks):
+                state.learn_digests(primary, digests)
+
         try:
-            with self._connected(self._address_of(primary)) as client:
-                for digests in fetch_digests(client, manifest, blocks):
-                    state.learn_digests(primary, digests)
+            self._over_any(self._address_of(primary), ask)
         except (TransferError, StateFormatError) as error:  # its own streams notice that, too, and say what it means
             logger.debug("the digests of %s cannot be compared: %s", primary, error)
 
@@ -356,22 +444,21 @@ class Fetch:
                 return
             self._spawn(lambda: self._bring_blocks(peer, manifest), str(peer), is_peer=True)
 
-        with self._connected(address) as client:
-            run_swarm(self._state, client, manifest, own, start)
+        self._over_any(address, lambda client: run_swarm(self._state, client, manifest, own, start))
 
-    def _bring_blocks(self, address: SourceAddress, manifest: Manifest) -> None:
-        """Bring blocks until it is over; over another connection where one was cut that had brought some."""
-        while not self._state.over:
-            with self._connected(address) as client:
+    def _bring_blocks(self, address: SourceAddress, manifest: Manifest, route: Route | None = None) -> None:
+        """Bring blocks until it is over, or the path is; over another connection where one was cut that had brought some."""
+        while not self._state.over and self._state.is_used(str(route or address)):
+            with self._connected(address, route) as client:
                 if self._run_stream(client, manifest):
                     return
 
-    def _bring_more_blocks(self, address: SourceAddress, manifest: Manifest) -> None:
-        """Be another stream of a source; where it is lost, what that means is the first stream's to find out."""
+    def _bring_more_blocks(self, address: SourceAddress, manifest: Manifest, route: Route | None = None) -> None:
+        """Be another stream over a path; where it is lost, what that means is the first stream's to find out."""
         try:
-            self._bring_blocks(address, manifest)
+            self._bring_blocks(address, manifest, route)
         except (SourceLostError, TransferStalledError) as error:
-            logger.info("a further connection to %s ended: %s", address, error)
+            logger.info("a further connection to %s ended: %s", route or address, error)
 
     def _run_stream(self, client: SourceClient, manifest: Manifest) -> bool:
         """Bring blocks over one connection; False where another one is to go on.
@@ -382,7 +469,7 @@ class Fetch:
         state, destination = self._state, self._state.destination
         if destination is None or state.over:
             return True
-        num_before = state.num_arrived_from(client.name)
+        num_before = state.num_arrived_over(client.path)
         numbers: list[int] = []
 
         def opened(number: int) -> None:
@@ -397,9 +484,10 @@ class Fetch:
         except SourceLostError as error:
             with self._lock:
                 is_ours = isinstance(error, RunTakenBackError) or bool(self._cut.intersection(numbers))
-            if not is_ours and state.num_arrived_from(client.name) == num_before:
+            if not is_ours and state.num_arrived_over(client.path) == num_before:
                 raise
-            logger.info("connecting to %s again: %s", client.name, error)
+            if state.is_used(client.path):
+                logger.info("connecting to %s again: %s", client.path, error)
             return False
         finally:
             with self._lock:
@@ -419,6 +507,8 @@ class Fetch:
         """Every block is in: tell the source, so that it may free what it keeps. The telling may fail."""
         if self._state.outcome is not None:
             return
+        with self._lock:
+            self._finishing.add(client)
         try:
             client.tell_done(manifest)
         except CheckpointError as error:
@@ -427,8 +517,8 @@ class Fetch:
     # Beginning and ending
 
     @contextmanager
-    def _connected(self, address: SourceAddress) -> Iterator[SourceClient]:
-        client = SourceClient(address, self._step, self._options)
+    def _connected(self, address: SourceAddress, route: Route | None = None) -> Iterator[SourceClient]:
+        client = SourceClient(address, self._step, self._options, route)
         with self._lock:
             self._clients.add(client)
         try:

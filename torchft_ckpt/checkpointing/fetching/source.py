@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import xxhash
 
-from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.protocol import (
@@ -65,10 +65,15 @@ class SourceClient:
         address: where it is.
         step: the step wanted, or None for the newest.
         options: how to fetch.
+        route: how to get there, where it is not by its address.
     """
 
-    def __init__(self, address: SourceAddress, step: int | None, options: FetchOptions) -> None:
+    def __init__(
+        self, address: SourceAddress, step: int | None, options: FetchOptions, route: Route | None = None
+    ) -> None:
         self.address = address
+        self.path = str(route or address)
+        """Names the route over all sources."""
         self.share = (0, 1)
         """Which receiver of the state this is, from 0 on, and of how many; known with the manifest."""
         self.name = str(address)
@@ -79,12 +84,16 @@ class SourceClient:
         self._options = options
         self._closed = threading.Event()
         self._connection = SourceConnection(
-            address,
+            route or address,
             headers={RECEIVER_HEADER: options.receiver, **request_headers(options.token)},
             connect_timeout_s=options.connect_timeout_s,
             stall_timeout_s=options.stall_timeout_s,
             ssl_context=options.ssl_context,
         )
+
+    def connect(self) -> None:
+        """Connect now, and have the source prove who it is where it was to; else the first request does."""
+        self._connection.open()
 
     def close(self) -> None:
         """Wake and fail whatever waits on the connection. From any thread."""

@@ -45,30 +45,31 @@ class Stream:
             CheckpointError: the source is lost or sends what it should not.
         """
         state = self._state
-        number = state.open_stream(client.name)
+        number = state.open_stream(client.name, client.path)
         opened(number)
         self._num_unfinished = 0
         try:
             while True:
-                work = state.next_run(number, client.name)
+                work = state.next_run(number, client.name, client.path)
                 if work is None:
                     return
                 run, received = work
                 self._on_asked(run)
                 for block, answer in client.open_blocks(manifest, run, received):
-                    goes_on = self._receive(number, client.name, block, answer)
+                    goes_on = self._receive(number, client, block, answer)
                     if not goes_on and block != run[-1]:
                         raise RunTakenBackError(f"blocks {block + 1} to {run[-1]} are not wanted any more", client.name)
         finally:
             state.close_stream(number, self._num_unfinished)
 
-    def _receive(self, number: int, name: str, block: int, answer: Answer) -> bool:
+    def _receive(self, number: int, client: SourceClient, block: int, answer: Answer) -> bool:
         def read_into(target: memoryview) -> None:
             answer.read_into(target)
             self._num_unfinished += len(target)
+            self._state.gave(client.path, len(target))
 
         actual = self._destination.receive(block, read_into, self._scratch)
         answer.read_into(self._digest)
-        self._state.check_digest(name, block, actual, bytes(self._digest))
+        self._state.check_digest(client.name, block, actual, bytes(self._digest))
         self._num_unfinished = 0
-        return self._state.arrived(number, name, block, actual)
+        return self._state.arrived(number, client.name, client.path, block, actual)

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Mapping
 
-from torchft_ckpt.checkpointing.fetching.receive import Destination
+from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, Destination
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.blocks import format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.core.paths import Path, Paths
 from torchft_ckpt.core.transfer import SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
 from torchft_ckpt.errors import CheckpointError, DigestMismatchError
 
@@ -58,6 +59,7 @@ class TransferState:
         self.ready_at = 0.0
         self._destination: Destination | None = None
         self._ledger = TransferLedger(0, pick=self._pick)
+        self._paths = Paths(SLICE_BYTES)
         self._manifests: dict[str, Manifest] = {}
         self._successor: str | None = None
         self._lost: str | None = None
@@ -68,7 +70,7 @@ class TransferState:
         self._last_arrival_at = 0.0
         self._verified: dict[int, bytes] = {}
         self._reported: dict[str, int] = {}
-        self._arrived_from: dict[str, int] = {}
+        self._arrived_over: dict[str, int] = {}
         self._relay: Relay | None = None
         self._divergent: dict[str, str] = {}
         self._peers: set[str] = set()
@@ -411,18 +413,18 @@ class TransferState:
 
     # Streams
 
-    def open_stream(self, source: str) -> int:
-        """Add a stream."""
+    def open_stream(self, source: str, path: str) -> int:
+        """Add a stream from a source over a path."""
         with self.changed:
-            return self._ledger.open_stream(source, time.monotonic())
+            return self._ledger.open_stream(source, time.monotonic(), path)
 
-    def next_run(self, stream: int, source: str) -> tuple[range, str] | None:
+    def next_run(self, stream: int, source: str, path: str) -> tuple[range, str] | None:
         """Wait for work; return a run of blocks and what to acknowledge with it.
 
-        None where the stream is to end: the fetch is over, or its source was dropped.
+        None where the stream is to end: the fetch is over, or its source or path was dropped.
         """
         with self.changed:
-            while not self._over and self._ledger.has_source(source):
+            while not self._over and self._ledger.has_source(source) and self._paths.is_used(path):
                 run = self._ledger.next_run(stream, time.monotonic())
                 if run is not None:
                     return run, self._unreported(source)
@@ -451,7 +453,7 @@ class TransferState:
                 f"block {block} from {source} is not the one that it announced before", party=source
             )
 
-    def arrived(self, stream: int, source: str, block: int, digest: bytes) -> bool:
+    def arrived(self, stream: int, source: str, path: str, block: int, digest: bytes) -> bool:
         """Note a verified block; whether the stream goes on with its run."""
         with self.changed:
             destination = self._destination
@@ -462,7 +464,7 @@ class TransferState:
             self._verified[block] = digest
             self._last_arrival_at = time.monotonic()
             goes_on = self._ledger.arrived(stream, block, time.monotonic())
-            self._arrived_from[source] = self._arrived_from.get(source, 0) + 1
+            self._arrived_over[path] = self._arrived_over.get(path, 0) + 1
             self._received_bytes += self._num_bytes(1 << block)
             if self._relay is not None:
                 self._relay.add(block, digest)
@@ -476,10 +478,54 @@ class TransferState:
             self._wasted_bytes += wasted_bytes
             self.changed.notify_all()
 
-    def num_arrived_from(self, source: str) -> int:
-        """Blocks that a source has brought."""
+    def num_arrived_over(self, path: str) -> int:
+        """Blocks that have come over a path."""
         with self.changed:
-            return self._arrived_from.get(source, 0)
+            return self._arrived_over.get(path, 0)
+
+    # Paths
+
+    def add_path(self, source: str, path: str) -> None:
+        """Measure a path to a source from now on, and drop it where others are much faster."""
+        with self.changed:
+            self._paths.add(source, path, time.monotonic())
+
+    def is_used(self, path: str) -> bool:
+        """Whether more is to come over a path."""
+        with self.changed:
+            return self._paths.is_used(path)
+
+    def await_use(self, source: str, path: str) -> bool:
+        """Wait until more is to come over a path; False where the source or the fetch is over before."""
+        with self.changed:
+            while not self._over and self._ledger.has_source(source) and not self._paths.is_used(path):
+                self.changed.wait(_WAIT_S)
+            return not self._over and self._ledger.has_source(source)
+
+    def gave(self, path: str, num_bytes: int) -> None:
+        """Count what has come over a path, as it comes."""
+        with self.changed:
+            self._paths.gave(path, num_bytes, time.monotonic())
+
+    def judge_paths(self) -> tuple[dict[str, list[int]], list[str]]:
+        """Return the streams to cut because their paths are slow, by path, and the paths to use again."""
+        with self.changed:
+            if not self._ready or self._over:
+                return {}, []
+            slow, again = self._paths.judge(time.monotonic(), self._ledger.idle_sources())
+            self.changed.notify_all()
+            return {path: self._ledger.streams_over(path) for path in slow}, again
+
+    def lose_path(self, path: str) -> list[str] | None:
+        """Note that a path is broken; return those to use again instead. None: it was the last to its source."""
+        with self.changed:
+            self.changed.notify_all()
+            return self._paths.lose(path)
+
+    def paths_to(self, source: str) -> dict[str, Path]:
+        """The paths to a source, with what came over each."""
+        with self.changed:
+            return self._paths.to(source)
 
     def overdue(self) -> list[int]:
         """Return streams to cut; their sources are asked last from now on."""

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 
 import xxhash
 
-from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.routes import Routes
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS
@@ -37,6 +38,7 @@ from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, count_blocks, 
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.regions import scatter, slices
+from torchft_ckpt.core.paths import describe_paths
 from torchft_ckpt.core.transfer import blocks_of
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -97,11 +99,14 @@ class ShardedFetch:
         self._want = want
         self._on_progress = on_progress
         self._started_at = time.monotonic()
+        self._routes = Routes(address for group in self._groups for address in group if address is not None)
         self._changed = threading.Condition()
         # All below belong to `_changed`.
         self._manifests: dict[str, Manifest] = {}
         self._failures: dict[str, CheckpointError] = {}
         self._clients: dict[str, list[SourceClient]] = {}
+        self._trying: set[SourceClient] = set()
+        """Connections that nothing waits for."""
         self._threads: list[threading.Thread] = []
         self._over: CheckpointError | None = None
         self._transfer: PartTransfer | None = None
@@ -149,6 +154,7 @@ class ShardedFetch:
             self._end(TransferCancelledError(f"fetch of step {self._step} is over", party="receiver"))
             self._stop_threads()
             self._report_progress()
+            self._log_paths()
 
     # The calling thread
 
@@ -251,11 +257,19 @@ class ShardedFetch:
                 arrived = f"{transfer.received_bytes} of {transfer.total_bytes} bytes"
                 transfer.end(self._too_late(arrived))
                 return
-            for name in transfer.overdue():
-                error = TransferStalledError(f"{name} is much slower than others at the end of the transfer", name)
+            for path in transfer.overdue():
+                error = TransferStalledError(f"{path} is much slower than others at the end of the transfer", path)
                 logger.info("%s", error)
-                transfer.cut(name, error)
-                self._close_clients(name)
+                transfer.cut_path(path, error)
+                self._close_clients(transfer.source_of(path), path)
+            slow, again = transfer.judge_paths()
+            for path in slow:
+                logger.info(
+                    "nothing more is asked at %s: another address of that source gives more than four times as much",
+                    path,
+                )
+                self._close_clients(transfer.source_of(path), path)
+            self._use_again(transfer, again)
             if transfer.to_confirm() is not None and (adopter is None or not adopter.is_alive()):
                 adopter = self._spawn(functools.partial(self._adopt, transfer), None)
             self._report_progress()
@@ -285,6 +299,14 @@ class ShardedFetch:
         )
         self._on_progress = tell(self._on_progress, progress)
 
+    def _log_paths(self) -> None:
+        if self._transfer is None:
+            return
+        for name in self._transfer.plan.holders:
+            paths = self._transfer.paths_to(name)
+            if len(paths) > 1:
+                logger.info("%s gave its part by %d of its addresses: %s", name, len(paths), describe_paths(paths))
+
     def _warn_of_divergence(self, transfer: PartTransfer) -> None:
         for name, tensors in transfer.divergences().items():
             warnings.warn(
@@ -304,14 +326,89 @@ class ShardedFetch:
             if transfer is None:
                 self._tell_done(client, manifest)  # else it would keep all of it for this receiver
                 return
-            if name not in transfer.plan.holders or self._bring(transfer, client, name, manifest):
+            if name not in transfer.plan.holders:
                 self._tell_done(client, manifest)
                 return
-        while not transfer.over:
-            with self._connected(address, name) as client:
-                if self._bring(transfer, client, name, manifest):
+            self._open_routes(transfer, address, manifest)
+            try:
+                if self._bring(transfer, client, manifest) and transfer.is_used(name):
                     self._tell_done(client, manifest)
                     return
+            except (SourceLostError, TransferStalledError) as error:
+                self._lose_path(transfer, name, error)
+        while transfer.await_use(name, name):
+            self._bring_over(transfer, address, None, manifest)
+
+    def _open_routes(self, transfer: PartTransfer, address: SourceAddress, manifest: Manifest) -> None:
+        """Have parts come over the further addresses that a source names, too."""
+        routes = self._routes.learn(address, manifest)
+        if routes:
+            transfer.add_path(str(address), str(address))
+        for route in routes:
+            self._spawn(functools.partial(self._try_route, transfer, route, manifest), str(address))
+
+    def _try_route(self, transfer: PartTransfer, route: Route, manifest: Manifest) -> None:
+        """Connect to another address of a source; where it proves to be one, bring parts over it."""
+        try:
+            with self._connected(route.source, str(route.source), route) as client:
+                with self._changed:
+                    self._trying.add(client)
+                try:
+                    client.connect()
+                finally:
+                    with self._changed:
+                        self._trying.discard(client)
+        except TransferError as error:
+            logger.info("source %s is not reached at its address %s: %s", route.source, route.host, error)
+            return
+        transfer.add_path(str(route.source), str(route))
+        self._bring_over(transfer, route.source, route, manifest)
+
+    def _bring_over(
+        self, transfer: PartTransfer, address: SourceAddress, route: Route | None, manifest: Manifest
+    ) -> None:
+        """Bring parts over one path until it is over, or the path is dropped or lost and others are left."""
+        path = str(route or address)
+        try:
+            while not transfer.over and transfer.is_used(path):
+                with self._connected(address, str(address), route) as client:
+                    if self._bring(transfer, client, manifest):
+                        if route is None or not transfer.is_used(str(address)):  # else the source's own thread tells it
+                            self._tell_done(client, manifest)
+                        return
+        except (SourceLostError, TransferStalledError) as error:
+            self._lose_path(transfer, path, error)
+        except TransferError as error:
+            if route is None:
+                raise
+            self._lose_path(transfer, path, error)  # perhaps the network's fault; else all paths end so
+
+    def _lose_path(self, transfer: PartTransfer, path: str, error: TransferError) -> None:
+        """Go on over the other paths to a source.
+
+        Raises:
+            TransferError: the error, where there is none.
+        """
+        again = transfer.lose_path(path)
+        if again is None:
+            raise error
+        logger.warning("going on without %s, over other addresses of its source: %s", path, error)
+        self._use_again(transfer, again)
+
+    def _use_again(self, transfer: PartTransfer, paths: Sequence[str]) -> None:
+        """Bring parts over paths that were dropped; a source's own address has a thread that waits for it."""
+        for path in paths:
+            logger.info("asking at %s again", path)
+            route = self._routes.find(path)
+            manifest = self._manifest_of(str(route.source)) if route is not None else None
+            if route is not None and manifest is not None:
+                bring = functools.partial(self._bring_over, transfer, route.source, route, manifest)
+                self._spawn(bring, str(route.source))
+
+    def _over_any(self, transfer: PartTransfer, address: SourceAddress, work: Callable[[SourceClient], object]) -> None:
+        """Do something over a connection to a source, at whichever of its addresses."""
+        connected = functools.partial(self._connected, address, str(address))
+        self._routes.try_each(address, connected, transfer.is_used, work)
 
     def _note_manifest(self, name: str, manifest: Manifest) -> PartTransfer | None:
         """Hand the manifest over and wait for the plan; None where there will be none, or this source came too late for it."""
@@ -323,18 +420,19 @@ class ShardedFetch:
                 self._changed.wait(1.0)
             return None if is_late else self._transfer
 
-    def _bring(self, transfer: PartTransfer, client: SourceClient, name: str, manifest: Manifest) -> bool:
+    def _bring(self, transfer: PartTransfer, client: SourceClient, manifest: Manifest) -> bool:
         """Bring parts over one connection; False where another one is to go on.
 
         Raises:
             CheckpointError: the source is lost without having brought anything over this connection, or lies.
         """
+        name = client.name
         needed = _blocks_by_part(transfer.plan, name, manifest)
         scratch = memoryview(bytearray(_SLICE_BYTES))
         has_brought = False
         acknowledged_at = 0.0
         max_parts = _parts_at_once(transfer.plan)
-        while (batch := transfer.next_batch(name, max_parts)) is not None:
+        while (batch := transfer.next_batch(name, max_parts, client.path)) is not None:
             left = list(batch)
             try:
                 planned = [transfer.plan.parts[part] for part in batch]
@@ -347,28 +445,39 @@ class ShardedFetch:
                 answer = client.open_parts(manifest, transfer.plan.ask_for(name, batch), num_bytes, received)
                 unconfirmed: dict[int, bytes] = {}
                 for part, where in zip(batch, planned, strict=True):
-                    digest = self._receive(answer, part, where, scratch, name)
-                    if transfer.arrived(name, {part: digest}, transfer.plan.group_of[name]):
+                    digest = self._receive(transfer, client, answer, part, where, scratch)
+                    if transfer.arrived(client.path, {part: digest}, transfer.plan.group_of[name]):
                         left.remove(part)
                     else:
                         unconfirmed[part] = digest
-                transfer.took(name, num_bytes, time.monotonic() - started_at)
+                transfer.took(client.path, num_bytes, time.monotonic() - started_at)
                 has_brought = True
                 if unconfirmed:
                     self._confirm(transfer, name, unconfirmed)
                     left = [part for part in left if not transfer.is_held(part)]
-            except (SourceLostError, TransferStalledError) as error:
-                transfer.raise_if_cut(name)
-                if not has_brought or transfer.over:
+            except CheckpointError as error:
+                transfer.return_batch(client.path, left)
+                transfer.raise_if_cut(client.path)
+                if not transfer.is_used(client.path):
+                    return False
+                is_lost = isinstance(error, (SourceLostError, TransferStalledError))
+                if not is_lost or not has_brought or transfer.over:
                     raise
-                logger.info("connecting to %s again: %s", name, error)
-                transfer.return_batch(name, left)
+                logger.info("connecting to %s again: %s", client.path, error)
                 return False
             if left:
-                transfer.return_batch(name, left)
+                transfer.return_batch(client.path, left)
         return True
 
-    def _receive(self, answer: Answer, part: int, where: PlannedPart, scratch: memoryview, name: str) -> bytes:
+    def _receive(
+        self,
+        transfer: PartTransfer,
+        client: SourceClient,
+        answer: Answer,
+        part: int,
+        where: PlannedPart,
+        scratch: memoryview,
+    ) -> bytes:
         """Receive one part to where it belongs; return its digest."""
         hasher = xxhash.xxh3_128(seed=part)
         self.has_written = True
@@ -382,12 +491,14 @@ class ShardedFetch:
                 data = memory
                 answer.read_into(data)
             hasher.update(data)
+            transfer.gave(client.path, len(data))
         announced = bytearray(DIGEST_BYTES)
         answer.read_into(memoryview(announced))
         digest = hasher.digest()
         if digest != announced:
             raise DigestMismatchError(
-                f"source {name} sent {where.box} of {where.name[:120]} with another digest than it announced", name
+                f"source {client.path} sent {where.box} of {where.name[:120]} with another digest than it announced",
+                client.name,
             )
         return digest
 
@@ -420,25 +531,29 @@ class ShardedFetch:
         found: dict[int, bytes] = {}
         for name, asked in by_holder.items():
             try:
-                found.update(self._ask_digests(transfer.plan, name, asked))
+                found.update(self._ask_digests(transfer, name, asked))
             except CheckpointError as error:
                 # Its own thread may be idle and notice nothing.
                 transfer.cut(name, error)
                 self._close_clients(name)
         return found
 
-    def _ask_digests(self, plan: Plan, name: str, asked: Sequence[int]) -> dict[int, bytes]:
+    def _ask_digests(self, transfer: PartTransfer, name: str, asked: Sequence[int]) -> dict[int, bytes]:
         """Return a source's digests of parts, over a connection of its own."""
         address, manifest = self._address_of(name), self._manifest_of(name)
         if address is None or manifest is None:
             raise SourceRefusedError(f"{name} has no manifest", name)
         found: dict[int, bytes] = {}
+        plan = transfer.plan
         max_parts = _parts_at_once(plan)
-        with self._connected(address, name) as client:
+
+        def ask(client: SourceClient) -> None:
             for first in range(0, len(asked), max_parts):
                 batch = asked[first : first + max_parts]
                 digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch))
                 found.update(zip(batch, digests, strict=True))
+
+        self._over_any(transfer, address, ask)
         return found
 
     def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
@@ -451,8 +566,8 @@ class ShardedFetch:
     # Beginning and ending
 
     @contextmanager
-    def _connected(self, address: SourceAddress, name: str) -> Iterator[SourceClient]:
-        client = SourceClient(address, self._step, self._options)
+    def _connected(self, address: SourceAddress, name: str, route: Route | None = None) -> Iterator[SourceClient]:
+        client = SourceClient(address, self._step, self._options, route)
         with self._changed:
             self._clients.setdefault(name, []).append(client)
             is_over = self._over is not None
@@ -519,9 +634,10 @@ class ShardedFetch:
         if transfer is not None:
             transfer.end(outcome)
 
-    def _close_clients(self, name: str) -> None:
+    def _close_clients(self, name: str, path: str = "") -> None:
+        """End what the threads of a source, or of one path to it, are waiting for."""
         with self._changed:
-            clients = list(self._clients.get(name, ()))
+            clients = [client for client in self._clients.get(name, ()) if path in ("", client.path)]
         for client in clients:
             client.close()
 
@@ -529,7 +645,9 @@ class ShardedFetch:
         transfer = self._transfer
         is_success = transfer is not None and transfer.over and transfer.outcome is None
         with self._changed:
-            threads = list(self._threads)
+            threads, trying = list(self._threads), list(self._trying)
+        for client in trying:
+            client.close()
         until = time.monotonic() + (_TELL_TIMEOUT_S if is_success else 0.0)
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))

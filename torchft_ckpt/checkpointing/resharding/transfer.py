@@ -13,8 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchft_ckpt.checkpointing.resharding.plan import Plan
 from torchft_ckpt.core.parts import PartLedger
+from torchft_ckpt.core.paths import Path, Paths
 from torchft_ckpt.errors import CheckpointError
 
+_GRAIN_BYTES = 1024 * 1024
+"""So much is received at a time."""
 _FIRST_BYTES = 8 * 1024 * 1024
 _MAX_BYTES = 64 * 1024 * 1024
 _RUN_S = 0.5
@@ -44,6 +47,9 @@ class PartTransfer:
         self._divergent: dict[str, list[int]] = {}
         self._outcome: CheckpointError | None = None
         self._over = not plan.parts
+        self._paths = Paths(_GRAIN_BYTES)
+        self._source_of: dict[str, str] = {}
+        # These by path: each has one thread that asks for parts.
         self._rates: dict[str, float] = {}
         self._in_flight: dict[str, tuple[list[int], float]] = {}
         self._idle: set[str] = set()
@@ -76,22 +82,27 @@ class PartTransfer:
             if self._over or name in self._failures:
                 return
             self._failures[name] = error
-            self._in_flight.pop(name, None)
             self._ledger.drop(name)
             self._check_sources()
             self.changed.notify_all()
 
     def cut(self, name: str, error: CheckpointError) -> None:
-        """Have the thread of a source end: only then what it was about may be asked for elsewhere, for it may be writing."""
+        """Have the threads of a source end: only then what they are about is asked for elsewhere, as they may be writing."""
         with self.changed:
-            self._cut.setdefault(name, error)
+            for path in {name, *(path for path, source in self._source_of.items() if source == name)}:
+                self.cut_path(path, error)
+
+    def cut_path(self, path: str, error: CheckpointError) -> None:
+        """Have the thread of a path end, as above."""
+        with self.changed:
+            self._cut.setdefault(path, error)
             self.changed.notify_all()
 
-    def raise_if_cut(self, name: str) -> None:
-        """In the thread of a source: raise why it was cut, if it was."""
+    def raise_if_cut(self, path: str) -> None:
+        """In the thread of a path: raise why it was cut, if it was."""
         with self.changed:
-            if name in self._cut:
-                raise self._cut[name]
+            if path in self._cut:
+                raise self._cut[path]
 
     def failures(self) -> dict[str, CheckpointError]:
         """Why sources were dropped."""
@@ -171,30 +182,36 @@ class PartTransfer:
 
     # Moving
 
-    def next_batch(self, name: str, max_parts: int) -> list[int] | None:
-        """Wait for something to ask a source for; None where it is over, or the source was dropped."""
+    def next_batch(self, name: str, max_parts: int, path: str = "") -> list[int] | None:
+        """Wait for something to ask a source for over a path, which where none is named has the source's name.
+
+        None where it is over, or the source or path was dropped.
+        """
+        path = path or name
         with self.changed:
-            while not self._over and name not in self._failures:
-                self.raise_if_cut(name)
-                rate = self._rates.get(name)
+            self._source_of[path] = name
+            while not self._over and name not in self._failures and self._paths.is_used(path):
+                self.raise_if_cut(path)
+                rate = self._rates.get(path)
                 limit = _FIRST_BYTES if rate is None else min(max(int(rate * _RUN_S), 1), _MAX_BYTES)
                 batch = [] if self._is_adopting else self._ledger.next_batch(name, limit, max_parts)
                 if batch:
-                    self._idle.discard(name)
-                    self._in_flight[name] = (batch, time.monotonic())
+                    self._idle.discard(path)
+                    self._in_flight[path] = (batch, time.monotonic())
                     return batch
-                self._idle.add(name)
+                self._idle.add(path)
                 self.changed.wait(1.0)
+            self._idle.discard(path)
             return None
 
-    def took(self, name: str, num_bytes: int, seconds: float) -> None:
-        """Note how fast a source is."""
+    def took(self, path: str, num_bytes: int, seconds: float) -> None:
+        """Note how fast a path is."""
         with self.changed:
             rate = num_bytes / max(seconds, 1e-6)
-            known = self._rates.get(name)
-            self._rates[name] = rate if known is None else 0.5 * known + 0.5 * rate
+            known = self._rates.get(path)
+            self._rates[path] = rate if known is None else 0.5 * known + 0.5 * rate
 
-    def arrived(self, name: str, digests: Mapping[int, bytes], group: int) -> bool:
+    def arrived(self, path: str, digests: Mapping[int, bytes], group: int) -> bool:
         """Note parts that have been received whole, and are what a group has; False where that is not the primary (any more)."""
         with self.changed:
             if group != self.primary:
@@ -206,17 +223,17 @@ class PartTransfer:
                     self.wasted_bytes += self._sizes[part]
                 self._digests[part] = digest
                 self._ledger.arrived(part)
-                flying = self._in_flight.get(name)
+                flying = self._in_flight.get(path)
                 if flying is not None:
-                    self._in_flight[name] = ([other for other in flying[0] if other != part], time.monotonic())
+                    self._in_flight[path] = ([other for other in flying[0] if other != part], time.monotonic())
             if self._ledger.is_done and not self._is_adopting:
                 self.end(None)
             return True  # nobody is woken: others have no more to ask for than before
 
-    def return_batch(self, name: str, parts: Iterable[int]) -> None:
-        """Note that parts were asked for and are not held."""
+    def return_batch(self, path: str, parts: Iterable[int]) -> None:
+        """Note that parts were asked for and are not held, and that nobody writes them any more."""
         with self.changed:
-            self._in_flight.pop(name, None)
+            self._in_flight.pop(path, None)
             self._ledger.give_back(parts)
             self.changed.notify_all()
 
@@ -239,23 +256,76 @@ class PartTransfer:
             }
 
     def overdue(self) -> list[str]:
-        """Return the sources to cut: others that wait for nothing else could give what they are long about."""
+        """Return the paths to cut: others that wait for nothing else could give what they are long about."""
         with self.changed:
             if self._over or not self._idle or any(self._ledger.queued_bytes(name) for name in self.plan.holders):
                 return []
             now = time.monotonic()
             cut = []
-            for name, (parts, since) in self._in_flight.items():
-                if not parts or name in self._cut:
+            for path, (parts, since) in self._in_flight.items():
+                if not parts or path in self._cut:
                     continue
-                able = [set(self._ledger.holders_of(part)) & self._idle - {name} for part in parts]
+                idle = self._idle - {path}
+                able = [
+                    {other for other in idle if self._source_of[other] in holders}
+                    for holders in map(self._ledger.holders_of, parts)
+                ]
                 if not all(able):
                     continue
                 rate = min((self._rates.get(other, 1e6) for of_part in able for other in of_part), default=1e6)
                 patience_s = max(_CUT_AFTER_S, _CUT_FACTOR * sum(self._sizes[part] for part in parts) / rate)
                 if now - since > patience_s:
-                    cut.append(name)
+                    cut.append(path)
             return cut
+
+    def source_of(self, path: str) -> str:
+        """Return the source that a path leads to."""
+        with self.changed:
+            return self._source_of[path]
+
+    # Paths
+
+    def add_path(self, name: str, path: str) -> None:
+        """Measure a path to a source from now on, and drop it where others are much faster."""
+        with self.changed:
+            self._source_of[path] = name
+            self._paths.add(name, path, time.monotonic())
+
+    def is_used(self, path: str) -> bool:
+        """Whether more is to come over a path."""
+        with self.changed:
+            return self._paths.is_used(path)
+
+    def await_use(self, name: str, path: str) -> bool:
+        """Wait until more is to come over a path; False where the source or the fetch is over before."""
+        with self.changed:
+            while not self._over and name not in self._failures and not self._paths.is_used(path):
+                self.changed.wait(1.0)
+            return not self._over and name not in self._failures
+
+    def gave(self, path: str, num_bytes: int) -> None:
+        """Count what has come over a path, as it comes."""
+        with self.changed:
+            self._paths.gave(path, num_bytes, time.monotonic())
+
+    def judge_paths(self) -> tuple[list[str], list[str]]:
+        """Return the paths that are used no longer, and those that are used again."""
+        with self.changed:
+            idle = {self._source_of[path] for path in self._idle}
+            slow, again = self._paths.judge(time.monotonic(), idle)
+            self.changed.notify_all()
+            return slow, again
+
+    def lose_path(self, path: str) -> list[str] | None:
+        """Note that a path is broken; return those to use again instead. None: it was the last to its source."""
+        with self.changed:
+            self.changed.notify_all()
+            return self._paths.lose(path)
+
+    def paths_to(self, name: str) -> dict[str, Path]:
+        """The paths to a source, with what came over each."""
+        with self.changed:
+            return self._paths.to(name)
 
     def num_sources(self) -> int:
         """Sources that have not been dropped."""

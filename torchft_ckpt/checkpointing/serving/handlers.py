@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 from aiohttp import web
 
-from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.address import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -31,7 +31,9 @@ from torchft_ckpt.checkpointing.protocol import (
     MAX_BODY_BYTES,
     MAX_DIGESTS,
     MAX_WAIT_S,
+    NONCE_DIGITS,
     PREFIX,
+    PROOF_PATH,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
@@ -41,7 +43,15 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_parts_request,
 )
 from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
-from torchft_ckpt.checkpointing.serving.sending import Body, Sendable, Turn, digest_blocks, sample_blocks, send_burst
+from torchft_ckpt.checkpointing.serving.sending import (
+    Body,
+    Pace,
+    Sendable,
+    Turn,
+    digest_blocks,
+    sample_blocks,
+    send_burst,
+)
 from torchft_ckpt.checkpointing.serving.served import Served
 from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
@@ -49,13 +59,14 @@ from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
-from torchft_ckpt.network import bearer_matches
+from torchft_ckpt.network import bearer_matches, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
 _DIGESTS_AT_ONCE = 64
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
+_NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
 _STATUS = {
     "unauthorized": 401,
@@ -76,7 +87,9 @@ class CheckpointHandlers:
         shelf: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
         token: what clients must present, or None.
+        proof_key: by which it proves at other addresses that it is the server of its manifests.
         on_registered: called on the loop when a receiver has started on a snapshot.
+        max_bytes_per_s: of all bodies of blocks, parts and raw bytes together; None: no bound.
     """
 
     def __init__(
@@ -85,12 +98,16 @@ class CheckpointHandlers:
         executor: Executor,
         *,
         token: str | None,
+        proof_key: str,
         on_registered: Callable[[Snapshot], None],
+        max_bytes_per_s: float | None = None,
     ) -> None:
         self._shelf = shelf
         self._executor = executor
         self._token = token or ""
+        self._proof_key = proof_key
         self._on_registered = on_registered
+        self._pace = Pace(max_bytes_per_s)
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
         self._told_changed: set[str | None] = set()
@@ -100,6 +117,7 @@ class CheckpointHandlers:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         step = PREFIX + r"/{step:[0-9]{1,18}}"
         app.router.add_get(PREFIX, self._index)
+        app.router.add_get(PROOF_PATH, self._prove, allow_head=False)
         app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
         app.router.add_get(step + "/manifest", self._manifest)
         app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks, allow_head=False)
@@ -135,7 +153,10 @@ class CheckpointHandlers:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not bearer_matches(request.headers.get("Authorization"), self._token):
+        # It is asked for a proof before it is told the token.
+        if request.match_info.handler != self._prove and not bearer_matches(
+            request.headers.get("Authorization"), self._token
+        ):
             return self._refuse("unauthorized", "the token is missing or another one")
         try:
             return await handler(request)
@@ -154,6 +175,13 @@ class CheckpointHandlers:
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
         return _json(msgspec.json.encode(self._shelf.index(time.monotonic())))
+
+    async def _prove(self, request: web.Request) -> web.StreamResponse:
+        nonce = request.query.get("nonce", "")
+        if not _NONCE.match(nonce) or request.transport is None:
+            return self._refuse("bad_range", f"a nonce of {NONCE_DIGITS} hex digits is wanted", status=416)
+        host, port = request.transport.get_extra_info("sockname")[:2]
+        return web.Response(text=proof_of(self._proof_key, nonce, without_mapping(host), port))
 
     async def _latest_manifest(self, request: web.Request) -> web.StreamResponse:
         """Wait for whatever is served first; the owner is told that somebody waits."""
@@ -469,7 +497,10 @@ class CheckpointHandlers:
 
         while not body.done and max_parts != 0:
             max_parts = None if max_parts is None else max_parts - 1
-            await loop.run_in_executor(self._executor, body.advance, copy, max_bytes)
+            while wait_s := self._pace.wait_s():
+                await asyncio.sleep(wait_s)
+            await loop.run_in_executor(self._executor, body.advance, copy, min(max_bytes, self._pace.piece_bytes))
+            self._pace.sent(len(parts[-1]))
             await response.write(parts.pop())
             taken()
 
@@ -487,9 +518,12 @@ class CheckpointHandlers:
         try:
             sock.setblocking(False)
             while not body.done:
-                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop)
-                if await asyncio.shield(turn) is Turn.FULL:
+                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop, self._pace)
+                ended = await asyncio.shield(turn)
+                if ended is Turn.FULL:
                     await _writable(sock)
+                elif ended is Turn.AHEAD:
+                    await asyncio.sleep(self._pace.wait_s())
                 taken()
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import secrets
 import socket
 import ssl
 import threading
@@ -51,6 +52,9 @@ class CheckpointServer:
         ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
         limits: what clients may take.
 
+    Attributes:
+        proof_key: by which this server, and no other, proves itself to who has one of its manifests.
+
     Raises:
         AddressInUseError: the port is taken.
         ConfigError: the address cannot be listened on; the context is for clients.
@@ -71,13 +75,21 @@ class CheckpointServer:
         self._shelf = shelf
         self._ssl_context = ssl_context
         self._limits = limits
+        self.proof_key = secrets.token_hex(16)
         self._acceptor: Acceptor | None = None
         self._listeners = _listen(bind, port)
         self.port: int = self._listeners[0].getsockname()[1]
         self._loop = asyncio.new_event_loop()
         # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
         self._executor = Threads("torchft_ckpt-serve", _NUM_THREADS)
-        self._handlers = CheckpointHandlers(shelf, self._executor, token=token, on_registered=self._touch_buffers)
+        self._handlers = CheckpointHandlers(
+            shelf,
+            self._executor,
+            token=token,
+            proof_key=self.proof_key,
+            on_registered=self._touch_buffers,
+            max_bytes_per_s=limits.max_serve_bytes_per_s,
+        )
         self._runner: web.AppRunner | None = None
         self._stop_lock = threading.Lock()
         self._stopping = threading.Event()

@@ -53,6 +53,7 @@ class ServerLimits:
             stay open on which nothing is asked and nothing is on its way.
         max_header_bytes: the longest head of a request.
         max_body_bytes: the longest body of a request.
+        max_serve_bytes_per_s: bytes of states that all clients together are sent; None: no bound.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -64,11 +65,12 @@ class ServerLimits:
     head_timeout_s: float = 10.0
     max_header_bytes: int = 16 * 1024
     max_body_bytes: int = MAX_BODY_BYTES
+    max_serve_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(
                     f"{field.name}={value!r} cannot be used; expected a positive number", party=field.name
                 )

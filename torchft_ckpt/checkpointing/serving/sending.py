@@ -24,6 +24,7 @@ from torchft_ckpt.checkpointing.state.blocks import (
     sample_range,
     start_digest,
 )
+from torchft_ckpt.core.rate import bucket_of_bytes, piece_bytes
 
 SLICE_BYTES = 1024 * 1024
 _MAX_VIEWS = 1000
@@ -139,15 +140,43 @@ class Body:
         self._trailer = memoryview(self._served.digests[self._block])
 
 
+class Pace:
+    """Bounds what all senders of a server send together. Every method may be called from any thread.
+
+    Args:
+        bytes_per_s: of the bodies of answers; None: no bound.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._lock = threading.Lock()
+        self._bucket = None if bytes_per_s is None else bucket_of_bytes(bytes_per_s, time.monotonic())
+        self.piece_bytes = SLICE_BYTES if bytes_per_s is None else piece_bytes(bytes_per_s)
+        """At most so many are to be sent at a time."""
+
+    def wait_s(self) -> float:
+        """Return the seconds until something may be sent again."""
+        if self._bucket is None:
+            return 0.0
+        with self._lock:
+            return self._bucket.debt_s(time.monotonic())
+
+    def sent(self, num_bytes: int) -> None:
+        """Count what was sent."""
+        if self._bucket is not None:
+            with self._lock:
+                self._bucket.charge(num_bytes, time.monotonic())
+
+
 class Turn(Enum):
     """How a burst ended."""
 
     DONE = "done"
     FULL = "full"
     OVER = "over"
+    AHEAD = "ahead of the pace"
 
 
-def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event) -> Turn:
+def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event, pace: Pace) -> Turn:
     """Send from the calling thread for one turn. The socket does not block.
 
     Raises:
@@ -167,7 +196,11 @@ def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event) -> Tu
     while not body.done:
         if stop.is_set():
             return Turn.OVER
-        if not body.advance(send) and not poller.poll(_FULL_MS):
+        if pace.wait_s():
+            return Turn.AHEAD
+        taken = body.advance(send, pace.piece_bytes)
+        pace.sent(taken)
+        if not taken and not poller.poll(_FULL_MS):
             return Turn.FULL
         if time.monotonic() > until:
             return Turn.OVER

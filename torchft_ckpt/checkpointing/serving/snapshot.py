@@ -37,7 +37,7 @@ from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
 from torchft_ckpt.checkpointing.state.collector import collector_paused
-from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest, build_manifest, encode_manifest
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, Space, pieces_of, plan_space
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
@@ -116,6 +116,7 @@ class Snapshot:
         num_expected: how many receivers were told to fetch it.
         see_tensors: called once with the tensors and their paths, in the order of the manifest; it must not keep them.
         versions: of the tensors when the state was captured; default: now.
+        elsewhere: where else its server is.
 
     Raises:
         UnsupportedValueError: the state holds something that cannot be carried.
@@ -131,6 +132,7 @@ class Snapshot:
         num_expected: int,
         see_tensors: Callable[[Sequence[tuple[str, torch.Tensor]]], None] | None = None,
         versions: StateVersions | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         with collector_paused():
             encoder = TreeEncoder()
@@ -142,6 +144,7 @@ class Snapshot:
                 see_tensors(encoder.tensors)
         self.arrays = frozenset(encoder.arrays)
         """Places in the manifest of what are numpy arrays."""
+        self._elsewhere = elsewhere
         self.step = step
         self.id = uuid.uuid4().hex
         self.block_bytes = pool.block_bytes
@@ -197,6 +200,7 @@ class Snapshot:
                         block_bytes=self.block_bytes,
                         tree=self._tree,
                         space=self._layout,
+                        elsewhere=self._elsewhere,
                     )
             return self._manifest
 

@@ -1,4 +1,4 @@
-"""The state format, version 3: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
+"""The state format, version 4: a JSON manifest, then one space of raw bytes. Nothing in it is ever executed.
 
 This file specifies the format, writes manifests and checks those of others. It does not know how bytes travel.
 
@@ -6,7 +6,7 @@ Manifest
 --------
 UTF-8 JSON, one object with exactly these members:
 
-- `format`: the string `torchft_ckpt.state`. `version`: 3. A reader MUST refuse another version before it looks further.
+- `format`: the string `torchft_ckpt.state`. `version`: 4. A reader MUST refuse another version before it looks further.
 - `step`: the step that this state is the state of. `snapshot`: 1 to 64 of `[0-9A-Za-z._-]`, different for each serving.
 - `block_bytes`: length of a block, 4 KiB to 64 MiB. `total_bytes`: length of the byte space.
 - `segments`: list of `[offset, length]`, in order. Each MUST start at the end of the one before, rounded up to 64 (the first
@@ -21,6 +21,9 @@ UTF-8 JSON, one object with exactly these members:
   items in C order; else they are addressed with these strides (in items, not negative), and the box MUST NOT have more bytes
   than the segment. Every addressed byte MUST lie within the segment. Chunks of one segment share memory (tied weights,
   views), and the receiver MUST tie them again. Each segment MUST be reached by a chunk to its very last byte.
+- `elsewhere`: null or absent, or `{hosts, key}`: up to 8 further IP addresses, as text, none twice, at which the server of this
+  state listens on the port that it was asked at, and 32 hex digits by which it proves there that it is that server (`address`).
+  They MUST NOT be of loopback, link-local, multicast or unspecified. A receiver MUST have it prove that before it sends more.
 - `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest.
 
 A node is null, a boolean, a JSON integer, a finite JSON number with a fraction or exponent (a float), a string, an array of
@@ -79,10 +82,11 @@ from torchft_ckpt.checkpointing.state.shards import MeshLayout
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.state.tree import check_tree
 from torchft_ckpt.core.boxes import are_told_apart
+from torchft_ckpt.core.interfaces import MAX_FURTHER, may_be_tried
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_DIMS = 64
 MAX_CHUNKS = 64
 """Boxes of one tensor in one process: as many as it has devices, at most."""
@@ -117,6 +121,13 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layout: MeshLayout | None = None
 
 
+class Elsewhere(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where else the server of a state is, and what it proves itself there by."""
+
+    hosts: Annotated[list[Annotated[str, msgspec.Meta(max_length=45)]], msgspec.Meta(max_length=MAX_FURTHER)]
+    key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of a state but its bytes."""
 
@@ -128,6 +139,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     total_bytes: Count
     segments: list[tuple[Count, Count]]
     tensors: list[TensorEntry]
+    elsewhere: Elsewhere | None = None
     tree: object
 
 
@@ -141,7 +153,9 @@ _decode_manifest = msgspec.json.Decoder(Manifest).decode
 _decode_header = msgspec.json.Decoder(_Header).decode
 
 
-def build_manifest(*, step: int, snapshot: str, block_bytes: int, tree: object, space: Space) -> Manifest:
+def build_manifest(
+    *, step: int, snapshot: str, block_bytes: int, tree: object, space: Space, elsewhere: Elsewhere | None = None
+) -> Manifest:
     """Return the manifest of a state that has been laid out.
 
     Raises:
@@ -158,6 +172,7 @@ def build_manifest(*, step: int, snapshot: str, block_bytes: int, tree: object, 
         total_bytes=space.total_bytes,
         segments=list(zip(space.starts, space.lengths, strict=True)),
         tensors=[_entry(placed) for placed in space.placed],
+        elsewhere=elsewhere,
         tree=tree,
     )
 
@@ -237,6 +252,9 @@ def check_manifest(manifest: Manifest, *, max_total_bytes: int | None = None) ->
         raise StateFormatError(
             f"the source announces {manifest.total_bytes} bytes, the limit here is {max_total_bytes}", party="source"
         )
+    hosts = manifest.elsewhere.hosts if manifest.elsewhere is not None else []
+    if len(set(hosts)) < len(hosts) or not all(map(may_be_tried, hosts)):
+        raise StateFormatError(f"the manifest names hosts that are none of a server: {hosts}", party="source")
     end = 0
     for index, (offset, length) in enumerate(manifest.segments):
         if offset != -(-end // ALIGN_BYTES) * ALIGN_BYTES:
