@@ -34,6 +34,8 @@ class Plan:
     use_async_quorum: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the Manager, besides what both libraries have."""
+    serve_bytes_per_s: float = 0.0
+    """What each group gives of its state; 0: as fast as it can. Collectives are not slowed."""
     log_level: str = "WARNING"
 
 
@@ -68,17 +70,18 @@ class Job:
         self._numbers = itertools.count()
         self.groups: dict[int, Child] = {}
 
-    def prepare(self, group: int, init_method: str = "") -> Child:
-        """Start a group's process; it imports everything and waits for its `go`."""
+    def prepare(self, group: int, init_method: str = "", *, seed: int | None = None) -> Child:
+        """Start a group's process; it imports everything and waits for its `go`. `seed`: of its weights, if not the job's."""
         options: dict[str, Any] = {
             "side": self._plan.side,
             "task": self._plan.task,
-            "seed": self._plan.seed,
+            "seed": self._plan.seed if seed is None else seed,
             "pause_s": self._plan.pause_s,
             "log_level": self._plan.log_level,
             "by_hand": self._plan.by_hand,
             "use_async_quorum": self._plan.use_async_quorum,
             "settings": dict(self._plan.settings),
+            "serve_bytes_per_s": self._plan.serve_bytes_per_s,
             "group": group,
             "num_groups": self._plan.num_groups,
             "min_replica_size": 2,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bench import check_equal, kill_gap, lighthouse_scale, overhead, rejoin, sides
+from bench import check_equal, join_cliff, kill_gap, lighthouse_scale, overhead, rejoin, sides
 from bench.processes import ChildEndedError
 from bench.stats import Verdict
 from bench.table import Row, Section, render, to_json
@@ -21,6 +21,7 @@ from bench.table import Row, Section, render, to_json
 BENCHMARKS = {
     "kill_gap": kill_gap.run,
     "rejoin": rejoin.run,
+    "join_cliff": join_cliff.run,
     "overhead": overhead.run,
     "check_equal": check_equal.run,
     "lighthouse": lighthouse_scale.run,

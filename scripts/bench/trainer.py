@@ -72,6 +72,11 @@ class _ManagedLoop:
             return {"model": task.model.state_dict(), "optimizer": inner.state_dict()}
 
         store = {"store_addr": "127.0.0.1", "store_port": options["store_port"]} if "store_port" in options else {}
+        settings = dict(options.get("settings", {}))
+        if bytes_per_s := options.get("serve_bytes_per_s"):
+            settings["checkpoint_transport"] = library.HTTPTransport(_TIMEOUT, max_serve_bytes_per_s=bytes_per_s)
+        if stall_limit_s := settings.pop("join_stall_limit_s", None):
+            settings["join_stall_limit"] = timedelta(seconds=stall_limit_s)
         self.manager = library.Manager(
             pg=library.ProcessGroupGloo(timeout=_TIMEOUT),
             load_state_dict=load_state_dict,
@@ -87,7 +92,7 @@ class _ManagedLoop:
             replica_id=f"group_{options['group']}",
             hostname="127.0.0.1",
             **store,
-            **options.get("settings", {}),
+            **settings,
         )
         reporter.emit("manager_ready")
         self._by_hand = list(task.model.parameters()) if options["by_hand"] else []

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_ckpt.checkpointing.progress import ProgressBar, ProgressCallback, TransferProgress, tell
+from torchft_ckpt.checkpointing.progress import ProgressBar, ProgressCallback, TransferProgress, tell, together
 
 MIB = 2**20
 BEGINNING = TransferProgress(
@@ -70,6 +70,24 @@ def test_a_callback_that_raises_is_logged_once_and_told_nothing_more(caplog: pyt
         callback = tell(callback, BEGINNING)
     assert (callback, len(told)) == (None, 2)
     assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+def test_several_callbacks_are_told_together_and_one_that_raises_does_not_end_the_others() -> None:
+    told: list[str] = []
+
+    def raises(progress: TransferProgress) -> None:
+        told.append("raises")
+        raise ValueError("of the test")
+
+    def counts(progress: TransferProgress) -> None:
+        told.append("counts")
+
+    assert together(None, None) is None and together(None, counts) is counts
+    callback = together(raises, None, counts)
+    assert callback is not None
+    callback(BEGINNING)
+    callback(BEGINNING)
+    assert told == ["raises", "counts", "counts"]
 
 
 def test_a_transfer_is_one_bar_that_closes_itself() -> None:

@@ -93,6 +93,12 @@ def scene() -> Iterator[Scene]:
             transport.shutdown()
 
 
+def test_of_a_state_without_tensors_all_is_told(scene: Scene) -> None:
+    scene.add({"epoch": 3})
+    assert scene.fetch() == {"epoch": 3}
+    assert scene.progress[-1].total_bytes == 0 and scene.progress[-1].fraction == 1.0
+
+
 def num_blocks_asked(gate: Gate) -> int:
     runs = [path.rpartition("/")[2].split("-") for path in gate.paths if "/blocks/" in path]
     return sum(int(last) - int(first) + 1 for first, last in runs)

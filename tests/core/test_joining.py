@@ -76,21 +76,33 @@ def test_in_any_time_survivors_stand_still_no_longer_than_the_limit_a_budget_and
 # ------------------------------------------------------------------------------------------------- what a joiner says
 
 
-def test_a_rate_is_that_of_the_last_seconds():
+def test_a_rate_is_that_of_the_last_seconds_and_of_none_sooner():
     reception = Reception()
     assert reception.expected_s(FIRST_RATE) == 1.0
-    assert reception.progress(left_bytes=900, received_bytes=100, elapsed_s=1.0) == pytest.approx(9.0)
+    assert reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=0.5) == 1000 / FIRST_RATE
+    assert (
+        reception.progress(left_bytes=1000, done_bytes=90, elapsed_s=0.7) == 1000 / FIRST_RATE
+    )  # nothing is verified yet
+    assert reception.progress(left_bytes=900, done_bytes=100, elapsed_s=1.0) == pytest.approx(4.5)
     for second in range(2, 6):
-        told = reception.progress(left_bytes=500, received_bytes=100 + 10 * second, elapsed_s=float(second))
+        told = reception.progress(left_bytes=500, done_bytes=100 + 10 * second, elapsed_s=float(second))
     assert told == pytest.approx(50.0)
+
+
+def test_a_transfer_that_stands_needs_for_ever():
+    reception = Reception()
+    for tenth in range(21):
+        told = reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=tenth / 10)
+    assert told == pytest.approx(2000.0)
 
 
 def test_what_an_attempt_found_out_is_what_the_next_one_expects():
     reception = Reception()
-    reception.progress(left_bytes=600, received_bytes=400, elapsed_s=4.0)
+    reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=0.0)
+    reception.progress(left_bytes=600, done_bytes=400, elapsed_s=4.0)
     reception.begin()
     assert reception.expected_s(1000) == pytest.approx(6.0)
-    assert reception.progress(left_bytes=1000, received_bytes=0, elapsed_s=0.1) == pytest.approx(10.0)
+    assert reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=0.1) == pytest.approx(10.0)
 
 
 # ------------------------------------------------------------------------------------------------------ at a lighthouse
@@ -192,6 +204,21 @@ def test_who_waits_outside_is_told_until_when_and_comes_in_then():
     a.votes()
     b.votes()
     job.passes(120.0)
+    begins(job, a, b)
+    assert (a.formed.replica_world_size, j.formed.role.value) == (3, "joiner")
+
+
+def test_who_has_waited_outside_for_five_minutes_is_admitted_once_more():
+    job, a, b = trained(limit_s=10.0)
+    j = job.join("j")
+    j.asks(reach_s=900.0)
+    job.step(a, b)
+    job.passes(290.0)
+    begins(job, a, b)
+    assert a.formed.replica_world_size == 2
+    a.votes()
+    b.votes()
+    job.passes(11.0)
     begins(job, a, b)
     assert (a.formed.replica_world_size, j.formed.role.value) == (3, "joiner")
 

@@ -99,7 +99,7 @@ def test_all_sources_are_passed_in_order_and_the_local_state_under_user(healing,
     assert healing.wait() == state_of(VERSION)
     (asked,) = transport.asked
     assert asked["local_state"]["user"] is local and list(asked["local_state"]) == ["user"]
-    del asked["local_state"]
+    del asked["local_state"], asked["on_progress"]
     sources = ["http://a:1", "http://b:2", "http://c:3"]
     assert asked == {"sources": sources, "step": 5, "timeout": TIMEOUT, "in_place": True}
 

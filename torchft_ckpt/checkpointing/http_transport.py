@@ -31,7 +31,7 @@ from torchft_ckpt.checkpointing.fetching.options import (
 )
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.progress import ProgressCallback, together
 from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
@@ -91,7 +91,7 @@ class HTTPTransport(CheckpointTransport[T]):
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
         max_serve_bytes_per_s: bytes of states that this transport sends to all receivers together, for links that training
             shares; default: no bound. Each rank's transport has its own.
-        on_progress: called now and then with the progress of each receive, unless a call brings its own.
+        on_progress: called now and then with the progress of each receive, as is one that a call brings.
         state_dict: returns the state that is here, as it would be sent, for receives that are given none: `recv_checkpoint`,
             which is all that torchft's Manager calls. What arrives takes the layout and the classes of what is in it.
 
@@ -326,7 +326,7 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline=started + timeout.total_seconds(),
             options=replace(self._options, receiver=uuid.uuid4().hex, group_size=world_size, deflated_manifests=True),
             want=destination.want,
-            on_progress=on_progress or self._on_progress,
+            on_progress=together(self._on_progress, on_progress),
         )
         with self._fetching(fetch):
             if in_place:
@@ -375,7 +375,7 @@ class HTTPTransport(CheckpointTransport[T]):
             shelf=self._buffer_shelf,
             local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
             in_place=in_place and local_state is not None,
-            on_progress=on_progress or self._on_progress,
+            on_progress=together(self._on_progress, on_progress),
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
         )
         with self._fetching(fetch):

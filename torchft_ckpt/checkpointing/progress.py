@@ -31,6 +31,7 @@ class TransferProgress:
         resent_bytes: came more than once, because a source was dropped or a block did not verify; in no other count.
         num_sources: how many sources are being fetched from now.
         elapsed_s: since the transfer began.
+        brought_bytes: came from sources, verified or not: of a slow transfer it says soonest how fast it is.
     """
 
     step: int
@@ -40,6 +41,7 @@ class TransferProgress:
     resent_bytes: int
     num_sources: int
     elapsed_s: float
+    brought_bytes: int = 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -69,6 +71,16 @@ def tell(callback: ProgressCallback | None, progress: TransferProgress) -> Progr
         logger.exception("on_progress raised at step %d; it is not called again", progress.step)
         return None
     return callback
+
+
+def together(*callbacks: ProgressCallback | None) -> ProgressCallback | None:
+    """Return one callback that tells several; None for none. One that raises is told no more, the others are."""
+    told = [callback for callback in callbacks if callback is not None]
+
+    def tell_all(progress: TransferProgress) -> None:
+        told[:] = [callback for callback in told if tell(callback, progress) is not None]
+
+    return tell_all if len(told) > 1 else next(iter(told), None)
 
 
 class ProgressBar:

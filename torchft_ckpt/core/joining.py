@@ -19,11 +19,14 @@ from torchft_ckpt.core.lighthouse_records import Member, Round
 from torchft_ckpt.core.messages import Role, group_name
 from torchft_ckpt.core.patience import JoinAllowance, JoinBackoff
 
+RETRY_S = 300.0
+"""Who has waited outside for so long is admitted once more: its link may have become faster."""
 SILENT_S = 1.0
 """A joiner that has said how far it is, and then nothing for so long, is left behind."""
 FIRST_RATE = 1e9
 """Bytes a second that are expected of a transfer before one was measured."""
 _WINDOW_S = 2.0
+_SOONEST_S = 0.3
 _LOOK_AGAIN_S = 0.25
 _WEIGHT = 0.25
 _MAX_REMEMBERED = 4096
@@ -41,15 +44,22 @@ class Reception:
         """A transfer begins. What the one before told is believed until this one tells."""
         self._seen.clear()
 
-    def progress(self, *, left_bytes: int, received_bytes: int, elapsed_s: float) -> float:
-        """Take how far the transfer is since it began; return how many seconds it still needs."""
+    def progress(self, *, left_bytes: int, done_bytes: int, elapsed_s: float) -> float:
+        """Take how far the transfer is since it began; return how many seconds it still needs.
+
+        Args:
+            left_bytes: are not known to be here and right yet.
+            done_bytes: came, verified or not, or were found to be here already.
+            elapsed_s: since it began.
+        """
         self._left = left_bytes
-        self._seen.append((elapsed_s, received_bytes))
+        self._seen.append((elapsed_s, done_bytes))
         while len(self._seen) > 2 and elapsed_s - self._seen[1][0] >= _WINDOW_S:
             self._seen.popleft()
-        since_s, before = self._seen[0] if len(self._seen) > 1 else (0.0, 0)
-        if received_bytes > before and elapsed_s > since_s:
-            self._rate = (received_bytes - before) / (elapsed_s - since_s)
+        since_s, before = self._seen[0]
+        took_s, grew = elapsed_s - since_s, done_bytes - before
+        if took_s >= _WINDOW_S or (took_s >= _SOONEST_S and grew):
+            self._rate = max(grew, 1) / took_s
         return self._left / (self._rate or FIRST_RATE)
 
     def expected_s(self, num_bytes: int) -> float:
@@ -86,7 +96,7 @@ class Joining:
                 f"{backoff.reason or 'it was left behind'}; it is tried again in {_in_words(backoff.out_until - now)}"
             )
         reach_s = member.asked.reach_s
-        if reach_s is None:
+        if reach_s is None or now - member.asked_at >= RETRY_S:
             return ""
         need_s = reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
         after_s = self._allowance.fits_in_s(need_s, budget_s, now)

@@ -393,7 +393,9 @@ class Healing:
     def _note(self, progress: TransferProgress) -> None:
         left_bytes = progress.total_bytes - progress.received_bytes - progress.skipped_bytes
         reach_s = self._reception.progress(
-            left_bytes=left_bytes, received_bytes=progress.received_bytes, elapsed_s=progress.elapsed_s
+            left_bytes=left_bytes,
+            done_bytes=progress.brought_bytes + progress.skipped_bytes,
+            elapsed_s=progress.elapsed_s,
         )
         if left_bytes and not self._is_cancelled:
             self._tell(reach_s)

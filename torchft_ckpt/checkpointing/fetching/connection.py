@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -31,6 +31,11 @@ from torchft_ckpt.checkpointing.protocol import (
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 
 _CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+
+
+_PIECE_S = 0.05
+_SMALLEST_PIECE_BYTES = 16 * 1024
+_LARGEST_PIECE_BYTES = 1024 * 1024
 
 
 class _OpenSocketConnection(http.client.HTTPConnection):
@@ -80,6 +85,15 @@ class SourceConnection:
         self._closed = False
         self._http: _OpenSocketConnection | None = None
         self._answered = False
+        self.piece_bytes = _SMALLEST_PIECE_BYTES
+        """How much is read before it is counted."""
+
+    def took(self, num_bytes: int, seconds: float) -> None:
+        """So much was read in one piece in so long: choose the next piece so that it is counted several times a second."""
+        if seconds > _PIECE_S:
+            self.piece_bytes = max(_SMALLEST_PIECE_BYTES, self.piece_bytes // 2)
+        elif num_bytes == self.piece_bytes:
+            self.piece_bytes = min(2 * self.piece_bytes, _LARGEST_PIECE_BYTES)
 
     def open(self) -> None:
         """Connect, and shake hands where the source speaks https. Nothing is sent to one that is not who it should be.
@@ -345,8 +359,12 @@ class Answer:
         self.read_into(memoryview(body))
         return bytes(body)
 
-    def read_into(self, target: memoryview) -> None:
+    def read_into(self, target: memoryview, on_bytes: Callable[[int], None] | None = None) -> None:
         """Fill `target` from the body.
+
+        Args:
+            target: as long as what is to be read.
+            on_bytes: told how many bytes have come, several times a second where they come slowly.
 
         Raises:
             SourceLostError: the body ended early.
@@ -355,10 +373,15 @@ class Answer:
         filled = 0
         with self._connection._named_failures(f"reading {self._path}"):
             while filled < len(target):
-                count = self._response.readinto(target[filled:])
+                asked_at = time.monotonic()
+                piece = target[filled:] if on_bytes is None else target[filled : filled + self._connection.piece_bytes]
+                count = self._response.readinto(piece)
                 if count == 0:
                     raise http.client.IncompleteRead(b"", len(target) - filled)
                 filled += count
+                if on_bytes is not None:
+                    on_bytes(count)
+                    self._connection.took(len(piece), time.monotonic() - asked_at)
             if self._response.length == 0:
                 self._response.close()
 

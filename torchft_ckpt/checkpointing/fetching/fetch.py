@@ -260,6 +260,7 @@ class Fetch:
             resent_bytes=wasted,
             num_sources=num_sources,
             elapsed_s=time.monotonic() - self._started_at,
+            brought_bytes=self._state.brought_bytes,
         )
         self._on_progress = tell(self._on_progress, progress)
 

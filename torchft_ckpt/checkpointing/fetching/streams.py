@@ -63,10 +63,12 @@ class Stream:
             state.close_stream(number, self._num_unfinished)
 
     def _receive(self, number: int, client: SourceClient, block: int, answer: Answer) -> bool:
+        def came(num_bytes: int) -> None:
+            self._num_unfinished += num_bytes
+            self._state.gave(client.path, num_bytes)
+
         def read_into(target: memoryview) -> None:
-            answer.read_into(target)
-            self._num_unfinished += len(target)
-            self._state.gave(client.path, len(target))
+            answer.read_into(target, came)
 
         actual = self._destination.receive(block, read_into, self._scratch)
         answer.read_into(self._digest)

@@ -76,6 +76,8 @@ class TransferState:
         self._peers: set[str] = set()
         self._received_bytes = 0
         self._wasted_bytes = 0
+        self.brought_bytes = 0
+        """Came from sources and peers, verified or not."""
         self._skipped = 0  # a bit set
 
     # How it ends
@@ -344,7 +346,7 @@ class TransferState:
         self._ledger.invalidate(blocks)
 
     def _num_bytes(self, blocks: int) -> int:
-        if self._destination is None:
+        if self._destination is None or not self._destination.num_blocks:
             return 0
         manifest = self._destination.manifest
         last = self._destination.num_blocks - 1
@@ -505,6 +507,7 @@ class TransferState:
     def gave(self, path: str, num_bytes: int) -> None:
         """Count what has come over a path, as it comes."""
         with self.changed:
+            self.brought_bytes += num_bytes
             self._paths.gave(path, num_bytes, time.monotonic())
 
     def judge_paths(self) -> tuple[dict[str, list[int]], list[str]]:

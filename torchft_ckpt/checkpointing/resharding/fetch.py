@@ -296,6 +296,7 @@ class ShardedFetch:
             resent_bytes=transfer.wasted_bytes,
             num_sources=transfer.num_sources(),
             elapsed_s=time.monotonic() - self._started_at,
+            brought_bytes=transfer.brought_bytes,
         )
         self._on_progress = tell(self._on_progress, progress)
 
@@ -479,19 +480,22 @@ class ShardedFetch:
         scratch: memoryview,
     ) -> bytes:
         """Receive one part to where it belongs; return its digest."""
+
+        def came(num_bytes: int) -> None:
+            transfer.gave(client.path, num_bytes)
+
         hasher = xxhash.xxh3_128(seed=part)
         self.has_written = True
         for piece in slices(where.region, _SLICE_BYTES, 1 << 62):
             memory = where.memory[piece.start : piece.stop]
             if piece.steps:
                 data = scratch[: piece.num_bytes]
-                answer.read_into(data)
+                answer.read_into(data, came)
                 scatter(data, memory, piece)
             else:
                 data = memory
-                answer.read_into(data)
+                answer.read_into(data, came)
             hasher.update(data)
-            transfer.gave(client.path, len(data))
         announced = bytearray(DIGEST_BYTES)
         answer.read_into(memoryview(announced))
         digest = hasher.digest()

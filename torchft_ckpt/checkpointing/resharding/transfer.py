@@ -56,6 +56,8 @@ class PartTransfer:
         self.total_bytes = sum(self._sizes)
         self.received_bytes = 0
         self.wasted_bytes = 0
+        self.brought_bytes = 0
+        """Came from sources, verified or not."""
 
     # How it ends
 
@@ -306,6 +308,7 @@ class PartTransfer:
     def gave(self, path: str, num_bytes: int) -> None:
         """Count what has come over a path, as it comes."""
         with self.changed:
+            self.brought_bytes += num_bytes
             self._paths.gave(path, num_bytes, time.monotonic())
 
     def judge_paths(self) -> tuple[list[str], list[str]]:
