@@ -333,3 +333,51 @@ def test_five_beyond_the_limit_cost_the_others_nothing_after_their_first_attempt
             joiner.votes(load=False)
     assert stood_s <= 0.01 * job.now
     assert steps > 580 and a.outcomes.count(Outcome.DISCARD) == 0
+
+
+# ------------------------------------------------------------------------------------------------- the first iteration
+
+
+def test_a_group_that_comes_into_a_running_job_computes_its_first_step_alone():
+    job, a, b = trained(tau_s=0.5)
+    begins(job, a, b)
+    quorum_id = a.formed.quorum_id
+    j = job.join("j", warm_up=True)
+    j.asks(reach_s=0.2)
+    assert (j.formed.role.value, j.formed.warms_up, j.formed.sources, j.plan.load) == ("learner", True, [], False)
+    for _ in range(3):  # its first forward pass takes long
+        job.passes(0.5)
+        a.votes()
+        b.votes()
+        begins(job, a, b)
+    assert (a.formed.quorum_id, a.outcomes) == (quorum_id, [Outcome.COMMIT] * 6)
+    j.votes()
+    assert j.replica.learned() is Outcome.LEFT_BEHIND
+    j.asks(reach_s=0.2)
+    assert a.heard_joiner(), "so that somebody has captured the state at the next step"
+    a.votes()
+    b.votes()
+    begins(job, a, b)
+    assert (j.formed.role.value, a.formed.replica_world_size) == ("joiner", 3)
+
+
+@pytest.mark.parametrize("case", ["first quorum", "too few", "switched off", "holds it", "finished"])
+def test_a_group_computes_nothing_alone_where_that_helps_nobody(case: str):
+    job = Job(least=2)
+    a, b = job.join("a", warm_up=True), job.join("b", warm_up=True)
+    job.step(a, b)
+    if case == "first quorum":
+        assert a.step == b.step == 1
+        return
+    if case == "too few":
+        b.dies()
+    if case == "holds it":
+        b.dies()
+        b = job.join("b", life=2, warm_up=True)
+        b.replica.version = a.replica.version
+    else:
+        b = job.join("c", warm_up=case != "switched off")
+    if case == "finished":
+        a.says(a.replica.locate(has_finished=True))
+    b.asks()
+    assert b.formed is None or b.formed.role.value != "learner"

@@ -20,6 +20,7 @@ from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse import LighthouseState
 from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
 from torchft_ckpt.core.outer_schedule import OuterSchedule
+from torchft_ckpt.core.patience import JoinAllowance
 from torchft_ckpt.core.quorum import Asked
 from torchft_ckpt.core.replica import Comparison, ReplicaState
 from torchft_ckpt.testing.simulated.chaos import Fault, Moods, OuterPlan, Scenario
@@ -250,7 +251,7 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError):
-        run_seeds(range(120))
+        run_seeds(range(240))
 
 
 def broken_spectator(patch: pytest.MonkeyPatch) -> None:
@@ -362,6 +363,47 @@ def broken_minority(patch: pytest.MonkeyPatch) -> None:
 def broken_memory_of_the_minority(patch: pytest.MonkeyPatch) -> None:
     """Who holds another state than most is taken by its word for what it holds."""
     patch.setattr(Equality, "proven_of", lambda state, replica_id, version: version)
+
+
+def run_with_slow_transfers(seed: int) -> Report:
+    """A job whose groups are killed, and whose states take longer to receive than a step and the join budget."""
+    rng = Random(seed)
+    plan = Scenario(
+        num_groups=rng.choice((3, 4)),
+        join_stall_limit_s=rng.choice((0.0, 0.5, 2.0)),
+        tells_reach=True,
+        warm_up=rng.random() < 0.5,
+        rejoin_s=(0.3, 3.0),
+        fault_rate=0.004,
+        faults={Fault.KILL_GROUP: 1.0, Fault.STOP_GROUP: 0.3},
+        chaos_s=8.0,
+    )
+    return Simulation(seed, plan).run()
+
+
+def test_those_who_train_stand_still_for_joiners_no_longer_than_they_allow() -> None:
+    for seed in range(by_default(10, thorough=100)):
+        run_with_slow_transfers(seed)
+
+
+def broken_allowance(patch: pytest.MonkeyPatch) -> None:
+    """Every need fits."""
+    patch.setattr(JoinAllowance, "fits", lambda *_: True)
+
+
+def broken_purse(patch: pytest.MonkeyPatch) -> None:
+    """What joins cost is not counted."""
+    patch.setattr(JoinAllowance, "spend", lambda *_: None)
+
+
+@pytest.mark.parametrize("break_it", [broken_allowance, broken_purse], ids=lambda function: function.__name__)
+def test_the_simulation_finds_an_allowance_that_was_broken_on_purpose(
+    break_it: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match="stood still"):
+        for seed in range(40):
+            run_with_slow_transfers(seed)
 
 
 @pytest.mark.parametrize(

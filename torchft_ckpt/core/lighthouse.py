@@ -493,10 +493,27 @@ class LighthouseState:
             yield from self._break_forgotten(self._recollection.left(replica_id))
         yield from self._goes_on(member)
         yield from self._shows(member, request.version, now)
+        if self._warms_up(member):
+            yield self._let_warm_up(member)
+            return
+        if member.has_warmed_up:
+            member.has_warmed_up = False
+            for other in self._quorum_members:
+                yield Send(self.members[other].connection, JoinerWaiting())
         self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
             self._back.add(replica_id)
         yield from self._reconsider(now)
+
+    def _warms_up(self, member: Member) -> bool:
+        """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
+        request = member.asked
+        if not request.warms_up or not request.allow_heal or not request.can_load or self.round is None:
+            return False
+        if self.finished_step is not None or self._holds_newest(member.version):
+            return False
+        at_work = len(self._quorum_members)
+        return at_work >= max(self.settings.min_replicas, 1) and member.replica_id not in self._of_another_layout()
 
     def _locates(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
         """It is between steps, and wants to know where the newest state is. Nobody waits for it until it asks for a quorum."""
@@ -958,33 +975,49 @@ class LighthouseState:
             )
             yield Send(member.connection, formed)
         for place, member in enumerate(taught):
-            formed = QuorumFormed(
-                request_id=member.asked.request_id,
-                quorum_id=quorum_id,
-                epoch=self.epoch,
-                version=assignment.version,
-                role=Role.LEARNER,
-                replica_rank=len(members) + place,
-                replica_world_size=len(members),
-                contributor_rank=None,
-                num_contributors=num_contributors,
-                num_voters=num_voters,
-                store_address="",
-                sources=_sources(members, teachers),
-                unverified=assignment.unverified,
-                newest_step=self.newest_step,
-                rolled_back_to=self._ledger.rolled_back_to,
-                reason="it learns at which step the others are: it does not train the same parameters yet",
-            )
-            member.request, member.is_looking, member.has_left_step = None, True, True
-            member.told_reason = ""
+            reason = "it learns at which step the others are: it does not train the same parameters yet"
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
-            del self._waiting[member.replica_id]
-            yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {formed.reason}")
-            yield Send(member.connection, formed)
+            yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {reason}")
+            yield self._answer_beside(member, self.round, place, reason, sources=_sources(members, teachers))
         if self._waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to tell them why
+
+    def _let_warm_up(self, member: Member) -> Instruction:
+        if self.round is None:
+            raise RuntimeError("internal error: nobody is at work")
+        member.has_warmed_up = True
+        reason = "it warms up: its first step is computed outside of the quorum, where nobody waits for it"
+        return self._answer_beside(member, self.round, 0, reason)
+
+    def _answer_beside(
+        self, member: Member, current: Round, place: int, reason: str, *, sources: list[Source] | None = None
+    ) -> Send:
+        """Let a member compute a step beside a quorum: nobody waits for it. Without sources it loads nothing, it warms up."""
+        assignment = current.assignment
+        formed = QuorumFormed(
+            request_id=member.asked.request_id,
+            quorum_id=self.quorum_id,
+            epoch=self.epoch,
+            version=assignment.version,
+            role=Role.LEARNER,
+            replica_rank=len(assignment.parts) + place,
+            replica_world_size=len(assignment.parts),
+            contributor_rank=None,
+            num_contributors=assignment.num_contributors,
+            num_voters=assignment.num_voters,
+            store_address="",
+            sources=sources or [],
+            warms_up=sources is None,
+            unverified=assignment.unverified,
+            newest_step=self.newest_step,
+            rolled_back_to=self._ledger.rolled_back_to,
+            reason=reason,
+        )
+        member.request, member.is_looking, member.has_left_step = None, True, True
+        member.told_reason = ""
+        self._waiting.pop(member.replica_id, None)
+        return Send(member.connection, formed)
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""

@@ -31,6 +31,8 @@ class Member:
     """How often it got the state outside of a quorum."""
     learns_from: float = float("-inf")
     """When it may get it again."""
+    has_warmed_up: bool = False
+    """It computes, or has computed, a step outside of the quorum, and has not asked since."""
     request: QuorumRequest | None = None
     has_left_step: bool = False
     """It asked where the newest state is, and takes no decision on an earlier step any more."""

@@ -167,6 +167,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """With fewer that contribute it would vote against."""
     patience_s: Seconds = 0.0
     """How long its own way to this step took: living members that are slower are waited for as long again."""
+    warms_up: bool = False
+    """This process has computed nothing yet: in a job that is at work, let it do so outside of the quorum first."""
     join_budget_s: Seconds = 5.0
     join_stall_limit_s: Seconds | None = None
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
@@ -358,6 +360,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stands in. Whoever takes its state is as unverified as it, until a step is committed from it."""
     differs: bool = False
     """What this member holds under the name `version` is another state than that of the others: it has to load theirs."""
+    warms_up: bool = False
+    """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()

@@ -88,6 +88,7 @@ class ReplicaSettings:
     fixed_with_spares: bool = False
     join_budget_s: float = 5.0
     join_stall_limit_s: float | None = 60.0
+    warm_up: bool = False
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
 
@@ -153,6 +154,8 @@ class ReplicaState:
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self._vote: CommitVote | None = None
         self._gathers = False
+        self._is_cold = True
+        """No step was computed yet, so the first one may take long: kernels are compiled, memory is taken."""
         self._wishes: StepWishes | None = None
         """What the open step was asked for with; None where the state has changed since."""
         self._compares = True
@@ -220,6 +223,11 @@ class ReplicaState:
     def is_learner(self) -> bool:
         """In the open step, or the last one, it is beside the quorum."""
         return self.quorum is not None and self.quorum.role is Role.LEARNER
+
+    @property
+    def warms_up(self) -> bool:
+        """It computes a step, or computed the last one, for itself alone: nothing of it counts, and nobody waits for it."""
+        return self.is_learner and self.quorum is not None and self.quorum.warms_up
 
     @property
     def is_behind(self) -> bool:
@@ -334,6 +342,12 @@ class ReplicaState:
             gathers=gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=patience_s,
+            warms_up=self.settings.warm_up
+            and self._is_cold
+            and contributes
+            and compares
+            and waits is None
+            and not gathers,
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=reach_s,
@@ -380,6 +394,7 @@ class ReplicaState:
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
         self.phase = Phase.TRAINING
         self.quorum = formed
+        self._is_cold = False
         self.newest_step = formed.newest_step
         self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
@@ -393,6 +408,7 @@ class ReplicaState:
             else:
                 self._adopt(formed.version)
         load = formed.role in (Role.INLINE, Role.JOINER, Role.LEARNER) and self.version != formed.version
+        load = load and not formed.warms_up
         compare = self._begins_to_compare(formed)
         self._is_exact = self.version == formed.version and (formed.role is Role.HEALTHY or not self.unverified)
         self._is_stale = self.version != formed.version

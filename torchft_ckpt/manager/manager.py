@@ -154,6 +154,8 @@ class Manager:
         join_stall_limit: how long they may stand still for all that join, if these say that they need it; 60 s. What was used
             comes back as a twentieth of the time that passes. Who needs more than is left waits outside, and is told until
             when; None: there is no limit. Where groups differ the least holds.
+        warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
+            gives zeros and `should_commit` False, so that nobody waits while kernels are compiled.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -202,6 +204,7 @@ class Manager:
         *,
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
+        warm_up: bool = True,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -256,6 +259,7 @@ class Manager:
                 fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
                 join_budget_s=budget.total_seconds(),
                 join_stall_limit_s=stall_limit_s,
+                warm_up=warm_up,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
             )
@@ -964,6 +968,8 @@ class Manager:
         if late is not None:
             late.count += 1
         if self._talk.skips_collective():
+            if self._replica.warms_up:
+                fill_with_nothing(tensor, reduce_op)
             return done_work(tensor, lambda: True)
         if not self.is_participating():
             fill_with_nothing(tensor, reduce_op)
@@ -1378,7 +1384,7 @@ class Manager:
             self._commit_failures = 0
             self._warn_if_nothing_was_averaged(vote)
             self._healing.withdraw()
-        else:
+        elif not self._replica.warms_up:
             self._commit_failures += 1
         self._counts[outcome] += 1
         if formed is not None:

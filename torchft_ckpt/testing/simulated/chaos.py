@@ -70,6 +70,10 @@ class Scenario:
     min_replica_size: int = 1
     heal_inline: bool = False
     join_budget_s: float = 0.3
+    join_stall_limit_s: float | None = 60.0
+    warm_up: bool = False
+    tells_reach: bool = False
+    """Ranks say how long their transfers still take."""
     num_allreduces: int = 1
     max_delay_s: float = 0.005
     join_timeout_s: float = 2.0
@@ -98,6 +102,15 @@ class Scenario:
 
 def draw_scenario(rng: Random) -> Scenario:
     """Draw a run."""
+    return replace(
+        _draw_scenario(rng),
+        join_stall_limit_s=rng.choice((0.0, 0.5, 2.0, 60.0, None)),
+        warm_up=rng.random() < 0.5,
+        tells_reach=rng.random() < 0.7,
+    )
+
+
+def _draw_scenario(rng: Random) -> Scenario:
     num_groups = rng.choice((1, 2, 3, 3, 3, 4, 5))
     kinds = list(Fault)
     chosen = kinds if rng.random() < 0.4 else rng.sample(kinds, rng.randint(1, 4))
@@ -141,7 +154,7 @@ def draw_scenario(rng: Random) -> Scenario:
 def draw_outer_scenario(rng: Random) -> Scenario:
     """Draw a run of outer loops."""
     phase_s = rng.choice((0.3, 1.0, 1.0, 3.0, 6.0))
-    plan = draw_scenario(rng)
+    plan = _draw_scenario(rng)
     return replace(
         plan,
         num_groups=max(plan.num_groups, 2) if rng.random() < 0.9 else plan.num_groups,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from torchft_ckpt.core.commit import Verdict
 from torchft_ckpt.core.lighthouse import Event, Instruction, LighthouseState, Received, Send
+from torchft_ckpt.core.lighthouse_records import Round
 from torchft_ckpt.core.messages import (
     AllowStepLoss,
     CommitDecided,
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from torchft_ckpt.testing.simulated.trainer import Trainer
 
 
+STOOD_GRACE_S = 0.3
+"""So much later the lighthouse may notice that the time is up."""
+
+
 class InvariantError(AssertionError):
     """Something happened that must never happen."""
 
@@ -58,6 +63,9 @@ class _Life:
         self.may_lose_steps = False
         self.finished_step: int | None = None
         """Where the job was over before the present event."""
+        self.last_round: Round | None = None
+        self.stood: list[tuple[float, float]] = []
+        """From when to when those who train waited for joiners with their votes."""
 
 
 class Oracle:
@@ -270,6 +278,26 @@ class Oracle:
                     self._check_decided(life, instruction.message)
                     self._check_apart(state, instruction.connection, instruction.message)
         life.finished_step = state.finished_step
+        self._check_stood_still(state, life)
+
+    def _check_stood_still(self, state: LighthouseState, life: _Life) -> None:
+        """In any time those who train stand still for joiners at most for the limit, one budget and a twentieth of that time."""
+        current = state.round
+        if current is None or not current.tally.decided or current is life.last_round:
+            return
+        life.last_round = current
+        members = [m for m in state.members.values() if current.tally.roles.get(m.replica_id) is Role.HEALTHY]
+        limit_s = max((member.join_stall_limit_s for member in members), default=float("inf"))
+        if current.join_budget_s is None or current.is_needed or current.all_approved_at is None:
+            return
+        life.stood.append((current.all_approved_at, state._now))
+        for first, (began, _) in enumerate(life.stood):
+            stood_s = sum(end - begin for begin, end in life.stood[first:])
+            most_s = limit_s + current.join_budget_s + 0.05 * (state._now - began) + STOOD_GRACE_S
+            if stood_s > most_s:
+                self.fail(
+                    f"those who train stood still for {stood_s:.2f} s since {began:.2f}, {most_s:.2f} s are allowed"
+                )
 
     def _check_goes_on(self, state: LighthouseState, life: _Life, event: Event, formed: QuorumFormed) -> None:
         """Where the job is over, a step begins only because somebody asks who holds the newest state, or restored it."""

@@ -23,6 +23,7 @@ from torchft_ckpt.core.messages import (
     GroupBroken,
     GroupToRank,
     JoinerWaiting,
+    JoinProgress,
     Leaf,
     LeafDigests,
     LeavesWanted,
@@ -61,6 +62,7 @@ class TrainerSettings:
     compute_s: tuple[float, float] = (0.03, 0.12)
     quorum_timeout_s: float = 4.0
     decision_timeout_s: float = 2.0
+    tells_reach: bool = False
     num_allreduces: int = 1
     num_late: int = 0
     """Collectives between the decision and the next step."""
@@ -158,6 +160,7 @@ class Trainer:
             can_serve=can_serve,
             store_address="store",
             compares=self.uses_state,
+            reach_s=0.05 if self._settings.tells_reach and self.replica.is_behind else None,
         )
         num_collectives = len(self._results) + self._num_late
         self._send(
@@ -196,7 +199,8 @@ class Trainer:
             self._is_loading = True
             self._is_cancelled = False
             source = formed.sources[0].checkpoint_addresses[self.rank]
-            self._transfers.fetch(source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v))
+            tell = (lambda reach_s: self._tell(turn, formed, reach_s)) if self._settings.tells_reach else None
+            self._transfers.fetch(source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell)
         if plan.configure:
             if self._handle is not None:
                 self._collectives.abort(self._handle)
@@ -314,6 +318,10 @@ class Trainer:
         vote = self.replica.vote(num_collectives=len(self._results), state_digest=self._digest)
         if vote.approve and len(self._results) != self._settings.num_allreduces:
             self._oracle.fail(f"{self.address} approves without the sum: {vote}")
+        if self.replica.is_learner:
+            self.replica.learned()
+            self._next()
+            return
         self._send(vote)
         self._await_decision(turn, vote)
 
@@ -373,8 +381,14 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------------------- healing
 
+    def _tell(self, turn: int, formed: QuorumFormed, reach_s: float) -> None:
+        if turn == self._turn and self._arrival is None and not self._is_cancelled:
+            self._send(JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s))
+
     def _arrived(self, turn: int, arrival: Arrival, value: object) -> None:
         if turn == self._turn:
+            if arrival is Arrival.WHOLE and self._settings.tells_reach and self._plan is not None:
+                self._tell(turn, self._plan.formed, 0.0)
             self._arrival = (arrival, value)
             self._check_load()
 

@@ -10,6 +10,8 @@ from random import Random
 from torchft_ckpt.core.messages import StateVersion
 from torchft_ckpt.testing.simulated.clock import Clock, Process
 
+TELL_S = 0.2
+
 
 class Arrival(Enum):
     """How a transfer ended."""
@@ -53,10 +55,18 @@ class Transfers:
         self._snapshots.pop(address, None)
 
     def fetch(
-        self, address: str, version: StateVersion, process: Process, done: Callable[[Arrival, object], None]
+        self,
+        address: str,
+        version: StateVersion,
+        process: Process,
+        done: Callable[[Arrival, object], None],
+        tell: Callable[[float], None] | None = None,
     ) -> None:
-        """Fetch the state of a version; `done` is called once, in the receiver's process."""
-        self._try(address, version, process, done, self._clock.now + self._stall_timeout_s)
+        """Fetch the state of a version; `done` is called once, in the receiver's process.
+
+        `tell`: called there a few times a second with the seconds that are left.
+        """
+        self._try(address, version, process, done, tell, self._clock.now + self._stall_timeout_s)
 
     def _try(
         self,
@@ -64,6 +74,7 @@ class Transfers:
         version: StateVersion,
         process: Process,
         done: Callable[[Arrival, object], None],
+        tell: Callable[[float], None] | None,
         give_up_at: float,
     ) -> None:
         snapshot = self._snapshots.get(address)
@@ -71,11 +82,22 @@ class Transfers:
             if self._clock.now >= give_up_at or (snapshot is not None and not snapshot.process.is_alive):
                 done(Arrival.FAILED, None)
             else:
-                self._clock.after(0.01, process, lambda: self._try(address, version, process, done, give_up_at))
+                self._clock.after(0.01, process, lambda: self._try(address, version, process, done, tell, give_up_at))
             return
         took_s = self._rng.uniform(*self.duration_s)
         is_failing = self._rng.random() < self.failure_rate
         is_torn = self._rng.random() < self.torn_rate
+
+        ends_at, rate = self._clock.now + took_s, self._rng.uniform(0.5, 1.5)
+
+        def go_on() -> None:
+            left_s = ends_at - self._clock.now
+            if tell is not None and left_s > 0:
+                tell(left_s * rate)  # what is measured is about right
+                self._clock.after(TELL_S, process, go_on)
+
+        if tell is not None:
+            go_on()
 
         def arrive() -> None:
             if is_torn:
