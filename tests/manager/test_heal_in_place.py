@@ -232,7 +232,7 @@ def join(server: LighthouseServer, failures: Sequence[Callable[[Any], BaseExcept
     others = [Group(server, name, 0, **options) for name in ("a", "b")]
     for _ in range(2):
         together(others, Group.step)
-    joiner = Group(server, "late", 1, **options)
+    joiner = Group(server, "late", 1, warm_up=False, **options)
     joiner.transport.failures = list(failures)
     joined = threading.Event()
 

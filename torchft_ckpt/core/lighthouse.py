@@ -493,6 +493,7 @@ class LighthouseState:
             yield from self._break_forgotten(self._recollection.left(replica_id))
         yield from self._goes_on(member)
         yield from self._shows(member, request.version, now)
+        self._waiting[replica_id] = None
         if self._warms_up(member):
             yield self._let_warm_up(member)
             return
@@ -500,7 +501,6 @@ class LighthouseState:
             member.has_warmed_up = False
             for other in self._quorum_members:
                 yield Send(self.members[other].connection, JoinerWaiting())
-        self._waiting[replica_id] = None
         if replica_id in self._quorum_members:
             self._back.add(replica_id)
         yield from self._reconsider(now)
@@ -802,7 +802,7 @@ class LighthouseState:
         """Tell those who wait outside why; `others`, of another layout, also the operator each time that changes."""
         for replica_id in self._waiting:
             member = self.members[replica_id]
-            has_waited = now - member.asked_at >= PENDING_NOTICE_S / 2
+            has_waited = replica_id in others or now - member.asked_at >= PENDING_NOTICE_S / 2
             if replica_id in reasons and has_waited and now - member.told_at >= PENDING_NOTICE_S:
                 reason = reasons[replica_id]
                 if not member.told_reason or (replica_id in others and member.told_reason != reason):

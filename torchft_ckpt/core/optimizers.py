@@ -18,6 +18,9 @@ class SharedStep:
         self._stepped: set[Hashable] = set()
         self._ahead: set[Hashable] = set()
         """Have cleared their gradients for the next step, which cannot begin until the others have stepped."""
+        self._known: set[Hashable] = set()
+        self.is_first_of_kind = False
+        """The step was begun by one that has begun none before."""
 
     @property
     def is_half_taken(self) -> bool:
@@ -37,6 +40,8 @@ class SharedStep:
         if is_decided and optimizer in self._stepped and self._joined - self._stepped:
             self._ahead.add(optimizer)
             return False
+        self.is_first_of_kind = optimizer not in self._known
+        self._known.add(optimizer)
         self._joined = self._ahead | {optimizer}
         self._stepped, self._ahead = set(), set()
         return True

@@ -298,6 +298,7 @@ class ReplicaState:
         gathers: bool = False,
         compares: bool = True,
         reach_s: float | None = None,
+        is_first_of_kind: bool = False,
     ) -> QuorumRequest:
         """A step begins. One that is open is abandoned.
 
@@ -311,7 +312,9 @@ class ReplicaState:
             gathers: ask who else is about to look for a state, and for no step.
             compares: False: no training loop uses the state between here and the vote, so a load in between spoils nothing.
             reach_s: how long it would take to receive the newest state, as far as is known.
+            is_first_of_kind: an optimizer begins it that has begun none before: an iteration may have a step for each of several.
         """
+        is_cold = self._is_cold or (self.warms_up and is_first_of_kind)
         self._leave_step()
         self.phase = Phase.ASKING
         self.capture_wanted = gathers and self.capture_wanted
@@ -342,12 +345,7 @@ class ReplicaState:
             gathers=gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=patience_s,
-            warms_up=self.settings.warm_up
-            and self._is_cold
-            and contributes
-            and compares
-            and waits is None
-            and not gathers,
+            warms_up=self.settings.warm_up and is_cold and contributes and compares and waits is None and not gathers,
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=reach_s,

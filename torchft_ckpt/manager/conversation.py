@@ -142,6 +142,7 @@ class Conversation:
         gathers: bool = False,
         compares: bool = True,
         reach_s: float | None = None,
+        is_first_of_kind: bool = False,
     ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
         with self._lock:
@@ -157,6 +158,7 @@ class Conversation:
                 gathers=gathers,
                 compares=compares,
                 reach_s=reach_s,
+                is_first_of_kind=is_first_of_kind,
             )
 
     def _forget_step(self) -> None:

@@ -155,7 +155,7 @@ class Manager:
             comes back as a twentieth of the time that passes. Who needs more than is left waits outside, and is told until
             when; None: there is no limit. Where groups differ the least holds.
         warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
-            gives zeros and `should_commit` False, so that nobody waits while kernels are compiled.
+            leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -609,6 +609,7 @@ class Manager:
             waits=wait,
             compares=self._registry.is_used_by_loops,
             reach_s=self._healing.expected_s(self._registry.num_bytes()) if self.is_behind else None,
+            is_first_of_kind=self._sharing.is_first_of_kind,
         )
         self._asked_with = layout.digest, self._registry.frozen()
         request = msgspec.structs.replace(
@@ -968,8 +969,6 @@ class Manager:
         if late is not None:
             late.count += 1
         if self._talk.skips_collective():
-            if self._replica.warms_up:
-                fill_with_nothing(tensor, reduce_op)
             return done_work(tensor, lambda: True)
         if not self.is_participating():
             fill_with_nothing(tensor, reduce_op)

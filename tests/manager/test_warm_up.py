@@ -1,0 +1,107 @@
+"""The first iteration of a group that comes into a running job is its own: nobody waits for it, and nothing of it counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from test_manager_in_process import Replica, shutdown
+
+from torchft_ckpt import LighthouseServer
+
+
+class Run:
+    """Two groups that train until a third one is through with what it does."""
+
+    def __init__(self, **options: Any) -> None:
+        self.server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+        self.at_work = [Replica(self.server, name, **options) for name in ("a", "b")]
+        self.last_step = 1 << 30
+        self._pool = ThreadPoolExecutor(2)
+        self._loops = [self._pool.submit(self.train, replica) for replica in self.at_work]
+        self.wait_for_steps(2)
+
+    def train(self, replica: Replica) -> None:
+        while replica.manager.current_step() < self.last_step:
+            replica.step()
+
+    def wait_for_steps(self, count: int) -> None:
+        until = [replica.manager.current_step() + count for replica in self.at_work]
+        give_up_at = time.monotonic() + 60
+        while any(r.manager.current_step() < step for r, step in zip(self.at_work, until, strict=True)):
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+
+    def end(self, joined: Replica) -> None:
+        """All train to the same step."""
+        self.last_step = joined.manager.current_step() + 10
+        self.train(joined)
+        for loop in self._loops:
+            loop.result(60)
+        self._pool.shutdown()
+
+    def close(self, *others: Replica) -> None:
+        shutdown(*self.at_work, *others)
+        self.server.shutdown()
+
+
+def step(replica: Replica, meanwhile: Callable[[], None]) -> bool:
+    """A step whose forward pass takes as long as something else."""
+    before = replica.manager.statistics().num_committed
+    replica.optimizer.zero_grad()
+    loss = replica.model(torch.ones(2, 8)).square().mean()
+    meanwhile()
+    loss.backward()
+    for parameter in replica.model.parameters():
+        assert parameter.grad is not None
+        replica.manager.allreduce(parameter.grad).wait()
+    replica.optimizer.step()
+    return replica.manager.statistics().num_committed > before
+
+
+def test_others_train_on_while_a_group_warms_up_and_it_contributes_within_three_steps_of_being_warm() -> None:
+    run = Run()
+    slow = Replica(run.server, "c", seed=7)
+    weights = slow.bits()
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    assert not step(slow, meanwhile=lambda: run.wait_for_steps(5))
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in slow.model.parameters())
+    assert slow.bits() == weights and not slow.manager.is_participating()
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    steps = 0
+    while not slow.manager.is_participating():
+        slow.step()
+        steps += 1
+    assert steps <= 3
+    run.end(slow)
+    assert len({str(replica.bits()) for replica in (*run.at_work, slow)}) == 1
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    run.close(slow)
+
+
+def test_switched_off_a_group_heals_in_its_first_iteration() -> None:
+    run = Run()
+    joined = Replica(run.server, "c", seed=7, warm_up=False)
+    assert step(joined, meanwhile=lambda: None) and joined.manager.statistics().num_healed == 1
+    run.end(joined)
+    run.close(joined)
+
+
+def test_warming_up_counts_for_no_limit_of_failures() -> None:
+    run = Run()
+    joined = Replica(run.server, "c", seed=7, max_retries=0)
+    assert not joined.step()
+    run.end(joined)
+    run.close(joined)
+
+
+def test_groups_that_begin_together_do_not_warm_up() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    replicas = [Replica(server, name, seed) for seed, name in enumerate("ab")]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(Replica.step, replicas)) == [True, True]
+    shutdown(*replicas)
+    server.shutdown()
