@@ -40,6 +40,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=None, help="decides the kills, the weights and the batches; random if left out"
     )
+    parser.add_argument(
+        "--slow-link",
+        action="store_true",
+        help="slow each transfer of the state, not the gradients, down to some 8 s: longer than a step and join_budget",
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and logs go")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures here too")
     parser.add_argument("--lighthouse-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
@@ -113,6 +118,7 @@ def _train(options: argparse.Namespace, console: Console, out: Path) -> Timeline
                     seed=options.seed,
                     plan=options.plan,
                     lighthouse=lighthouse.address(),
+                    slow_link=options.slow_link,
                     tokens=out / "tokens.bin",
                     log_folder=out / "logs",
                 ),

@@ -53,6 +53,7 @@ class RunOptions:
     lighthouse: str
     tokens: Path
     log_folder: Path
+    slow_link: bool = False
     restart_delay_s: float = 1.0
     patience_s: float = 60.0
 
@@ -128,6 +129,7 @@ class Supervisor:
                 f"--lighthouse={self._options.lighthouse}",
                 f"--tokens={self._options.tokens}",
                 f"--min-replica-size={self._options.min_replica_size}",
+                *(["--slow-link"] if self._options.slow_link else []),
                 f"--seed={self._options.seed}",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -22,6 +22,9 @@ import msgspec
 
 from demo import corpus, events
 
+_SLOW_BYTES_PER_S = 500_000.0
+"""Of each group that serves: the state has 7.5 MB."""
+
 
 class _Commands:
     """The supervisor's side of the conversation, read by a thread of its own."""
@@ -62,6 +65,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lighthouse", required=True, metavar="HOST:PORT")
     parser.add_argument("--tokens", type=Path, required=True, help="the corpus, one byte a token")
     parser.add_argument("--min-replica-size", type=int, default=1)
+    parser.add_argument("--slow-link", action="store_true", help="serve the state at half a megabyte a second")
     parser.add_argument("--batch-size", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -82,7 +86,7 @@ def main(arguments: list[str]) -> int:
 
     from demo import model as gpt
     from demo.digest import digest_state
-    from torchft_ckpt import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
 
     torch.set_num_threads(1)
     # Every life starts from other weights: that all end equal is recovery's doing, not the seed's.
@@ -110,6 +114,9 @@ def main(arguments: list[str]) -> int:
         rank=0,
         world_size=1,
         timeout=timedelta(seconds=30),
+        checkpoint_transport=(
+            HTTPTransport(timedelta(seconds=30), max_serve_bytes_per_s=_SLOW_BYTES_PER_S) if options.slow_link else None
+        ),
     )
     send(pipe, events.Connected(at_s=time.monotonic()))
     model = DistributedDataParallel(manager, module)
