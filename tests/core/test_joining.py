@@ -187,7 +187,9 @@ def test_one_whose_need_does_not_fit_is_left_behind_at_once_and_told_what_decide
     j.asks(reach_s=39.0)
     begins(job, a, b)
     told = pending(job, j, 3.0)
-    assert told and all("join_stall_limit allows 10 s at most: give a longer one" in reason for reason in told)
+    assert told and all(
+        "join_stall_limit allows 10 s at most: give the groups that train a longer one" in reason for reason in told
+    )
     assert a.formed.replica_world_size == 2 and not a.formed.join_wait_s
 
 
@@ -381,3 +383,96 @@ def test_a_group_computes_nothing_alone_where_that_helps_nobody(case: str):
         a.says(a.replica.locate(has_finished=True))
     b.asks()
     assert b.formed is None or b.formed.role.value != "learner"
+
+
+# --------------------------------------------------------------------------------------------- who needs it, and who pays
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_those_who_cannot_train_without_a_joiner_neither_keep_it_out_nor_let_it_warm_up(warm_up: bool):
+    job = Job(least=1)
+    a, b = (job.join(name, min_replica_size=2, join_stall_limit_s=10.0) for name in "ab")
+    job.step(a, b)
+    b.dies()
+    a.asks(can_serve=True)
+    a.votes()
+    j = job.join("b", life=2, min_replica_size=2, warm_up=warm_up)
+    begins(job, a, j, reach_s=900.0)
+    assert (j.formed.role.value, a.formed.replica_world_size) == ("joiner", 2)
+
+
+@pytest.mark.parametrize("heal_inline", [True, False])
+def test_what_takes_long_for_another_reason_is_not_taken_from_the_allowance(heal_inline: bool):
+    job, a, b = trained(heal_inline=heal_inline)
+    j = job.join("j", heal_inline=heal_inline)
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(0)
+    job.passes(200.0)  # one of them writes a checkpoint, say
+    a.votes()
+    j.votes()
+    b.votes(error="its data loader failed")
+    assert a.outcomes[-1] is Outcome.DISCARD
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == MINUTE
+
+
+def test_a_joiner_that_cannot_say_is_not_waited_for_when_the_allowance_is_used_up():
+    job, a, b = trained()
+    job.lighthouse._joining._allowance.spend(MINUTE + 1.0, job.now)
+    j = job.join("j")
+    j.asks()
+    begins(job, a, b)
+    assert a.formed.replica_world_size == 2
+
+
+def test_a_stall_that_is_over_discards_no_step_that_all_approve():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(8.0)
+    a.reports_stall()  # b was late, and has come
+    a.votes()
+    b.votes()
+    for _ in receives(job, j, 4.0):
+        pass
+    j.still_needs(0)
+    j.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT
+
+
+def test_nobody_waits_for_a_group_that_warms_up_when_the_lighthouse_restarts():
+    job, a, b = trained()
+    begins(job, a, b)
+    j = job.join("j", warm_up=True)
+    j.asks(reach_s=0.2)
+    assert j.formed.warms_up
+    a.votes()
+    b.votes()
+    job.restart()
+    for member in (a, b, j):
+        member.connects()
+    begins(job, a, b)
+    job.passes(5.0)
+    assert a.formed.version.step == a.step and a.replica.phase.value == "training"
+
+
+def test_one_that_heals_first_and_does_not_fit_is_given_up_before_anybody_waits():
+    job, a, b = trained(limit_s=10.0, heal_inline=True)
+    j = job.join("j", heal_inline=True)
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(100.0)
+    assert a.hears()[-1] == "broken by j:1"
+
+
+def test_no_limit_after_a_limit_is_no_limit():
+    allowance = JoinAllowance()
+    allowance.set_limit(MINUTE, 0.0)
+    allowance.spend(50.0, 0.0)
+    allowance.set_limit(float("inf"), 0.0)
+    assert allowance.fits(1e6, 5.0, 0.0)
+
+
+def test_after_a_whole_transfer_the_next_one_is_expected_to_be_as_large():
+    reception = Reception()
+    reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=0.0)
+    reception.progress(left_bytes=0, done_bytes=1000, elapsed_s=10.0)
+    assert reception.expected_s(5) == pytest.approx(10.0)

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from torchft_ckpt.core.commit import Verdict
 from torchft_ckpt.core.lighthouse_records import Member, Round
 from torchft_ckpt.core.messages import Role, group_name
 from torchft_ckpt.core.patience import JoinAllowance, JoinBackoff
 
 RETRY_S = 300.0
 """Who has waited outside for so long is admitted once more: its link may have become faster."""
+LONGEST_S = 600.0
+"""Without a limit a step waits for joiners for so long at most: those who train may wait for a lighthouse that is gone."""
 SILENT_S = 1.0
 """A joiner that has said how far it is, and then nothing for so long, is left behind."""
 FIRST_RATE = 1e9
@@ -38,11 +41,14 @@ class Reception:
     def __init__(self) -> None:
         self._rate: float | None = None
         self._left: int | None = None
+        self._at_first: int | None = None
+        """What the transfer had to bring, as far as was known when it first told."""
         self._seen: deque[tuple[float, int]] = deque()
 
     def begin(self) -> None:
         """A transfer begins. What the one before told is believed until this one tells."""
         self._seen.clear()
+        self._at_first = None
 
     def progress(self, *, left_bytes: int, done_bytes: int, elapsed_s: float) -> float:
         """Take how far the transfer is since it began; return how many seconds it still needs.
@@ -52,7 +58,8 @@ class Reception:
             done_bytes: came, verified or not, or were found to be here already.
             elapsed_s: since it began.
         """
-        self._left = left_bytes
+        self._at_first = left_bytes if self._at_first is None else self._at_first
+        self._left = left_bytes or self._at_first  # the next state is another one
         self._seen.append((elapsed_s, done_bytes))
         while len(self._seen) > 2 and elapsed_s - self._seen[1][0] >= _WINDOW_S:
             self._seen.popleft()
@@ -60,7 +67,7 @@ class Reception:
         took_s, grew = elapsed_s - since_s, done_bytes - before
         if took_s >= _WINDOW_S or (took_s >= _SOONEST_S and grew):
             self._rate = max(grew, 1) / took_s
-        return self._left / (self._rate or FIRST_RATE)
+        return left_bytes / (self._rate or FIRST_RATE)
 
     def expected_s(self, num_bytes: int) -> float:
         """Return how long the next transfer takes.
@@ -96,9 +103,9 @@ class Joining:
                 f"{backoff.reason or 'it was left behind'}; it is tried again in {_in_words(backoff.out_until - now)}"
             )
         reach_s = member.asked.reach_s
-        if reach_s is None or now - member.asked_at >= RETRY_S:
+        if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
-        need_s = reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
+        need_s = 0.0 if reach_s is None else reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
         after_s = self._allowance.fits_in_s(need_s, budget_s, now)
         return "" if after_s == 0.0 else self._why_not(need_s, after_s, now)
 
@@ -106,7 +113,8 @@ class Joining:
         needs = f"receiving the state would keep the others waiting for {_in_words(need_s)}"
         limit_s = self._allowance.limit_s
         if after_s is None:
-            return f"{needs}, and join_stall_limit allows {limit_s:g} s at most: give a longer one (None: no limit)"
+            longer = "give the groups that train a longer one (None: no limit)"
+            return f"{needs}, and join_stall_limit allows {limit_s:g} s at most: {longer}"
         has_s = max(0.0, self._allowance.purse_s(now))
         return f"{needs}, and {_in_words(has_s)} are left of join_stall_limit ({limit_s:g} s): enough in {_in_words(after_s)}"
 
@@ -114,7 +122,7 @@ class Joining:
 
     def most_s(self, budget_s: float, now: float) -> float:
         """Return the longest that a step may wait for joiners from now on."""
-        return min(self._allowance.most_s(budget_s, now), 1e9)
+        return min(self._allowance.most_s(budget_s, now), LONGEST_S)
 
     def keeps_waiting(self, current: Round, now: float) -> bool:
         """All have approved, but for those who join: whether one of them is waited for. Else `current.gave_up` says why not."""
@@ -125,10 +133,10 @@ class Joining:
 
     def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
         """Those who hold the state wait in a collective for these members: whether they may, because these receive it."""
-        if any(current.tally.roles[replica_id] is not Role.INLINE for replica_id in members):
-            return False  # it receives beside its forward pass, so that is not why it is late
         stands_since = current.formed_at + self._usual_s
-        reasons = [self._why_given_up(current, replica_id, stands_since, now) for replica_id in members]
+        # One that receives beside its forward pass is late for another reason.
+        receiving = [replica_id for replica_id in members if current.tally.roles[replica_id] is Role.INLINE]
+        reasons = [self._why_given_up(current, replica_id, stands_since, now) for replica_id in receiving]
         return self._may_wait(current, reasons, now)
 
     def _may_wait(self, current: Round, reasons: list[str], now: float) -> bool:
@@ -156,7 +164,7 @@ class Joining:
             return f"{replica_id} receives the state, and has not said for {since_s:.1f} s how far it is"
         if reach.seconds == 0 and since_s >= budget_s + (0.0 if current.all_approved_at is not None else self._usual_s):
             return f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on"
-        need_s = max(0.0, reach.seconds - (now - reach.at))
+        need_s = max(0.0, reach.seconds - (now - reach.at) - max(0.0, stands_since - now))
         if not reach.is_measured and need_s == 0.0 and stood_s >= budget_s:
             return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
         if current.is_needed or self._allowance.fits(need_s, budget_s, now, stood_s):
@@ -166,19 +174,23 @@ class Joining:
     # ------------------------------------------------------------------------------------------------- after the step
 
     def ended(self, current: Round, now: float) -> None:
-        """A step is decided: take what its joiners cost from the allowance."""
+        """A step is decided: take what its joiners cost from the allowance, and no more than they were granted."""
         if current.join_budget_s is None:
-            self._usual_s += (now - current.formed_at - self._usual_s) * (_WEIGHT if self._usual_s else 1.0)
+            if current.tally.verdict is Verdict.COMMIT:
+                self._usual_s += (now - current.formed_at - self._usual_s) * (_WEIGHT if self._usual_s else 1.0)
         elif not current.is_needed:
-            self._allowance.spend(self._stood_s(current, now), now)
+            self._allowance.spend(min(self._stood_s(current, now), current.join_wait_s), now)
 
     def _stood_s(self, current: Round, now: float) -> float:
         """Return how long the others have stood still for the joiners of a step."""
-        approved_at = current.all_approved_at
-        at_the_vote_s = 0.0 if approved_at is None else now - approved_at
-        waits_in_collective = approved_at is None or Role.INLINE in current.tally.roles.values()
-        beyond_usual_s = now - current.formed_at - self._usual_s
-        return max(0.0, at_the_vote_s, beyond_usual_s if waits_in_collective else 0.0)
+        at_the_vote_s = 0.0 if current.all_approved_at is None else now - current.all_approved_at
+        roles = current.tally.roles
+        inline = [replica_id for replica_id, role in roles.items() if role is Role.INLINE]
+        if not inline and not current.stalled:
+            return at_the_vote_s  # whatever else took long is not their doing
+        here = [reach.at for m in inline if (reach := current.reach.get(m)) is not None and not reach.seconds]
+        until = max(here) if inline and len(here) == len(inline) else now
+        return max(0.0, at_the_vote_s, until - current.formed_at - self._usual_s)
 
     def failed(self, replica_ids: Iterable[str], cost_s: float, now: float, reason: str = "") -> None:
         """An attempt to join failed, and has cost the others so long."""

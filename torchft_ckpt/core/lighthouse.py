@@ -362,6 +362,9 @@ class LighthouseState:
             last_seen=now,
             version=self._equality.proven_of(replica_id, hello.version),
             checkpoint_addresses=hello.checkpoint_addresses,
+            has_warmed_up=hello.warms_up,
+            has_left_step=hello.warms_up,
+            is_looking=hello.warms_up,
         )
         self._by_connection[connection] = replica_id
         self.lost_members.pop(replica_id, None)
@@ -478,6 +481,7 @@ class LighthouseState:
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._abandoned(current, replica_id, now)
         member.layout, member.frozen = request.layout, request.frozen
+        member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
         if request.layout_text is not None:
             member.layout_text = request.layout_text
@@ -512,8 +516,12 @@ class LighthouseState:
             return False
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
-        at_work = len(self._quorum_members)
-        return at_work >= max(self.settings.min_replicas, 1) and member.replica_id not in self._of_another_layout()
+        at_work = [self.members[replica_id] for replica_id in self._quorum_members]
+        return len(at_work) >= self._fewest(at_work) and member.replica_id not in self._of_another_layout()
+
+    def _fewest(self, holders: Iterable[Member]) -> int:
+        """Return how many groups that hold the state can train a step that counts."""
+        return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
 
     def _locates(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
         """It is between steps, and wants to know where the newest state is. Nobody waits for it until it asks for a quorum."""
@@ -839,7 +847,10 @@ class LighthouseState:
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
         is_at_work = self._quorum_members.keys() - self._waiting.keys()
-        if len(admitted) < self.settings.min_replicas and not (is_at_work and not admitted):
+        holding = [member for member in candidates if member.replica_id not in joining]
+        if is_at_work and not admitted:
+            return admitted, out
+        if len(admitted) < self.settings.min_replicas or len(holding) < self._fewest(holding):
             return candidates, {}
         return admitted, out
 
@@ -918,10 +929,9 @@ class LighthouseState:
         self.allow_step_loss = False
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
         if budget is not None:
-            holding = [
-                m.asked.min_contributors for m in members if roles[m.replica_id] is Role.HEALTHY and m.asked.contributes
-            ]
-            self.round.is_needed = len(holding) < max(self.settings.min_replicas, *holding, 1)
+            holding = [m for m in members if roles[m.replica_id] is Role.HEALTHY and m.asked.contributes]
+            self.round.is_needed = len(holding) < self._fewest(holding)
+            self.round.join_wait_s = self._joining.most_s(budget, now)
             expected = {part.replica_id: self.members[part.replica_id].asked.reach_s for part in healing}
             self.round.reach = {who: Reach(s, now, is_measured=False) for who, s in expected.items() if s is not None}
         self._reason = reason
@@ -961,7 +971,7 @@ class LighthouseState:
                 sources=_sources(members, part.sources),
                 destinations=[*part.destinations, *(len(members) + n for n in range(len(taught)) if rank in teachers)],
                 join_budget_s=budget,
-                join_wait_s=0.0 if budget is None else self._joining.most_s(budget, now),
+                join_wait_s=self.round.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)
                 or len(taught) < len(learners)
                 or Role.JOINER in roles.values(),
@@ -1095,7 +1105,7 @@ class LighthouseState:
             yield from self._announce(current, now)
             return
         yield from self._judge_waits(current, now)
-        if current.stalled and not tally.decided:
+        if current.stalled and not tally.decided and not tally.all_voters_approved:
             yield from self._judge_stall(current, now)
 
     def _close_if_over(self, current: Round, now: float) -> None:
@@ -1118,6 +1128,8 @@ class LighthouseState:
             current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True)
         if current.tally.all_voters_approved or current.stalled:
             yield from self._after_vote(current, now)
+        elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:
+            yield from self._give_up_on(current, [member.replica_id], now)
 
     def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
@@ -1291,7 +1303,13 @@ class LighthouseState:
             for member, role in roles.items()
             if role in (Role.JOINER, Role.INLINE) and member not in tally.lost and member not in current.stalled
         ] or [member for member, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
-        if not joiners or self._joining.keeps_waiting_in_collective(current, joiners, now):
+        if joiners:
+            yield from self._give_up_on(current, joiners, now)
+
+    def _give_up_on(self, current: Round, joiners: list[str], now: float) -> Iterator[Instruction]:
+        """Those who hold the state wait, or will, for these members in a collective: discard the step, unless they may."""
+        tally = current.tally
+        if self._joining.keeps_waiting_in_collective(current, joiners, now):
             return
         why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
         self._fail_join(joiners, now - current.formed_at, now, why)

@@ -27,6 +27,8 @@ class Member:
     """As in its last request."""
     join_stall_limit_s: float = float("inf")
     """As in its last request."""
+    min_contributors: int = 0
+    """As in its last request: with fewer that contribute it would vote against."""
     num_learned: int = 0
     """How often it got the state outside of a quorum."""
     learns_from: float = float("-inf")
@@ -101,6 +103,8 @@ class Round:
     """By group rank: of those that have gone on, who issued the fewest collectives, and how many."""
     reach: dict[str, Reach] = field(default_factory=dict)
     """Of those who join, where their transports tell."""
+    join_wait_s: float = 0.0
+    """The longest that the others were to stand still for those who join."""
     is_needed: bool = False
     """Those who hold the state are too few to train without those who join."""
     look_again_at: float | None = None

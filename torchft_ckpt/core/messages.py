@@ -121,6 +121,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
     checkpoint_addresses: Addresses = []
     """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
+    warms_up: bool = False
+    """It computes a step for itself alone: nobody is to wait for it."""
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN

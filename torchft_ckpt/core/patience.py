@@ -61,7 +61,7 @@ class JoinAllowance:
 
     def set_limit(self, limit_s: float, now: float) -> None:
         """Change the limit. What the purse holds beyond it is lost; a first limit fills it."""
-        self._purse_s = min(self.purse_s(now), limit_s)
+        self._purse_s = limit_s if limit_s == float("inf") else min(self.purse_s(now), limit_s)
         self._at = now
         self.limit_s = limit_s
 

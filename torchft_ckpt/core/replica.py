@@ -281,6 +281,8 @@ class ReplicaState:
             return False
         if not wishes.contributes or wishes.waits is not None:
             return False
+        if self.warms_up and self.phase is Phase.TRAINING and not has_reduced:
+            return True
         if has_reduced or self.error is not None or self._is_broken:
             return False
         return self.phase is Phase.ASKING or self.healed or is_loading
@@ -635,6 +637,7 @@ class ReplicaState:
             last_epoch=formed.epoch if formed else "",
             rolled_back_to=self.rolled_back_to,
             last_outcome=self._last_outcome,
+            warms_up=self.warms_up and self.phase in (Phase.TRAINING, Phase.VOTED),
             check_equal_every=self.settings.check_equal_every,
             on_replicas_differ=self.settings.on_replicas_differ,
         )

@@ -611,6 +611,7 @@ class Manager:
             reach_s=self._healing.expected_s(self._registry.num_bytes()) if self.is_behind else None,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )
+        self._sharing.is_first_of_kind = False
         self._asked_with = layout.digest, self._registry.frozen()
         request = msgspec.structs.replace(
             request,
@@ -826,6 +827,8 @@ class Manager:
                         tell=tell,
                     )
         else:
+            if formed.role in (Role.JOINER, Role.INLINE) and self._launch.group_world_size > 1:
+                tell(0.0)
             self._say_fetched(formed)
 
     def _move_over_group(
@@ -977,7 +980,7 @@ class Manager:
             tensor,
             op=ReduceOp.SUM if is_average else reduce_op,
             divisor=self.num_participants() if is_average else None,
-            timeout=self._at_least_patience(self._timeouts.collective),
+            timeout=self._at_least_patience(self._timeouts.collective) + self._join_wait(),
             failed=self._talk.has_failed if late is None else lambda: self._has_failed(late),
             codec=codec,
         )
@@ -1059,8 +1062,7 @@ class Manager:
             return self._ask_again()
         vote = self._vote or self._cast_vote(synchronize=True)
         limit = self._at_least_patience(config.not_negative(timeout) or self._timeouts.collective)
-        if (formed := self._replica.quorum) is not None:
-            limit += timedelta(seconds=formed.join_wait_s)
+        limit += self._join_wait()
         if self._replica.is_learner:
             outcome, reason = self._talk.learned()
         else:
@@ -1113,6 +1115,11 @@ class Manager:
         if not self._replica.is_learner:
             self._link.send(vote)
         return vote
+
+    def _join_wait(self) -> timedelta:
+        """Return how much longer this step may take because replica groups join in it."""
+        formed = self._replica.quorum
+        return timedelta(seconds=0.0 if formed is None else formed.join_wait_s)
 
     def _at_least_patience(self, limit: timedelta) -> timedelta:
         """Members may be as far apart as their ways to this step were long."""

@@ -152,6 +152,10 @@ class SourceConnection:
             http_connection.request("GET", f"{PROOF_PATH}?nonce={nonce}", headers={"Accept-Encoding": "identity"})
             response = http_connection.getresponse()
             proof = response.read(PROOF_DIGITS + 1)
+            if response.status == 429:
+                raise SourceLostError(
+                    f"{self.party} is asked too often to prove that it is source {route.source}", self.party
+                )
             if response.status != 200 or not hmac.compare_digest(
                 proof, proof_of(route.key, nonce, route.host, route.source.port).encode()
             ):

@@ -21,7 +21,7 @@ import numpy as np
 
 from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
-from torchft_ckpt.checkpointing.fetching.options import MAX_STREAMS, FetchOptions
+from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.fetching.routes import Routes
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
@@ -317,8 +317,10 @@ class Fetch:
         except TransferError as error:
             logger.info("source %s is not reached at its address %s: %s", address, route.host, error)
             return
+        self._routes.proved(route)
         self._state.add_path(str(address), str(route))
-        for _ in range(min(self._options.num_streams, MAX_STREAMS // num_paths) - 1):
+        # All further addresses together get as many connections as the first: a source has some for each of its receivers.
+        for _ in range(self._options.num_streams // (num_paths - 1) - 1):
             self._spawn(functools.partial(self._bring_more_blocks, address, manifest, route), str(address))
         self._bring_over(address, route, manifest)
 
@@ -458,7 +460,9 @@ class Fetch:
         """Be another stream over a path; where it is lost, what that means is the first stream's to find out."""
         try:
             self._bring_blocks(address, manifest, route)
-        except (SourceLostError, TransferStalledError) as error:
+        except TransferError as error:
+            if route is None and not isinstance(error, (SourceLostError, TransferStalledError)):
+                raise
             logger.info("a further connection to %s ended: %s", route or address, error)
 
     def _run_stream(self, client: SourceClient, manifest: Manifest) -> bool:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.errors import SourceLostError, TransferStalledError
+from torchft_ckpt.errors import SourceLostError, TransferError, TransferStalledError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Routes:
         self._lock = threading.Lock()
         self._taken = set(map(str, sources))
         self._routes: dict[str, Route] = {}
+        self._proven: set[str] = set()
 
     def learn(self, source: SourceAddress, manifest: Manifest) -> list[Route]:
         """Return the routes that a source's manifest names, and that lead nowhere else that is known."""
@@ -40,6 +41,11 @@ class Routes:
             self._taken.update(fresh)
             self._routes.update(fresh)
         return list(fresh.values())
+
+    def proved(self, route: Route) -> None:
+        """A route has led to its source."""
+        with self._lock:
+            self._proven.add(str(route))
 
     def find(self, path: str) -> Route | None:
         """Return the route of a path's name; None where that is a source's own address."""
@@ -55,6 +61,8 @@ class Routes:
     ) -> None:
         """Do something over a connection to a source: at its own address, or, where it is lost there, over a route.
 
+        Routes that have not led to the source yet are left out.
+
         Args:
             source: which one.
             connected: gives a connection, over a route or to the source's own address.
@@ -65,14 +73,16 @@ class Routes:
             CheckpointError: what `work` raised over the last of them.
         """
         with self._lock:
-            ways = [None, *(route for route in self._routes.values() if route.source == source)]
+            proven = [route for path, route in self._routes.items() if route.source == source and path in self._proven]
+        ways = [None, *proven]
         ways.sort(key=lambda route: not is_used(str(route or source)))
         for number, route in enumerate(ways, 1):
             try:
                 with connected(route) as client:
                     work(client)
                 return
-            except (SourceLostError, TransferStalledError) as error:
-                if number == len(ways):
+            except TransferError as error:
+                is_lost = route is not None or isinstance(error, (SourceLostError, TransferStalledError))
+                if number == len(ways) or not is_lost:
                     raise
                 logger.info("trying another address of source %s: %s", source, error)

@@ -362,6 +362,7 @@ class ShardedFetch:
         except TransferError as error:
             logger.info("source %s is not reached at its address %s: %s", route.source, route.host, error)
             return
+        self._routes.proved(route)
         transfer.add_path(str(route.source), str(route))
         self._bring_over(transfer, route.source, route, manifest)
 
@@ -373,7 +374,7 @@ class ShardedFetch:
         try:
             while not transfer.over and transfer.is_used(path):
                 with self._connected(address, str(address), route) as client:
-                    if self._bring(transfer, client, manifest):
+                    if self._bring(transfer, client, manifest) and transfer.over:
                         if route is None or not transfer.is_used(str(address)):  # else the source's own thread tells it
                             self._tell_done(client, manifest)
                         return
