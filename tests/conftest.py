@@ -1,4 +1,4 @@
-"""For all tests: one that fails shows the last lines of its processes, and names that nobody knows are looked up quickly.
+"""For all tests: one that fails is named at once and shows the last lines of its processes; unknown names are looked up quickly.
 
 Drawn examples have no deadline: on a busy machine any of them may take long.
 
@@ -22,6 +22,25 @@ with suppress(ImportError):  # it is not in the environments of scripts/test-tor
 
     settings.register_profile("no wall clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no wall clock")
+
+
+class FailuresAtOnce:
+    """Names each test that fails when it does: a run that is stopped before its end prints no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            lines = report.longreprtext.strip().splitlines() or [""]
+            why = next((line[1:].strip() for line in reversed(lines) if line.startswith("E ")), lines[-1])
+            self._terminal.write(f"\n{report.nodeid} failed: {why}\n")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 @pytest.hookimpl(hookwrapper=True)
