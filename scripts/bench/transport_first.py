@@ -78,11 +78,15 @@ def measure(run: Run) -> Section:
         "raw: sendall and recv_into over two streams, in new processes too, connections open before, no digests, nothing loaded",
     ]
     if best is not None:
-        gains = [b / a for a, b in zip(our_times, best_times, strict=True)]
-        tried = ", ".join(f"{setting}: {seconds(median(values))}" for setting, values in times.items())
-        notes.append(f"torchft's num_chunks {tried}; beside the best, {best}, ratios {spread(gains)}")
+        notes.append(_settings_tried(times, best, our_times))
     raw = {"ours_s": our_times, "torchft_s": times, "raw_s": raw_times}
     return Section(name="first", title="First recovery of a fresh process, 1 GiB", rows=rows, notes=notes, raw=raw)
+
+
+def _settings_tried(times: dict[int, list[float]], best: int, ours: list[float]) -> str:
+    gains = [b / a for a, b in zip(ours, times[best], strict=True)]
+    tried = ", ".join(f"{setting}: {seconds(median(values))}" for setting, values in times.items())
+    return f"torchft's num_chunks {tried}; beside the best, {best}, ratios {spread(gains)}"
 
 
 def measure_without_place(run: Run) -> Section:
@@ -115,9 +119,7 @@ def measure_without_place(run: Run) -> Section:
         "time of recv_checkpoint alone, into memory that the process has not used before, on both sides",
     ]
     if best is not None:
-        gains = [b / a for a, b in zip(ours, best_times, strict=True)]
-        tried = ", ".join(f"{setting}: {seconds(median(values))}" for setting, values in reference.items())
-        notes.append(f"torchft's num_chunks {tried}; beside the best, {best}, ratios {spread(gains)}")
+        notes.append(_settings_tried(reference, best, ours))
     raw = {"ours_s": ours, "torchft_s": reference}
     title = "First recovery of a fresh process without a place given, 1 GiB"
     return Section(name="first_without_place", title=title, rows=rows, notes=notes, raw=raw)

@@ -62,7 +62,7 @@ def test_in_any_time_survivors_stand_still_no_longer_than_the_limit_a_budget_and
     for pause_s, need_s, share_told in joins:
         now += pause_s
         began, told_s, waited_s = now, need_s * share_told, 0.0
-        while waited_s < need_s and allowance.fits(max(0.0, told_s - waited_s), budget_s, began + waited_s, waited_s):
+        while waited_s < need_s and allowance.fits(max(told_s, waited_s), budget_s, began + waited_s):
             waited_s = min(waited_s + 0.25, need_s)
         now += waited_s
         allowance.spend(waited_s, now)

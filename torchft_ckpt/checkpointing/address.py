@@ -1,9 +1,9 @@
 """How a peer's advertised address is read: `http://host:port` or `https://host:port`, and nothing else.
 
-Which one to advertise: `network`. A source's manifest names further hosts. Who answers there proves that it is the source before
-it is told anything: by an HMAC (RFC 2104) of a nonce of the receiver's and of the address that it was reached at, with a key that
-the manifest told the receiver. So another machine that has the address in another network does not pass, nor does one that asks
-the source for its proof, which then is of another address.
+`network` chooses the one to advertise. A source's manifest names further hosts. A server there proves that it is the source
+before it is told anything: by an HMAC (RFC 2104) of a nonce of the receiver's and of the address that it was reached at, with
+a key that the manifest told the receiver. So another machine that has the address in another network does not pass, nor does
+one that asks the source for its proof, which then is of another address.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Route:
 
     @property
     def address(self) -> SourceAddress:
-        """Where to connect."""
+        """The address to connect to."""
         return SourceAddress(self.host, self.source.port, self.source.scheme)
 
     def __str__(self) -> str:

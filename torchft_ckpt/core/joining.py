@@ -106,10 +106,13 @@ class Joining:
         if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
         need_s = 0.0 if reach_s is None else reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
-        after_s = self._allowance.fits_in_s(need_s, budget_s, now)
-        return "" if after_s == 0.0 else self._why_not(need_s, after_s, now)
+        return self._why_not(need_s, budget_s, now)
 
-    def _why_not(self, need_s: float, after_s: float | None, now: float) -> str:
+    def _why_not(self, need_s: float, budget_s: float, now: float) -> str:
+        """Say why the others do not stand still for so long; empty: they do."""
+        after_s = self._allowance.fits_in_s(need_s, budget_s, now)
+        if after_s == 0.0:
+            return ""
         needs = f"receiving the state would keep the others waiting for {_in_words(need_s)}"
         limit_s = self._allowance.limit_s
         if after_s is None:
@@ -153,12 +156,8 @@ class Joining:
         stood_s = max(0.0, now - stands_since)
         reach = current.reach.get(replica_id)
         if reach is None:  # its transport does not tell
-            is_waited_for = current.is_needed or self._allowance.fits(0.0, budget_s, now, stood_s)
-            return (
-                ""
-                if is_waited_for and stood_s < budget_s
-                else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
-            )
+            fits = current.is_needed or self._allowance.fits(stood_s, budget_s, now)
+            return "" if fits and stood_s < budget_s else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
         since_s = now - max(reach.at, stands_since)
         if reach.seconds > 0 and reach.is_measured and since_s >= SILENT_S:
             return f"{replica_id} receives the state, and has not said for {since_s:.1f} s how far it is"
@@ -167,9 +166,8 @@ class Joining:
         need_s = max(0.0, reach.seconds - (now - reach.at) - max(0.0, stands_since - now))
         if not reach.is_measured and need_s == 0.0 and stood_s >= budget_s:
             return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
-        if current.is_needed or self._allowance.fits(need_s, budget_s, now, stood_s):
-            return ""
-        return f"{replica_id}: {self._why_not(need_s + stood_s, self._allowance.fits_in_s(need_s + stood_s, budget_s, now), now)}"
+        why = "" if current.is_needed else self._why_not(need_s + stood_s, budget_s, now)
+        return why and f"{replica_id}: {why}"
 
     # ------------------------------------------------------------------------------------------------- after the step
 

@@ -74,16 +74,15 @@ class JoinAllowance:
         self._purse_s = self.purse_s(now) - seconds
         self._at = now
 
-    def fits(self, need_s: float, budget_s: float, now: float, stood_s: float = 0.0) -> bool:
-        """Return whether survivors may stand still for so long from now on.
+    def fits(self, need_s: float, budget_s: float, now: float) -> bool:
+        """Return whether survivors may stand still for so long.
 
         Args:
-            need_s: how long.
+            need_s: how long in all, with what they have stood still for this join already and is not spent yet.
             budget_s: the join budget.
-            stood_s: how long they have stood still for this join already, which is not spent yet.
         """
         purse_s = self.purse_s(now)
-        return purse_s - stood_s >= need_s or (purse_s >= 0.0 and stood_s + need_s <= budget_s)
+        return purse_s >= need_s or (purse_s >= 0.0 and need_s <= budget_s)
 
     def most_s(self, budget_s: float, now: float) -> float:
         """Return the longest that survivors may stand still from now on."""

@@ -7,18 +7,18 @@ unequal to its source, with equal gradients and equal moments. So they also trav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from torchft_ckpt.checkpointing.state.optimizer_state import attributes_of, nested
 from torchft_ckpt.manager.comparing import same_tensor, value_in_words
 
 Settings: TypeAlias = "list[list[dict[str, Any]]]"
 """Of each optimizer each parameter group's: plain values, and tensors of one element."""
 _NO_SETTINGS = ("params", "param_names")
-_SCAN_DEPTH = 2
 
 
 def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -32,19 +32,11 @@ def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.
         optimizer = waiting.pop()
         if id(optimizer) not in found:
             found[id(optimizer)] = optimizer
-            attributes = {
-                name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
-            }
-            waiting += [*_optimizers_in(attributes, _SCAN_DEPTH)][::-1]
+            attributes = attributes_of(optimizer).values()
+            held = [value for value in attributes if not isinstance(value, set | frozenset)]  # those have no order
+            inner = [item for value in held for item in nested(value, 1) if isinstance(item, torch.optim.Optimizer)]
+            waiting += inner[::-1]
     return list(found.values())
-
-
-def _optimizers_in(value: object, depth: int) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(value, torch.optim.Optimizer):
-        yield value
-    elif depth and isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _optimizers_in(item, depth - 1)
 
 
 def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> Settings:

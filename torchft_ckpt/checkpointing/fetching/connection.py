@@ -86,7 +86,7 @@ class SourceConnection:
         self._http: _OpenSocketConnection | None = None
         self._answered = False
         self.piece_bytes = _SMALLEST_PIECE_BYTES
-        """How much is read before it is counted."""
+        """So much is read before it is counted."""
 
     def took(self, num_bytes: int, seconds: float) -> None:
         """So much was read in one piece in so long: choose the next piece so that it is counted several times a second."""

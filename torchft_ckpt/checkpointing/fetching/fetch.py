@@ -21,7 +21,7 @@ import numpy as np
 
 from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.options import MAX_STREAMS, FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.fetching.routes import Routes
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
@@ -319,8 +319,10 @@ class Fetch:
             return
         self._routes.proved(route)
         self._state.add_path(str(address), str(route))
-        # All further addresses together get as many connections as the first: a source has some for each of its receivers.
-        for _ in range(self._options.num_streams // (num_paths - 1) - 1):
+        # All further addresses together get as many connections as the first, within what one receiver may have: a source has
+        # some for each of its receivers.
+        num_streams = min(self._options.num_streams, MAX_STREAMS - self._options.num_streams)
+        for _ in range(num_streams // (num_paths - 1) - 1):
             self._spawn(functools.partial(self._bring_more_blocks, address, manifest, route), str(address))
         self._bring_over(address, route, manifest)
 
@@ -336,24 +338,14 @@ class Fetch:
             self._lose_path(str(route), error)  # perhaps the network's fault; else all paths end so
 
     def _lose_path(self, path: str, error: TransferError) -> None:
-        """Go on over the other paths to a source.
-
-        Raises:
-            TransferError: the error, where there is none.
-        """
-        again = self._state.lose_path(path)
-        if again is None:
-            raise error
-        logger.warning("going on without %s, over other addresses of its source: %s", path, error)
-        self._use_again(again)
+        """Go on over the other paths to a source; raises the error where there is none."""
+        self._use_again(self._routes.instead_of(path, self._state.lose_path(path), error))
 
     def _use_again(self, paths: Sequence[str]) -> None:
-        """Bring blocks over paths that were dropped; a source's own address has a thread that waits for it."""
-        for path in paths:
-            logger.info("asking at %s again", path)
-            route = self._routes.find(path)
-            manifest = self._state.manifest_of(str(route.source)) if route is not None else None
-            if route is not None and manifest is not None:
+        """Bring blocks over paths that were dropped."""
+        for route in self._routes.to_use_again(paths):
+            manifest = self._state.manifest_of(str(route.source))
+            if manifest is not None:
                 self._spawn(functools.partial(self._bring_over, route.source, route, manifest), str(route.source))
 
     def _over_any(self, address: SourceAddress, work: Callable[[SourceClient], object]) -> None:

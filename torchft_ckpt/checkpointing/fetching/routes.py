@@ -47,10 +47,28 @@ class Routes:
         with self._lock:
             self._proven.add(str(route))
 
-    def find(self, path: str) -> Route | None:
-        """Return the route of a path's name; None where that is a source's own address."""
+    def to_use_again(self, paths: Iterable[str]) -> list[Route]:
+        """Return the routes among paths that were dropped; a source's own address has a thread that waits for it."""
+        for path in paths:
+            logger.info("asking at %s again", path)
         with self._lock:
-            return self._routes.get(path)
+            return [route for path in paths if (route := self._routes.get(path)) is not None]
+
+    def instead_of(self, path: str, again: list[str] | None, error: TransferError) -> list[str]:
+        """Return the paths to use again when one is lost.
+
+        Args:
+            path: it.
+            again: what its source's paths are to be; None: none is left.
+            error: by which it was lost.
+
+        Raises:
+            TransferError: the error, where no path is left.
+        """
+        if again is None:
+            raise error
+        logger.warning("going on without %s, over other addresses of its source: %s", path, error)
+        return again
 
     def try_each(
         self,

@@ -386,24 +386,14 @@ class ShardedFetch:
             self._lose_path(transfer, path, error)  # perhaps the network's fault; else all paths end so
 
     def _lose_path(self, transfer: PartTransfer, path: str, error: TransferError) -> None:
-        """Go on over the other paths to a source.
-
-        Raises:
-            TransferError: the error, where there is none.
-        """
-        again = transfer.lose_path(path)
-        if again is None:
-            raise error
-        logger.warning("going on without %s, over other addresses of its source: %s", path, error)
-        self._use_again(transfer, again)
+        """Go on over the other paths to a source; raises the error where there is none."""
+        self._use_again(transfer, self._routes.instead_of(path, transfer.lose_path(path), error))
 
     def _use_again(self, transfer: PartTransfer, paths: Sequence[str]) -> None:
-        """Bring parts over paths that were dropped; a source's own address has a thread that waits for it."""
-        for path in paths:
-            logger.info("asking at %s again", path)
-            route = self._routes.find(path)
-            manifest = self._manifest_of(str(route.source)) if route is not None else None
-            if route is not None and manifest is not None:
+        """Bring parts over paths that were dropped."""
+        for route in self._routes.to_use_again(paths):
+            manifest = self._manifest_of(str(route.source))
+            if manifest is not None:
                 bring = functools.partial(self._bring_over, transfer, route.source, route, manifest)
                 self._spawn(bring, str(route.source))
 

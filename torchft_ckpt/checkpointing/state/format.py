@@ -122,7 +122,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Elsewhere(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where else the server of a state is, and what it proves itself there by."""
+    """Further hosts of the server of a state, and the key by which it proves itself there."""
 
     hosts: Annotated[list[Annotated[str, msgspec.Meta(max_length=45)]], msgspec.Meta(max_length=MAX_FURTHER)]
     key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]

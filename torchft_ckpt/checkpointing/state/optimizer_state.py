@@ -123,10 +123,8 @@ def _state_to_come(optimizer: Optimizer, also_frozen: bool) -> dict[torch.Tensor
 def _obstacle(optimizer: Optimizer) -> str:
     """Return why a twin would not be on its own, or an empty string."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, value in vars(optimizer).items():
-        if name in ("state", "param_groups"):
-            continue
-        if _reaches(value, lambda item: isinstance(item, Optimizer) or id(item) in parameters, _SCAN_DEPTH):
+    for name, value in attributes_of(optimizer).items():
+        if any(isinstance(item, Optimizer) or id(item) in parameters for item in nested(value, _SCAN_DEPTH)):
             return f"its attribute {name!r} holds another optimizer or parameters, which a copy would share"
     hooks = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     if hooks and sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1:
@@ -134,17 +132,19 @@ def _obstacle(optimizer: Optimizer) -> str:
     return ""
 
 
-def _reaches(value: object, is_it: Callable[[object], bool], depth: int) -> bool:
-    """Return whether something of that kind is in a value or its containers."""
-    if is_it(value):
-        return True
-    if depth == 0:
-        return False
-    if isinstance(value, dict):
-        return any(_reaches(item, is_it, depth - 1) for pair in value.items() for item in pair)
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(_reaches(item, is_it, depth - 1) for item in value)
-    return False
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what an optimizer holds besides its state and its groups, by name."""
+    return {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+
+
+def nested(value: object, depth: int) -> Iterator[object]:
+    """Yield a value and what is in it and its containers, so many levels deep: dicts with their keys, lists, tuples, sets."""
+    yield value
+    if depth and isinstance(value, dict):
+        value = [item for pair in value.items() for item in pair]
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from nested(item, depth - 1)
 
 
 def _unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
