@@ -592,5 +592,5 @@ def test_what_all_receivers_together_are_sent_stays_within_the_bound(tls: bool) 
             for received in [pool.submit(receive) for _ in range(2)]:
                 received.result(60)
         took_s = time.monotonic() - started
-    # Those of a tenth of a second leave at once, and a piece of 20 ms for each receiver is not charged before it has left.
+    # Those of a tenth of a second leave at once, and the last piece of 20 ms when its turn begins.
     assert took_s >= 2 * num_bytes / bound - 0.1 - 2 * 0.02

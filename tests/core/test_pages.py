@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
 from torchft_ckpt.core.pages import PageChoice
@@ -48,3 +51,15 @@ def test_it_leaves_small_pages_that_have_become_dear():
     touch(choice, 200, 5.0 * MS, 0.9 * MS)
     touch(choice, 5, 5.0 * MS, 50.0 * MS)
     assert touch(choice, 200, 5.0 * MS, 50.0 * MS)[0] > 190
+
+
+@pytest.mark.parametrize("huge_s", [0.5 * MS, 0.9 * MS, 1.0 * MS, 5.0 * MS])
+def test_kinds_of_pages_meet_in_few_places_however_much_memory_there_is(huge_s):
+    choice, chance = PageChoice(), random.Random(3)
+    kinds = []
+    for _ in range(1 << 19):  # a TiB
+        is_huge = choice.is_huge()
+        choice.took(is_huge, chance.uniform(0.8, 1.2) * (huge_s if is_huge else 0.9 * MS))
+        kinds.append(is_huge)
+    assert sum(a != b for a, b in itertools.pairwise(kinds)) <= 1000
+    assert huge_s == 0.9 * MS or (sum(kinds[1 << 18 :]) > 1 << 17) == (huge_s < 0.9 * MS)

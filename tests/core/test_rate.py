@@ -35,23 +35,20 @@ def test_bytes_leave_at_the_bound_however_late_senders_wake(rate: float, num_sen
     chance = random.Random(7)
     bucket, piece = bucket_of_bytes(rate, 0.0), piece_bytes(rate)
     seconds = max(10.0, 400 * piece / rate)
-    now, sent = 0.0, 0
-    while now < seconds:
-        while not bucket.debt_s(now):  # all of them at once, before any is charged
-            sent += num_senders * piece
-            bucket.charge(num_senders * piece, now)
-        now += bucket.debt_s(now) + chance.uniform(1e-6, 0.01)
+    turns = [0.0] * num_senders
+    sent = 0
+    while (now := min(turns)) < seconds:
+        sent += piece
+        wait_s = bucket.reserve(piece, now)
+        turns[turns.index(now)] = now + wait_s + (chance.uniform(0.0, 0.01) if wait_s else 1e-6)
     assert 0.95 * rate * seconds <= sent <= 1.02 * rate * seconds + num_senders * piece
 
 
-def test_what_was_sent_is_waited_for_and_a_pause_saves_up_a_tenth_of_a_second() -> None:
+def test_senders_wait_in_a_row_and_a_pause_saves_up_a_tenth_of_a_second() -> None:
     bucket = bucket_of_bytes(1000.0, 0.0)
-    assert bucket.debt_s(0.0) == 0.0
-    bucket.charge(1100, 0.0)
-    assert [bucket.debt_s(now) for now in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
-    bucket.charge(0, 60.0)
-    bucket.charge(200, 60.0)
-    assert bucket.debt_s(60.0) == pytest.approx(0.1)
+    assert [bucket.reserve(100, 0.0) for _ in range(4)] == pytest.approx([0.0, 0.0, 0.1, 0.2])
+    assert bucket.reserve(100, 0.25) == pytest.approx(0.05)
+    assert [bucket.reserve(200, 60.0) for _ in range(2)] == pytest.approx([0.0, 0.1])
 
 
 @pytest.mark.parametrize(("rate", "num_bytes"), [(1.0, 16384), (2e7, 400_000), (1e12, 1 << 20)])

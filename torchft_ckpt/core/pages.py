@@ -10,20 +10,32 @@ from __future__ import annotations
 
 _WEIGHT = 0.5
 _FORGET = 0.97
+_MAX_CHANGES = 1000
 
 
 class PageChoice:
-    """Takes the kind of pages that is cheaper here, and now and then tries the other one again."""
+    """Takes the kind of pages that is cheaper here, and now and then tries the other one again.
+
+    It changes its mind a thousand times at most: each place where kinds of pages meet is one more of the 65,530 mappings that a
+    process may have.
+    """
 
     def __init__(self) -> None:
         self._cost_s = {True: 0.0, False: 0.0}
+        self._is_huge = True
+        self._num_changes = 0
 
     def is_huge(self) -> bool:
         """Whether the next piece is to be touched as a huge page."""
-        return self._cost_s[True] <= self._cost_s[False]
+        is_huge = self._cost_s[True] <= self._cost_s[False]
+        if is_huge != self._is_huge and self._num_changes < _MAX_CHANGES:
+            self._is_huge = is_huge
+            self._num_changes += 1
+        return self._is_huge
 
     def took(self, is_huge: bool, seconds: float) -> None:
         """Note what a piece has cost, of the length of a huge page in both cases."""
         known = self._cost_s[is_huge]
         self._cost_s[is_huge] = seconds if not known else known + _WEIGHT * (seconds - known)
-        self._cost_s[not is_huge] *= _FORGET
+        if self._num_changes < _MAX_CHANGES // 2:
+            self._cost_s[not is_huge] *= _FORGET

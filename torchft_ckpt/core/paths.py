@@ -1,9 +1,9 @@
 """Decides over which of a source's addresses a receiver takes what it sends. It knows no sockets, threads or clock.
 
 A path leads to a source by one of its addresses. All are used at once, and each is measured over seconds in which the source's
-streams always had something to ask for. One that then gives less than a quarter of the fastest to the same source is dropped, and
-a link that is silent is one. Those that were dropped for their rate are used again where no other path to a source is left, or
-none gives anything.
+streams always had something to ask for. One that gives less than a quarter of the fastest to the same source, in two such seconds
+in a row, is dropped, and a link that is silent is one. Those that were dropped for their rate are used again where no other path
+to a source is left, or none gives anything.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import Enum
 
 SLOW_FACTOR = 4.0
 _MEASURED_S = 1.0
+_SLOW_TWICE = 2
 
 
 class Use(Enum):
@@ -37,6 +38,8 @@ class Path:
     measured_bytes: int = 0
     measured_rate: float = 0.0
     """Bytes a second, in the last second or so that was measured."""
+    times_slow: int = 0
+    """In a row."""
 
     def rate(self) -> float:
         """Bytes a second while it gave any."""
@@ -95,8 +98,9 @@ class Paths:
                 path.measured_from, path.measured_bytes = now, 0
             fastest = max((path.measured_rate for path in used.values()), default=0.0)
             for name, path, at_most in measured:
-                if SLOW_FACTOR * at_most < fastest:
-                    path.use = Use.SLOW
+                path.times_slow = path.times_slow + 1 if SLOW_FACTOR * at_most < fastest else 0
+                if path.times_slow == _SLOW_TWICE:
+                    path.use, path.times_slow = Use.SLOW, 0
                     dropped.append(name)
             if fastest == 0.0 and len(measured) == len(used):
                 again += self._use_slow(source)

@@ -1,8 +1,8 @@
 """This file decides how many requests of one client are let through, and how many bytes leave. It knows no clock and no network.
 
 Both are token buckets. A bucket holds at most `burst` tokens and gains `rate_per_s` of them a second; a request takes one. So
-over any `t` seconds at most `burst + rate_per_s * t` requests pass. Bytes are charged when they have left, and while a bucket is
-in debt none leave: over `t` seconds at most so many do, and one piece of each sender more.
+over any `t` seconds at most `burst + rate_per_s * t` requests pass. Bytes are reserved before they leave, in the order in which
+senders ask: over `t` seconds at most so many leave, and one piece more of each sender that used its reservation late.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ class TokenBucket:
             return 0.0
         return (1.0 - self.tokens) / self.rate_per_s
 
-    def charge(self, amount: float, now: float) -> None:
-        """Take tokens, also those that are not there yet."""
-        self.tokens = self.level(now) - amount
+    def reserve(self, amount: float, now: float) -> float:
+        """Take tokens, also those that are not there yet; return the seconds until they may be used."""
+        level = self.level(now)
+        self.tokens = level - amount
         self.at = max(self.at, now)
-
-    def debt_s(self, now: float) -> float:
-        """Return the seconds until no token is owed."""
-        return max(-self.level(now), 0.0) / self.rate_per_s
+        return max(-level, 0.0) / self.rate_per_s
 
     def level(self, now: float) -> float:
         """Return how many tokens there are."""
@@ -60,7 +58,7 @@ def bucket_of_bytes(bytes_per_s: float, now: float) -> TokenBucket:
 
 
 def piece_bytes(bytes_per_s: float) -> int:
-    """Return how many bytes to send before asking the bucket again: those of 20 ms, within limits."""
+    """Return how many bytes a sender reserves at a time: those of 20 ms, within limits."""
     return int(min(max(_PIECE_S * bytes_per_s, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES))
 
 

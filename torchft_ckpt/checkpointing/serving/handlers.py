@@ -48,6 +48,7 @@ from torchft_ckpt.checkpointing.serving.sending import (
     Pace,
     Sendable,
     Turn,
+    Turns,
     digest_blocks,
     sample_blocks,
     send_burst,
@@ -450,6 +451,7 @@ class CheckpointHandlers:
         if task is None or transport is None:  # aiohttp runs every handler in a task, on a connection
             raise web.HTTPInternalServerError
         self._sending[task] = served
+        turns = Turns(self._pace, body.length)
 
         def taken() -> None:
             if receiver is not None:
@@ -458,12 +460,12 @@ class CheckpointHandlers:
         try:
             await response.prepare(request)
             if transport.get_extra_info("sslcontext") is None:
-                await self._write(response, body, taken, _FIRST_BYTES, max_parts=1)
+                await self._write(response, body, turns, taken, _FIRST_BYTES, max_parts=1)
                 while transport.get_write_buffer_size():
                     await asyncio.sleep(0.001)
-                await self._send_from_threads(transport, body, taken)
+                await self._send_from_threads(transport, body, turns, taken)
             else:
-                await self._write(response, body, taken)
+                await self._write(response, body, turns, taken)
             await response.write_eof()
         except OSError as error:
             logger.debug("a receiver of %r closed its connection: %s", served, error)
@@ -483,6 +485,7 @@ class CheckpointHandlers:
         self,
         response: web.StreamResponse,
         body: Sendable,
+        turns: Turns,
         taken: Callable[[], None],
         max_bytes: int = 256 * 1024,
         max_parts: int | None = None,
@@ -497,15 +500,15 @@ class CheckpointHandlers:
 
         while not body.done and max_parts != 0:
             max_parts = None if max_parts is None else max_parts - 1
-            while wait_s := self._pace.wait_s():
+            while wait_s := turns.wait_s():
                 await asyncio.sleep(wait_s)
-            await loop.run_in_executor(self._executor, body.advance, copy, min(max_bytes, self._pace.piece_bytes))
-            self._pace.sent(len(parts[-1]))
+            await loop.run_in_executor(self._executor, body.advance, copy, min(max_bytes, turns.left))
+            turns.sent(len(parts[-1]))
             await response.write(parts.pop())
             taken()
 
     async def _send_from_threads(
-        self, transport: asyncio.BaseTransport, body: Sendable, taken: Callable[[], None]
+        self, transport: asyncio.BaseTransport, body: Sendable, turns: Turns, taken: Callable[[], None]
     ) -> None:
         """Send straight from the lent memory, on a socket object of its own over the same connection.
 
@@ -518,12 +521,12 @@ class CheckpointHandlers:
         try:
             sock.setblocking(False)
             while not body.done:
-                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop, self._pace)
+                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop, turns)
                 ended = await asyncio.shield(turn)
                 if ended is Turn.FULL:
                     await _writable(sock)
                 elif ended is Turn.AHEAD:
-                    await asyncio.sleep(self._pace.wait_s())
+                    await asyncio.sleep(turns.wait_s())
                 taken()
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):

@@ -141,7 +141,7 @@ class Body:
 
 
 class Pace:
-    """Bounds what all senders of a server send together. Every method may be called from any thread.
+    """Bounds what all senders of a server send together. From any thread.
 
     Args:
         bytes_per_s: of the bodies of answers; None: no bound.
@@ -150,21 +150,38 @@ class Pace:
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._lock = threading.Lock()
         self._bucket = None if bytes_per_s is None else bucket_of_bytes(bytes_per_s, time.monotonic())
-        self.piece_bytes = SLICE_BYTES if bytes_per_s is None else piece_bytes(bytes_per_s)
-        """At most so many are to be sent at a time."""
+        self._piece_bytes = SLICE_BYTES if bytes_per_s is None else piece_bytes(bytes_per_s)
+
+    def reserve(self, most_bytes: int) -> tuple[int, float]:
+        """Reserve the next piece, of so many bytes at most; return its bytes, and when it may be sent (`time.monotonic`)."""
+        num_bytes, now = min(self._piece_bytes, most_bytes), time.monotonic()
+        if self._bucket is None:
+            return num_bytes, now
+        with self._lock:
+            return num_bytes, now + self._bucket.reserve(num_bytes, now)
+
+
+class Turns:
+    """The turns of one body: its sender waits for its own and wakes once for each, however many send. By one thread at a time."""
+
+    def __init__(self, pace: Pace, num_bytes: int) -> None:
+        self._pace = pace
+        self._not_reserved = num_bytes
+        self.left = 0
+        """So many bytes may be sent once `wait_s` is over."""
+        self._at = 0.0
 
     def wait_s(self) -> float:
-        """Return the seconds until something may be sent again."""
-        if self._bucket is None:
-            return 0.0
-        with self._lock:
-            return self._bucket.debt_s(time.monotonic())
+        """Return the seconds until something may be sent."""
+        if self.left <= 0:  # a body may send a few bytes more than it is told to
+            num_bytes, self._at = self._pace.reserve(self._not_reserved)
+            self._not_reserved -= num_bytes
+            self.left += num_bytes
+        return max(self._at - time.monotonic(), 0.0)
 
     def sent(self, num_bytes: int) -> None:
         """Count what was sent."""
-        if self._bucket is not None:
-            with self._lock:
-                self._bucket.charge(num_bytes, time.monotonic())
+        self.left -= num_bytes
 
 
 class Turn(Enum):
@@ -176,7 +193,7 @@ class Turn(Enum):
     AHEAD = "ahead of the pace"
 
 
-def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event, pace: Pace) -> Turn:
+def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event, turns: Turns) -> Turn:
     """Send from the calling thread for one turn. The socket does not block.
 
     Raises:
@@ -196,10 +213,10 @@ def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event, pace:
     while not body.done:
         if stop.is_set():
             return Turn.OVER
-        if pace.wait_s():
+        if turns.wait_s():
             return Turn.AHEAD
-        taken = body.advance(send, pace.piece_bytes)
-        pace.sent(taken)
+        taken = body.advance(send, turns.left)
+        turns.sent(taken)
         if not taken and not poller.poll(_FULL_MS):
             return Turn.FULL
         if time.monotonic() > until:
