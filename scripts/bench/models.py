@@ -29,6 +29,20 @@ def hundred_megabytes_mostly_frozen() -> nn.Module:
     return model
 
 
+class LargeTable(nn.Module):
+    """A layer of 4.2 MB that is trained, beside 1 GiB of frozen tables of 64 MiB each that steps do not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024)
+        tables = [nn.Parameter(torch.rand(4096, 4096), requires_grad=False) for _ in range(16)]
+        self.tables = nn.ParameterList(tables)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[batch, 1024]` to the same shape."""
+        return self.layer(x)
+
+
 class SmallTransformer(nn.Module):
     """A decoder-only transformer over characters with 2.6 M fp32 parameters: 10.4 MB of gradients a step."""
 
@@ -52,6 +66,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "small": small_mlp,
     "100mb": hundred_megabytes,
     "100mb_frozen": hundred_megabytes_mostly_frozen,
+    "1gib_frozen": LargeTable,
     "transformer": SmallTransformer,
 }
 
