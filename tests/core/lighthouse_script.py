@@ -257,10 +257,11 @@ class Member:
         assert self.formed is not None
         self.says(StallReport(quorum_id=self.formed.quorum_id, step=self.formed.version.step))
 
-    def still_needs(self, seconds: float) -> None:
-        """Says how far it is with receiving the state."""
+    def still_needs(self, seconds: float, *, loads_first: bool = False) -> None:
+        """Says how far it is with receiving or loading the state."""
         assert self.formed is not None
-        self.says(JoinProgress(quorum_id=self.formed.quorum_id, step=self.formed.version.step, reach_s=seconds))
+        quorum_id, step = self.formed.quorum_id, self.formed.version.step
+        self.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=seconds, loads_first=loads_first))
 
     def leaves(self) -> None:
         self.says(Leave("it was shut down"))

@@ -105,6 +105,17 @@ def test_what_an_attempt_found_out_is_what_the_next_one_expects():
     assert reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=0.1) == pytest.approx(10.0)
 
 
+def test_a_load_is_expected_to_take_half_as_long_again_and_the_next_one_as_long_as_it_took():
+    reception = Reception()
+    assert [reception.loading(elapsed_s) for elapsed_s in (0.1, 4.0)] == [0.5, 2.0]
+    reception.loaded(10.0)
+    assert reception.expected_s(2 * FIRST_RATE) == pytest.approx(12.0)
+    assert reception.progress(left_bytes=FIRST_RATE, done_bytes=0, elapsed_s=0.1) == pytest.approx(11.0)
+    assert [reception.loading(elapsed_s) for elapsed_s in (4.0, 12.0)] == [6.0, 6.0]
+    reception.loaded(0.1)
+    assert reception.expected_s(2 * FIRST_RATE) == pytest.approx(1.0)  # what that transfer left
+
+
 # ------------------------------------------------------------------------------------------------------ at a lighthouse
 
 
@@ -145,11 +156,11 @@ def pending(job: Job, member: Member, seconds: float) -> list[str]:
     return told
 
 
-def receives(job: Job, joiner: Member, need_s: float) -> Iterator[float]:
+def receives(job: Job, joiner: Member, need_s: float, *, loads_first: bool = False) -> Iterator[float]:
     """The joiner says four times a second how long it still needs; yields the time that has passed."""
     passed_s = 0.0
     while passed_s < need_s:
-        joiner.still_needs(need_s - passed_s)
+        joiner.still_needs(need_s - passed_s, loads_first=loads_first)
         yield passed_s
         job.passes(0.25)
         passed_s += 0.25
@@ -238,6 +249,37 @@ def test_one_that_says_nothing_for_a_second_is_left_behind():
     assert len(a.outcomes) == 3
     job.passes(0.4)
     assert len(a.outcomes) == 4 and "has not said for" in job.lighthouse.round.tally.reason
+
+
+def test_a_state_that_takes_longer_than_the_join_budget_to_load_is_waited_for_at_the_vote():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(0)
+    a.votes()
+    b.votes()
+    for _ in receives(job, j, 17.0):
+        assert len(a.outcomes) == 3
+    j.still_needs(0)
+    j.votes()
+    assert [m.outcomes[-1] for m in (a, b, j)] == [Outcome.COMMIT] * 3
+
+
+def test_a_state_that_is_loaded_first_is_waited_for_in_the_collectives():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(0)
+    for passed_s in receives(job, j, 17.0, loads_first=True):
+        if passed_s == 6.0:
+            a.reports_stall()
+            b.reports_stall()
+    j.still_needs(0, loads_first=True)
+    job.passes(1.0)
+    for member in (a, b, j):
+        member.votes()
+    assert [m.outcomes[-1] for m in (a, b, j)] == [Outcome.COMMIT] * 3
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(MINUTE - 17.0, abs=1.5)
 
 
 def test_one_that_has_the_state_and_does_not_go_on_is_waited_for_as_long_as_the_join_budget():

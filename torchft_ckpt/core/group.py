@@ -151,6 +151,7 @@ class GroupState:
         self._stall_reported = False
         self._reach: dict[int, float] = {}
         """How long each rank still needs that receives the state of the open step, in seconds."""
+        self._loads_first = False
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -274,8 +275,9 @@ class GroupState:
         """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
         self._reach[rank] = progress.reach_s
         reach_s = max(self._reach.values())
+        self._loads_first = self._loads_first or progress.loads_first
         if reach_s or len(self._reach) == self.world_size:
-            yield Up(msgspec.structs.replace(progress, reach_s=reach_s))
+            yield Up(msgspec.structs.replace(progress, reach_s=reach_s, loads_first=self._loads_first))
 
     def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
@@ -489,6 +491,7 @@ class GroupState:
         if not formed.gathers:
             self._quorum = formed
             self._reach.clear()
+            self._loads_first = False
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):

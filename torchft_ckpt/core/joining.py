@@ -30,15 +30,17 @@ FIRST_RATE = 1e9
 """Bytes a second that are expected of a transfer before one was measured."""
 _WINDOW_S = 2.0
 _SOONEST_S = 0.3
+_SOONEST_LOADED_S = 0.5
 _LOOK_AGAIN_S = 0.25
 _WEIGHT = 0.25
 _MAX_REMEMBERED = 4096
 
 
 class Reception:
-    """How long a rank needs to receive the state, by what it received lately. Not thread-safe."""
+    """How long a rank needs to receive the state and to load it, by what it took lately. Not thread-safe."""
 
     def __init__(self) -> None:
+        self._load_s = 0.0
         self._rate: float | None = None
         self._left: int | None = None
         self._at_first: int | None = None
@@ -67,15 +69,26 @@ class Reception:
         took_s, grew = elapsed_s - since_s, done_bytes - before
         if took_s >= _WINDOW_S or (took_s >= _SOONEST_S and grew):
             self._rate = max(grew, 1) / took_s
-        return left_bytes / (self._rate or FIRST_RATE)
+        return left_bytes / (self._rate or FIRST_RATE) + self._load_s
+
+    def loading(self, elapsed_s: float) -> float:
+        """Take for how long the state has been loaded; return how many seconds that still needs.
+
+        It ends when it did the last time, or else when half as long has passed once more.
+        """
+        return self._load_s - elapsed_s if elapsed_s < self._load_s else max(elapsed_s / 2, _SOONEST_LOADED_S)
+
+    def loaded(self, elapsed_s: float) -> None:
+        """The state is loaded, which took so long."""
+        self._load_s = elapsed_s if elapsed_s >= _SOONEST_LOADED_S else 0.0
 
     def expected_s(self, num_bytes: int) -> float:
-        """Return how long the next transfer takes.
+        """Return how long the next transfer and load take.
 
         Args:
             num_bytes: of the state; of one that began before, what it left is known.
         """
-        return (num_bytes if self._left is None else self._left) / (self._rate or FIRST_RATE)
+        return (num_bytes if self._left is None else self._left) / (self._rate or FIRST_RATE) + self._load_s
 
 
 class Joining:
@@ -137,10 +150,16 @@ class Joining:
     def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
         """Those who hold the state wait in a collective for these members: whether they may, because these receive it."""
         stands_since = current.formed_at + self._usual_s
-        # One that receives beside its forward pass is late for another reason.
-        receiving = [replica_id for replica_id in members if current.tally.roles[replica_id] is Role.INLINE]
+        # One that receives and loads beside its forward pass is late for another reason.
+        receiving = [replica_id for replica_id in members if self._comes_first(current, replica_id)]
         reasons = [self._why_given_up(current, replica_id, stands_since, now) for replica_id in receiving]
         return self._may_wait(current, reasons, now)
+
+    @staticmethod
+    def _comes_first(current: Round, replica_id: str) -> bool:
+        """Whether the state comes before the forward pass of a member."""
+        reach = current.reach.get(replica_id)
+        return current.tally.roles[replica_id] is Role.INLINE or (reach is not None and reach.loads_first)
 
     def _may_wait(self, current: Round, reasons: list[str], now: float) -> bool:
         current.gave_up = "; ".join(reason for reason in reasons if reason)

@@ -1125,7 +1125,8 @@ class LighthouseState:
             return
         before = current.reach.get(member.replica_id)
         if before is None or before.seconds or progress.reach_s:  # since when it has all counts
-            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True)
+            loads_first = progress.loads_first or (before is not None and before.loads_first)
+            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, loads_first=loads_first)
         if current.tally.all_voters_approved or current.stalled:
             yield from self._after_vote(current, now)
         elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:

@@ -79,6 +79,8 @@ class Reach(NamedTuple):
     """When it said so."""
     is_measured: bool
     """By what it has received in this step; else by what it expected when it asked."""
+    loads_first: bool = False
+    """It loads, or has loaded, before its forward pass, though it did not receive before it."""
 
 
 @dataclass(slots=True)

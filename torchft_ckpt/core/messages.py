@@ -188,11 +188,14 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Of a member that receives the state of a quorum: how long it still needs, by what it has received; 0: all is here."""
+    """Of a member that receives the state of a quorum: how long it still needs, by what it has received; 0: it is loaded, or all
+    of it is here and loaded later."""
 
     quorum_id: Count
     step: Count
     reach_s: Seconds
+    loads_first: bool = False
+    """It loads before its forward pass what it received beside the last one: the others may wait for it in a collective."""
 
 
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -49,6 +49,7 @@ from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
+_SAY_S = 0.25
 
 
 class StateRegistry:
@@ -303,6 +304,10 @@ def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Te
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
+def _tell_nobody(reach_s: float, loads_first: bool) -> None:
+    """Nobody waits for what is received."""
+
+
 class Healing:
     """One fetch at a time, on a thread of its own, from all sources that the quorum names.
 
@@ -325,7 +330,7 @@ class Healing:
         self._is_in_place = False
         self._differences: Differences | None = None
         self._reception = Reception()
-        self._tell: Callable[[float], None] = lambda reach_s: None
+        self._tell: Callable[[float, bool], None] = _tell_nobody
         self.took_s = 0.0
         self.needs_local = False
         """What arrived without a state that is here could not be made: that has to be captured before the next one."""
@@ -338,7 +343,7 @@ class Healing:
         timeout: timedelta | None = None,
         compare: Callable[[object], Differences] | None = None,
         on_end: Callable[[str], None] = lambda failure: None,
-        tell: Callable[[float], None] = lambda reach_s: None,
+        tell: Callable[[float, bool], None] = _tell_nobody,
     ) -> None:
         """Begin to fetch a state.
 
@@ -349,7 +354,8 @@ class Healing:
             timeout: instead of the one given to the constructor.
             compare: says what differs between what is here and what the registered functions returned there.
             on_end: called on the thread when the fetch is over, with the reason where it failed.
-            tell: called on it a few times a second with the seconds that it still needs, 0 at the end.
+            tell: called on it a few times a second with the seconds that it still needs, 0 at the end, and with False; while
+                the state is loaded, too, with whether that is before the forward pass.
         """
         self.cancel()
         self._wanted = wanted
@@ -366,7 +372,7 @@ class Healing:
             except BaseException as error:
                 on_end(str(error) or type(error).__name__)
                 raise
-            tell(0.0)
+            tell(0.0, False)
             on_end("")
             if compare is not None:
                 self._differences = compare(state.get("user") if isinstance(state, dict) else None)
@@ -398,7 +404,30 @@ class Healing:
             elapsed_s=progress.elapsed_s,
         )
         if left_bytes and not self._is_cancelled:
-            self._tell(reach_s)
+            self._tell(reach_s, False)
+
+    @contextlib.contextmanager
+    def loading(self, first: bool) -> Iterator[None]:
+        """Tell how long loading still takes while the body, which loads what arrived, runs.
+
+        Args:
+            first: before the forward pass.
+        """
+        started, is_over = time.monotonic(), threading.Event()
+
+        def say() -> None:
+            while not is_over.is_set():
+                self._tell(self._reception.loading(time.monotonic() - started), first)
+                is_over.wait(_SAY_S)
+
+        said = self._worker.submit(say)
+        try:
+            yield
+        finally:
+            is_over.set()
+            said.result()
+            self._reception.loaded(time.monotonic() - started)
+            self._tell(0.0, first)
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.

@@ -796,8 +796,9 @@ class Manager:
     ) -> None:
         formed = plan.formed
 
-        def tell(reach_s: float) -> None:
-            self._link.send(JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s))
+        def tell(reach_s: float, loads_first: bool) -> None:
+            quorum_id, step = formed.quorum_id, formed.version.step
+            self._link.send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=reach_s, loads_first=loads_first))
 
         if plan.load:
             if trainer_waits:
@@ -828,7 +829,7 @@ class Manager:
                     )
         else:
             if formed.role in (Role.JOINER, Role.INLINE) and self._launch.group_world_size > 1:
-                tell(0.0)
+                tell(0.0, False)
             self._say_fetched(formed)
 
     def _move_over_group(
@@ -1142,7 +1143,7 @@ class Manager:
             self._take_comparison(plan.formed, before_forward)
             return
         try:
-            self._take_state(as_group=self._launch.group_world_size > 1)
+            self._take_state(as_group=self._launch.group_world_size > 1, before_forward=before_forward)
         except (StateMismatchError, StateDictLoadError):
             raise
         except Exception as error:
@@ -1172,7 +1173,7 @@ class Manager:
             return
         if found.comparison is not Comparison.EQUAL:
             self._healing.withdraw()  # what this replica may have served under that name
-            self._load_received(state)
+            self._load_received(state, before_forward)
             self._num_corrected += 1
         is_exact = self._talk.compared(found.comparison, before_forward=before_forward)
         if found.comparison is not Comparison.EQUAL:
@@ -1199,7 +1200,7 @@ class Manager:
                 self.replica_id(),
             )
 
-    def _take_state(self, *, as_group: bool = False) -> None:
+    def _take_state(self, *, as_group: bool = False, before_forward: bool = False) -> None:
         """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
 
         `as_group`: load it where all ranks of this group have it, and only there.
@@ -1208,7 +1209,7 @@ class Manager:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
             Whatever a transport raises.
         """
-        self._load_received(self._wait_for_state(as_group))
+        self._load_received(self._wait_for_state(as_group), before_forward)
         self._num_healed += 1
 
     def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
@@ -1224,11 +1225,12 @@ class Manager:
             raise
         return state
 
-    def _load_received(self, state: dict[str, Any]) -> None:
+    def _load_received(self, state: dict[str, Any], before_forward: bool) -> None:
         if self._offer.end():
             self._transport.disallow_checkpoint()
         try:
-            self._registry.load(state["user"])
+            with self._healing.loading(before_forward):
+                self._registry.load(state["user"])
         except StateDictLoadError:
             self._talk.load_torn()
             raise

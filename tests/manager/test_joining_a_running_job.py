@@ -1,12 +1,14 @@
-"""The first iteration of a group that comes into a running job is its own: nobody waits for it, and nothing of it counts."""
+"""A group comes into a running job. Its first iteration is its own: nobody waits for it, and nothing of it counts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from test_manager_in_process import Replica, shutdown
 
@@ -105,3 +107,25 @@ def test_groups_that_begin_together_do_not_warm_up() -> None:
         assert list(pool.map(Replica.step, replicas)) == [True, True]
     shutdown(*replicas)
     server.shutdown()
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_state_that_takes_longer_than_the_join_budget_to_load_joins_at_its_first_attempt(
+    use_async_quorum: bool,
+) -> None:
+    budget = timedelta(seconds=0.2)
+    options: dict[str, Any] = {"use_async_quorum": use_async_quorum, "join_budget": budget}
+    run = Run(**options)
+
+    class Slow(Replica):
+        def load(self, state: dict[str, Any]) -> None:
+            time.sleep(4 * budget.total_seconds())
+            super().load(state)
+
+    joined = Slow(run.server, "c", seed=7, **options)
+    while not joined.manager.is_participating():
+        joined.step()
+    run.end(joined)
+    assert joined.manager.statistics().num_healed == 1
+    assert [replica.manager.statistics().num_discarded for replica in (*run.at_work, joined)] == [0, 0, 0]
+    run.close(joined)
