@@ -67,9 +67,9 @@ def test_paths_are_not_judged_while_there_is_nothing_to_ask_for() -> None:
     known = paths("slow", "fast")
     known.gave("fast", 100, 1.0)
     assert dropped(known, 1.5, idle={"a"}) == []
-    for now, slow in [(2.0, []), (2.5, []), (3.5, ["slow"])]:
+    for now, idle, slow in [(2.5, "", []), (3.5, "a", []), (4.5, "", []), (5.5, "", ["slow"])]:
         known.gave("fast", 100, now)
-        assert dropped(known, now) == slow
+        assert dropped(known, now, idle) == slow
 
 
 def test_where_nothing_comes_over_any_path_all_are_kept() -> None:

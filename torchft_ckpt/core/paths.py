@@ -14,7 +14,7 @@ from enum import Enum
 
 SLOW_FACTOR = 4.0
 _MEASURED_S = 1.0
-_SLOW_TWICE = 2
+_TIMES_SLOW = 2
 
 
 class Use(Enum):
@@ -89,7 +89,7 @@ class Paths:
             for name, path in used.items():
                 seconds = now - path.measured_from
                 if source in idle:
-                    path.measured_rate = 0.0
+                    path.measured_rate, path.times_slow = 0.0, 0
                 elif seconds < _MEASURED_S:
                     continue
                 else:
@@ -99,7 +99,7 @@ class Paths:
             fastest = max((path.measured_rate for path in used.values()), default=0.0)
             for name, path, at_most in measured:
                 path.times_slow = path.times_slow + 1 if SLOW_FACTOR * at_most < fastest else 0
-                if path.times_slow == _SLOW_TWICE:
+                if path.times_slow == _TIMES_SLOW:
                     path.use, path.times_slow = Use.SLOW, 0
                     dropped.append(name)
             if fastest == 0.0 and len(measured) == len(used):

@@ -41,7 +41,7 @@ class TokenBucket:
         return (1.0 - self.tokens) / self.rate_per_s
 
     def reserve(self, amount: float, now: float) -> float:
-        """Take tokens, also those that are not there yet; return the seconds until they may be used."""
+        """Take tokens, also those that are not there yet, or give some back; return the seconds until they may be used."""
         level = self.level(now)
         self.tokens = level - amount
         self.at = max(self.at, now)

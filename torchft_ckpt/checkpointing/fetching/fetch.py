@@ -302,7 +302,7 @@ class Fetch:
 
     def _open_routes(self, address: SourceAddress, manifest: Manifest) -> None:
         """Have blocks come over the further addresses that a source names, too."""
-        routes = self._routes.learn(address, manifest)
+        routes = self._routes.learn(address, manifest)[: MAX_STREAMS - self._options.num_streams]
         if routes:
             self._state.add_path(str(address), str(address))
         for route in routes:

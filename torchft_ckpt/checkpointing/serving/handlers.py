@@ -478,6 +478,7 @@ class CheckpointHandlers:
             transport.abort()
             raise
         finally:
+            turns.end()
             del self._sending[task]
         return response
 

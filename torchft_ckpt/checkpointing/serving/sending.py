@@ -152,6 +152,12 @@ class Pace:
         self._bucket = None if bytes_per_s is None else bucket_of_bytes(bytes_per_s, time.monotonic())
         self._piece_bytes = SLICE_BYTES if bytes_per_s is None else piece_bytes(bytes_per_s)
 
+    def give_back(self, num_bytes: int) -> None:
+        """Let others send what was reserved and is not sent."""
+        if self._bucket is not None:
+            with self._lock:
+                self._bucket.reserve(-num_bytes, time.monotonic())
+
     def reserve(self, most_bytes: int) -> tuple[int, float]:
         """Reserve the next piece, of so many bytes at most; return its bytes, and when it may be sent (`time.monotonic`)."""
         num_bytes, now = min(self._piece_bytes, most_bytes), time.monotonic()
@@ -182,6 +188,10 @@ class Turns:
     def sent(self, num_bytes: int) -> None:
         """Count what was sent."""
         self.left -= num_bytes
+
+    def end(self) -> None:
+        """No more of the body is sent."""
+        self._pace.give_back(max(self.left, 0))
 
 
 class Turn(Enum):
