@@ -43,6 +43,7 @@ from torchft_ckpt.core.messages import (
     QuorumBroken,
     QuorumFormed,
     QuorumPending,
+    Receives,
     Refused,
     ReplicasDiffer,
     Role,
@@ -174,6 +175,7 @@ class Member:
         by_rank: tuple[int, ...] = (),
         can_load: bool = True,
         reach_s: float | None = None,
+        load_s: float = 0.0,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
@@ -183,6 +185,7 @@ class Member:
             can_serve=serve,
             store_address=f"{self.replica_id}/store",
             reach_s=reach_s,
+            load_s=load_s,
         )
         self.says(
             msgspec.structs.replace(
@@ -257,11 +260,11 @@ class Member:
         assert self.formed is not None
         self.says(StallReport(quorum_id=self.formed.quorum_id, step=self.formed.version.step))
 
-    def still_needs(self, seconds: float, *, loads_first: bool = False) -> None:
+    def still_needs(self, seconds: float, does: Receives = Receives.TRANSFER) -> None:
         """Says how far it is with receiving or loading the state."""
         assert self.formed is not None
         quorum_id, step = self.formed.quorum_id, self.formed.version.step
-        self.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=seconds, loads_first=loads_first))
+        self.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=seconds, does=does))
 
     def leaves(self) -> None:
         self.says(Leave("it was shut down"))

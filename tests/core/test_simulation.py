@@ -368,12 +368,14 @@ def broken_memory_of_the_minority(patch: pytest.MonkeyPatch) -> None:
 def run_with_slow_transfers(seed: int) -> Report:
     """A job whose groups are killed, and whose states take longer to receive than a step and the join budget."""
     rng = Random(seed)
+    limit_s = rng.choice((0.0, 0.5, 2.0))
     plan = Scenario(
         num_groups=rng.choice((3, 4)),
-        join_stall_limit_s=rng.choice((0.0, 0.5, 2.0)),
+        join_stall_limit_s=limit_s,
         tells_reach=True,
         warm_up=rng.random() < 0.5,
         rejoin_s=(0.3, 3.0),
+        load_s=(0.0, rng.choice((0.0, 0.75 * limit_s))),
         fault_rate=0.004,
         faults={Fault.KILL_GROUP: 1.0, Fault.STOP_GROUP: 0.3},
         chaos_s=8.0,

@@ -55,6 +55,7 @@ from torchft_ckpt.core.messages import (
     QuorumRequest,
     RankHello,
     RankToGroup,
+    Receives,
     Refused,
     ReplicasDiffer,
     Role,
@@ -151,7 +152,7 @@ class GroupState:
         self._stall_reported = False
         self._reach: dict[int, float] = {}
         """How long each rank still needs that receives the state of the open step, in seconds."""
-        self._loads_first = False
+        self._loads = Receives.TRANSFER
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -275,9 +276,10 @@ class GroupState:
         """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
         self._reach[rank] = progress.reach_s
         reach_s = max(self._reach.values())
-        self._loads_first = self._loads_first or progress.loads_first
+        if progress.does is not Receives.TRANSFER:
+            self._loads = progress.does
         if reach_s or len(self._reach) == self.world_size:
-            yield Up(msgspec.structs.replace(progress, reach_s=reach_s, loads_first=self._loads_first))
+            yield Up(msgspec.structs.replace(progress, reach_s=reach_s, does=self._loads))
 
     def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
@@ -395,6 +397,7 @@ class GroupState:
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
             ),
             reach_s=_longest([request.reach_s for request in requests]),
+            load_s=max(request.load_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
             layout_text=news,
             frozen=first.frozen if len({request.frozen for request in requests}) == 1 else self._frozen(requests),
@@ -491,7 +494,7 @@ class GroupState:
         if not formed.gathers:
             self._quorum = formed
             self._reach.clear()
-            self._loads_first = False
+            self._loads = Receives.TRANSFER
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from torchft_ckpt.core.commit import Verdict
 from torchft_ckpt.core.lighthouse_records import Member, Round
-from torchft_ckpt.core.messages import Role, group_name
+from torchft_ckpt.core.messages import Receives, Role, group_name
 from torchft_ckpt.core.patience import JoinAllowance, JoinBackoff
 
 RETRY_S = 300.0
@@ -40,7 +40,8 @@ class Reception:
     """How long a rank needs to receive the state and to load it, by what it took lately. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._load_s = 0.0
+        self.load_s = 0.0
+        """How long loading took the last time; 0: no time to speak of."""
         self._rate: float | None = None
         self._left: int | None = None
         self._at_first: int | None = None
@@ -69,26 +70,27 @@ class Reception:
         took_s, grew = elapsed_s - since_s, done_bytes - before
         if took_s >= _WINDOW_S or (took_s >= _SOONEST_S and grew):
             self._rate = max(grew, 1) / took_s
-        return left_bytes / (self._rate or FIRST_RATE) + self._load_s
+        return left_bytes / (self._rate or FIRST_RATE) + self.load_s
 
     def loading(self, elapsed_s: float) -> float:
         """Take for how long the state has been loaded; return how many seconds that still needs.
 
-        It ends when it did the last time, or else when half as long has passed once more.
+        As long as the last time, and then half as long again as it has taken beyond that.
         """
-        return self._load_s - elapsed_s if elapsed_s < self._load_s else max(elapsed_s / 2, _SOONEST_LOADED_S)
+        beyond_s = elapsed_s - self.load_s
+        return max(-beyond_s, beyond_s / 2, _SOONEST_LOADED_S)
 
     def loaded(self, elapsed_s: float) -> None:
         """The state is loaded, which took so long."""
-        self._load_s = elapsed_s if elapsed_s >= _SOONEST_LOADED_S else 0.0
+        self.load_s = elapsed_s if elapsed_s >= _SOONEST_LOADED_S else 0.0
 
     def expected_s(self, num_bytes: int) -> float:
-        """Return how long the next transfer and load take.
+        """Return how long the next transfer takes.
 
         Args:
             num_bytes: of the state; of one that began before, what it left is known.
         """
-        return (num_bytes if self._left is None else self._left) / (self._rate or FIRST_RATE) + self._load_s
+        return (num_bytes if self._left is None else self._left) / (self._rate or FIRST_RATE)
 
 
 class Joining:
@@ -119,6 +121,11 @@ class Joining:
         if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
         need_s = 0.0 if reach_s is None else reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
+        need_s += member.asked.load_s
+        if (
+            backoff is not None
+        ):  # else one that expects a little less than it then measures costs a step again and again
+            need_s = max(need_s, min(backoff.expected_s(need_s), self._allowance.limit_s))
         return self._why_not(need_s, budget_s, now)
 
     def _why_not(self, need_s: float, budget_s: float, now: float) -> str:
@@ -126,7 +133,7 @@ class Joining:
         after_s = self._allowance.fits_in_s(need_s, budget_s, now)
         if after_s == 0.0:
             return ""
-        needs = f"receiving the state would keep the others waiting for {_in_words(need_s)}"
+        needs = f"receiving the state would keep the others waiting for up to {_in_words(need_s)}"
         limit_s = self._allowance.limit_s
         if after_s is None:
             longer = "give the groups that train a longer one (None: no limit)"
@@ -159,7 +166,8 @@ class Joining:
     def _comes_first(current: Round, replica_id: str) -> bool:
         """Whether the state comes before the forward pass of a member."""
         reach = current.reach.get(replica_id)
-        return current.tally.roles[replica_id] is Role.INLINE or (reach is not None and reach.loads_first)
+        loads_first = reach is not None and reach.does is Receives.LOAD_FIRST
+        return loads_first or current.tally.roles[replica_id] is Role.INLINE
 
     def _may_wait(self, current: Round, reasons: list[str], now: float) -> bool:
         current.gave_up = "; ".join(reason for reason in reasons if reason)
@@ -177,10 +185,13 @@ class Joining:
         if reach is None:  # its transport does not tell
             fits = current.is_needed or self._allowance.fits(stood_s, budget_s, now)
             return "" if fits and stood_s < budget_s else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
-        since_s = now - max(reach.at, stands_since)
-        if reach.seconds > 0 and reach.is_measured and since_s >= SILENT_S:
-            return f"{replica_id} receives the state, and has not said for {since_s:.1f} s how far it is"
-        if reach.seconds == 0 and since_s >= budget_s + (0.0 if current.all_approved_at is not None else self._usual_s):
+        since_s, loads = now - max(reach.at, stands_since), reach.does is not Receives.TRANSFER
+        # What loads may hold Python's lock; the heartbeat tells who is dead.
+        if reach.seconds > 0 and reach.is_measured and since_s >= (max(SILENT_S, budget_s) if loads else SILENT_S):
+            what = "loads" if loads else "receives"
+            return f"{replica_id} {what} the state, and has not said for {since_s:.1f} s how far it is"
+        goes_on_s = 0.0 if current.all_approved_at is not None else self._usual_s
+        if reach.seconds == 0 and now >= max(reach.at + goes_on_s, stands_since) + budget_s:
             return f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on"
         need_s = max(0.0, reach.seconds - (now - reach.at) - max(0.0, stands_since - now))
         if not reach.is_measured and need_s == 0.0 and stood_s >= budget_s:
@@ -201,12 +212,11 @@ class Joining:
     def _stood_s(self, current: Round, now: float) -> float:
         """Return how long the others have stood still for the joiners of a step."""
         at_the_vote_s = 0.0 if current.all_approved_at is None else now - current.all_approved_at
-        roles = current.tally.roles
-        inline = [replica_id for replica_id, role in roles.items() if role is Role.INLINE]
-        if not inline and not current.stalled:
+        first = [replica_id for replica_id in current.tally.roles if self._comes_first(current, replica_id)]
+        if not first and not current.stalled:
             return at_the_vote_s  # whatever else took long is not their doing
-        here = [reach.at for m in inline if (reach := current.reach.get(m)) is not None and not reach.seconds]
-        until = max(here) if inline and len(here) == len(inline) else now
+        here = [reach.at for m in first if (reach := current.reach.get(m)) is not None and not reach.seconds]
+        until = max(here) if first and len(here) == len(first) else now
         return max(0.0, at_the_vote_s, until - current.formed_at - self._usual_s)
 
     def failed(self, replica_ids: Iterable[str], cost_s: float, now: float, reason: str = "") -> None:

@@ -932,8 +932,12 @@ class LighthouseState:
             holding = [m for m in members if roles[m.replica_id] is Role.HEALTHY and m.asked.contributes]
             self.round.is_needed = len(holding) < self._fewest(holding)
             self.round.join_wait_s = self._joining.most_s(budget, now)
-            expected = {part.replica_id: self.members[part.replica_id].asked.reach_s for part in healing}
-            self.round.reach = {who: Reach(s, now, is_measured=False) for who, s in expected.items() if s is not None}
+            asked = {part.replica_id: self.members[part.replica_id].asked for part in healing}
+            self.round.reach = {
+                who: Reach(request.reach_s + request.load_s, now, is_measured=False)
+                for who, request in asked.items()
+                if request.reach_s is not None
+            }
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._back.clear()
@@ -1125,8 +1129,7 @@ class LighthouseState:
             return
         before = current.reach.get(member.replica_id)
         if before is None or before.seconds or progress.reach_s:  # since when it has all counts
-            loads_first = progress.loads_first or (before is not None and before.loads_first)
-            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, loads_first=loads_first)
+            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, does=progress.does)
         if current.tally.all_voters_approved or current.stalled:
             yield from self._after_vote(current, now)
         elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchft_ckpt.core.commit import Tally, Verdict, num_issued
-from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, StateVersion, name_some
+from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, Receives, StateVersion, name_some
 from torchft_ckpt.core.recovery import Assignment
 
 
@@ -79,8 +79,7 @@ class Reach(NamedTuple):
     """When it said so."""
     is_measured: bool
     """By what it has received in this step; else by what it expected when it asked."""
-    loads_first: bool = False
-    """It loads, or has loaded, before its forward pass, though it did not receive before it."""
+    does: Receives = Receives.TRANSFER
 
 
 @dataclass(slots=True)

@@ -176,6 +176,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
     reach_s: Seconds | None = None
     """How long it expects to need until it has received the state; None: it cannot say."""
+    load_s: Seconds = 0.0
+    """How long loading took the last time."""
     store_address: Text = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
@@ -187,15 +189,23 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One for each group rank; None: as in the last request on this connection."""
 
 
+class Receives(str, Enum):
+    """What a member that joins does with the state."""
+
+    TRANSFER = "transfer"
+    LOAD_FIRST = "load first"
+    """It loads before its forward pass, so the others may wait for it in a collective."""
+    LOAD = "load"
+    """It loads at its vote."""
+
+
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Of a member that receives the state of a quorum: how long it still needs, by what it has received; 0: it is loaded, or all
-    of it is here and loaded later."""
+    """Of a member that receives and loads the state of a quorum: how long what it does now still takes; 0: it is done."""
 
     quorum_id: Count
     step: Count
     reach_s: Seconds
-    loads_first: bool = False
-    """It loads before its forward pass what it received beside the last one: the others may wait for it in a collective."""
+    does: Receives = Receives.TRANSFER
 
 
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):

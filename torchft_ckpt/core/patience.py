@@ -41,6 +41,10 @@ class JoinBackoff:
     def is_out(self, now: float) -> bool:
         return now < self.out_until
 
+    def expected_s(self, need_s: float) -> float:
+        """Return how long a joiner needs that says `need_s`: longer for each time that it was left behind."""
+        return need_s * min(1.0 + 0.5 * self.failures, 4.0)
+
 
 @dataclass(slots=True)
 class JoinAllowance:

@@ -300,6 +300,7 @@ class ReplicaState:
         gathers: bool = False,
         compares: bool = True,
         reach_s: float | None = None,
+        load_s: float = 0.0,
         is_first_of_kind: bool = False,
     ) -> QuorumRequest:
         """A step begins. One that is open is abandoned.
@@ -314,6 +315,7 @@ class ReplicaState:
             gathers: ask who else is about to look for a state, and for no step.
             compares: False: no training loop uses the state between here and the vote, so a load in between spoils nothing.
             reach_s: how long it would take to receive the newest state, as far as is known.
+            load_s: how long loading a state took the last time.
             is_first_of_kind: an optimizer begins it that has begun none before: an iteration may have a step for each of several.
         """
         is_cold = self._is_cold or (self.warms_up and is_first_of_kind)
@@ -351,6 +353,7 @@ class ReplicaState:
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=reach_s,
+            load_s=load_s,
             store_address=store_address,
         )
 

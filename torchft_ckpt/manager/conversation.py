@@ -142,6 +142,7 @@ class Conversation:
         gathers: bool = False,
         compares: bool = True,
         reach_s: float | None = None,
+        load_s: float = 0.0,
         is_first_of_kind: bool = False,
     ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
@@ -158,6 +159,7 @@ class Conversation:
                 gathers=gathers,
                 compares=compares,
                 reach_s=reach_s,
+                load_s=load_s,
                 is_first_of_kind=is_first_of_kind,
             )
 

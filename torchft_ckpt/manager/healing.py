@@ -29,7 +29,7 @@ from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_stat
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.joining import Reception
-from torchft_ckpt.core.messages import QuorumFormed, StateLocated
+from torchft_ckpt.core.messages import QuorumFormed, Receives, StateLocated
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -304,7 +304,7 @@ def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Te
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
-def _tell_nobody(reach_s: float, loads_first: bool) -> None:
+def _tell_nobody(reach_s: float, does: Receives) -> None:
     """Nobody waits for what is received."""
 
 
@@ -330,7 +330,7 @@ class Healing:
         self._is_in_place = False
         self._differences: Differences | None = None
         self._reception = Reception()
-        self._tell: Callable[[float, bool], None] = _tell_nobody
+        self._tell: Callable[[float, Receives], None] = _tell_nobody
         self.took_s = 0.0
         self.needs_local = False
         """What arrived without a state that is here could not be made: that has to be captured before the next one."""
@@ -343,7 +343,7 @@ class Healing:
         timeout: timedelta | None = None,
         compare: Callable[[object], Differences] | None = None,
         on_end: Callable[[str], None] = lambda failure: None,
-        tell: Callable[[float, bool], None] = _tell_nobody,
+        tell: Callable[[float, Receives], None] = _tell_nobody,
     ) -> None:
         """Begin to fetch a state.
 
@@ -354,8 +354,8 @@ class Healing:
             timeout: instead of the one given to the constructor.
             compare: says what differs between what is here and what the registered functions returned there.
             on_end: called on the thread when the fetch is over, with the reason where it failed.
-            tell: called on it a few times a second with the seconds that it still needs, 0 at the end, and with False; while
-                the state is loaded, too, with whether that is before the forward pass.
+            tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
+                the end of each.
         """
         self.cancel()
         self._wanted = wanted
@@ -372,7 +372,7 @@ class Healing:
             except BaseException as error:
                 on_end(str(error) or type(error).__name__)
                 raise
-            tell(0.0, False)
+            tell(0.0, Receives.TRANSFER)
             on_end("")
             if compare is not None:
                 self._differences = compare(state.get("user") if isinstance(state, dict) else None)
@@ -396,6 +396,11 @@ class Healing:
         tells = isinstance(self._transport, CheckpointTransport) and not self._transport.needs_process_group
         return self._reception.expected_s(num_bytes) if tells else None
 
+    @property
+    def load_s(self) -> float:
+        """How long loading took the last time."""
+        return self._reception.load_s
+
     def _note(self, progress: TransferProgress) -> None:
         left_bytes = progress.total_bytes - progress.received_bytes - progress.skipped_bytes
         reach_s = self._reception.progress(
@@ -404,20 +409,20 @@ class Healing:
             elapsed_s=progress.elapsed_s,
         )
         if left_bytes and not self._is_cancelled:
-            self._tell(reach_s, False)
+            self._tell(reach_s, Receives.TRANSFER)
 
     @contextlib.contextmanager
-    def loading(self, first: bool) -> Iterator[None]:
+    def loading(self, does: Receives) -> Iterator[None]:
         """Tell how long loading still takes while the body, which loads what arrived, runs.
 
         Args:
-            first: before the forward pass.
+            does: loads, and when.
         """
         started, is_over = time.monotonic(), threading.Event()
 
         def say() -> None:
             while not is_over.is_set():
-                self._tell(self._reception.loading(time.monotonic() - started), first)
+                self._tell(self._reception.loading(time.monotonic() - started), does)
                 is_over.wait(_SAY_S)
 
         said = self._worker.submit(say)
@@ -427,7 +432,7 @@ class Healing:
             is_over.set()
             said.result()
             self._reception.loaded(time.monotonic() - started)
-            self._tell(0.0, first)
+            self._tell(0.0, does)
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.

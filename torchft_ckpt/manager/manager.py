@@ -36,6 +36,7 @@ from torchft_ckpt.core.messages import (
     OnReplicasDiffer,
     Outcome,
     QuorumFormed,
+    Receives,
     Role,
     StateArrived,
     StateVersion,
@@ -609,6 +610,7 @@ class Manager:
             waits=wait,
             compares=self._registry.is_used_by_loops,
             reach_s=self._healing.expected_s(self._registry.num_bytes()) if self.is_behind else None,
+            load_s=self._healing.load_s,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )
         self._sharing.is_first_of_kind = False
@@ -796,9 +798,9 @@ class Manager:
     ) -> None:
         formed = plan.formed
 
-        def tell(reach_s: float, loads_first: bool) -> None:
+        def tell(reach_s: float, does: Receives) -> None:
             quorum_id, step = formed.quorum_id, formed.version.step
-            self._link.send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=reach_s, loads_first=loads_first))
+            self._link.send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=reach_s, does=does))
 
         if plan.load:
             if trainer_waits:
@@ -829,7 +831,7 @@ class Manager:
                     )
         else:
             if formed.role in (Role.JOINER, Role.INLINE) and self._launch.group_world_size > 1:
-                tell(0.0, False)
+                tell(0.0, Receives.TRANSFER)
             self._say_fetched(formed)
 
     def _move_over_group(
@@ -1229,7 +1231,7 @@ class Manager:
         if self._offer.end():
             self._transport.disallow_checkpoint()
         try:
-            with self._healing.loading(before_forward):
+            with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
                 self._registry.load(state["user"])
         except StateDictLoadError:
             self._talk.load_torn()

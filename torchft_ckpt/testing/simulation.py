@@ -168,6 +168,7 @@ class Simulation:
                 on_replicas_differ=OnReplicasDiffer.HEAL,
             ),
             tells_reach=plan.tells_reach,
+            load_s=plan.load_s,
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,
             late_limit_s=LATE_LIMIT_S if set(plan.faults) <= {Fault.KILL_GROUP, Fault.KILL_RANK} else None,

@@ -73,7 +73,8 @@ class Scenario:
     join_stall_limit_s: float | None = 60.0
     warm_up: bool = False
     tells_reach: bool = False
-    """Ranks say how long their transfers still take."""
+    """Ranks say how long their transfers and loads still take."""
+    load_s: tuple[float, float] = (0.0, 0.0)
     num_allreduces: int = 1
     max_delay_s: float = 0.005
     join_timeout_s: float = 2.0

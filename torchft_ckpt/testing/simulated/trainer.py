@@ -32,6 +32,7 @@ from torchft_ckpt.core.messages import (
     QuorumFormed,
     QuorumPending,
     RankToGroup,
+    Receives,
     Refused,
     Role,
     StallReport,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 VALUE_BITS = 64
 """What lies above them in a state is drift."""
 REPORT_WAIT_S = 0.5
+_SAY_S = 0.25
 """A collective between two steps that takes longer is reported."""
 
 
@@ -63,6 +65,7 @@ class TrainerSettings:
     quorum_timeout_s: float = 4.0
     decision_timeout_s: float = 2.0
     tells_reach: bool = False
+    load_s: tuple[float, float] = (0.0, 0.0)
     num_allreduces: int = 1
     num_late: int = 0
     """Collectives between the decision and the next step."""
@@ -399,6 +402,25 @@ class Trainer:
 
     def _load(self, *, before_forward: bool, then: Callable[[], None]) -> None:
         self._is_loading = False
+        shortest_s, longest_s = self._settings.load_s
+        is_whole = self._arrival is not None and self._arrival[0] is Arrival.WHOLE
+        takes_s = self._rng.uniform(shortest_s, longest_s) if is_whole and longest_s else 0.0
+        does = Receives.LOAD_FIRST if before_forward else Receives.LOAD
+        self._go_on_loading(self._turn, takes_s, does, lambda: self._end_load(before_forward, then))
+
+    def _go_on_loading(self, turn: int, left_s: float, does: Receives, then: Callable[[], None]) -> None:
+        if turn != self._turn or self._plan is None:
+            return
+        if self._settings.tells_reach and self._settings.load_s[1]:
+            quorum_id, step = self._plan.formed.quorum_id, self._plan.formed.version.step
+            self._send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=left_s, does=does))
+        if left_s == 0.0:
+            then()
+            return
+        pause_s = min(left_s, _SAY_S)
+        self._later(pause_s, lambda: self._go_on_loading(turn, left_s - pause_s, does, then))
+
+    def _end_load(self, before_forward: bool, then: Callable[[], None]) -> None:
         arrival, value = self._arrival or (Arrival.FAILED, None)
         if self._plan is None:
             return
