@@ -33,7 +33,7 @@ class FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             lines = report.longreprtext.strip().splitlines() or [""]
-            why = next((line[1:].strip() for line in reversed(lines) if line.startswith("E ")), lines[-1])
+            why = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1])
             self._terminal.write(f"\n{report.nodeid} failed: {why}\n")
 
 
