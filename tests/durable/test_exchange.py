@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import zlib
 
 import msgspec
 import pytest
+from support.ports import reserved_port
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft_ckpt.checkpointing.durable.together.exchange import MAX_BLOB_BYTES, Meeting, StoreExchange
@@ -86,12 +86,10 @@ def test_a_word_that_cannot_be_read_is_as_if_it_were_not_said(store: TCPStore) -
 
 
 def test_who_listens_no_more_is_not_waited_for(store: TCPStore) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     meeting = Meeting(StoreExchange(store), 0, 2, 600.0)
-    meeting.addresses[1] = f"http://127.0.0.1:{port}"
-    assert meeting.hear("topic", decode, [0, 1]) == {}
+    with reserved_port() as port:
+        meeting.addresses[1] = f"http://127.0.0.1:{port}"
+        assert meeting.hear("topic", decode, [0, 1]) == {}
 
 
 def test_a_store_that_is_gone_is_a_lost_source(store: TCPStore) -> None:

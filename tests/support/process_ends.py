@@ -18,13 +18,13 @@ import re
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore
 
 import torchft_ckpt
+from support.ports import reserved_port
 from torchft_ckpt import (
     Checkpointer,
     DiLoCo,
@@ -300,8 +301,7 @@ def a_transport_that_was_dropped() -> Iterator[None]:
 
 
 def a_group_whose_store_is_gone() -> Iterator[None]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = keep(ExitStack()).enter_context(reserved_port())
     group = keep(ProcessGroupGloo(timeout=LONG))
     in_background(lambda: group.configure(f"127.0.0.1:{port}/ring", "group_0", 0, 2, 1), "connects")
     time.sleep(0.1)  # until it has begun to
