@@ -187,9 +187,11 @@ class Job:
         port = 0 if network.is_shared else _LIGHTHOUSE_PORT
         bind = ["--bind", f"{network.address(hub)}:{port}", "--hostname", network.address(hub)]
         command = [sys.executable, "-m", "torchft_ckpt", "lighthouse", *bind]
+        # Where nobody is killed all begin together: a group that trains alone for a while sends nothing, and lowers the figure.
+        least = max(1, self._plan.num_groups - bool(self._plan.kills))
         with (self._folder / f"{self._plan.name}_lighthouse.log").open("wb") as log:
             self._lighthouse = subprocess.Popen(
-                [*network.inside(hub), *command, f"--min-replicas={max(1, self._plan.num_groups - 1)}"],
+                [*network.inside(hub), *command, f"--min-replicas={least}"],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

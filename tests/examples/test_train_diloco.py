@@ -61,14 +61,27 @@ def rows_of(output: str) -> dict[str, list[str]]:
 def test_a_group_is_killed_on_a_limited_link_and_all_end_bit_equal(tmp_path: Path) -> None:
     need_links()
 
-    result = run_script(tmp_path, "--groups=2", "--inner-steps=80")
+    result = run_script(tmp_path, "--groups=2", "--inner-steps=80", "--no-ddp")
+
+    assert result.returncode == 0, result.stdout
+    rows = rows_of(result.stdout)
+    assert rows["groups ended bit-equal"] == ["yes"]
+    assert rows["SIGKILLs"] == ["1"]
+    assert not list(Path("/var/run/netns").glob(f"{links._PREFIX}-*"))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_groups_send_a_tenth_of_what_data_parallel_training_sends(tmp_path: Path) -> None:
+    need_links()
+
+    result = run_script(tmp_path, "--groups=2", "--inner-steps=80", "--kills=0")
 
     assert result.returncode == 0, result.stdout
     rows = rows_of(result.stdout)
     assert rows["groups ended bit-equal"] == ["yes", "yes"]
-    assert rows["SIGKILLs"] == ["1", "0"]
     diloco_kb, ddp_kb = (float(cell) for cell in rows["kB sent by a group in an inner step"][:2])
-    assert diloco_kb < ddp_kb / 5  # a tenth, and what joining takes
+    assert diloco_kb < ddp_kb / 5  # a tenth, and what connecting takes
     assert (tmp_path / "diloco.png").stat().st_size > 10_000
     assert not list(Path("/var/run/netns").glob(f"{links._PREFIX}-*"))
 
