@@ -192,7 +192,7 @@ def test_one_whose_need_does_not_fit_is_left_behind_at_once_and_told_what_decide
     b.votes()
     assert a.outcomes[-1] is Outcome.COMMIT and len(a.outcomes) == 4, "nobody waits for what will not fit"
     reason = job.lighthouse.round.tally.reason
-    assert "keep the others waiting for up to 39 s, and join_stall_limit allows 10 s at most" in reason
+    assert "keep the others waiting for 39 s, and join_stall_limit allows 10 s at most" in reason
     j.votes(load=False)
     job.passes(5.0)
     j.asks(reach_s=39.0)
@@ -211,7 +211,7 @@ def test_who_waits_outside_is_told_until_when_and_comes_in_then():
     j.asks(reach_s=11.0)
     begins(job, a, b)
     (first, *_) = pending(job, j, 2.0)
-    assert first.startswith("receiving the state would keep the others waiting for up to 10 s, and 5.")
+    assert first.startswith("receiving and loading the state may keep the others waiting for 10 s, and 5.")
     assert " are left of join_stall_limit (20 s): enough in " in first
     assert a.formed.replica_world_size == 2
     a.votes()
@@ -362,6 +362,59 @@ def test_one_that_has_loaded_first_and_hangs_is_given_up_a_usual_step_and_the_bu
     assert job.lighthouse.round.tally.decided and "has the state" in job.lighthouse.round.tally.reason
 
 
+def test_a_load_before_the_forward_pass_is_paid_for_however_long_a_step_is():
+    job, a, b = trained(limit_s=20.0, tau_s=10.0)
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(0)
+    for _ in receives(job, j, 10.0, Receives.LOAD_FIRST):
+        pass
+    j.still_needs(0, Receives.LOAD_FIRST)
+    job.passes(10.0)  # its forward pass
+    for member in (a, b, j):
+        member.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(10.0, abs=0.5)
+
+
+def test_a_joiner_at_the_vote_has_what_is_left_after_one_that_received_first():
+    job, a, b = trained(limit_s=60.0, heal_inline=True)
+    i, j = job.join("i", heal_inline=True), job.join("j", heal_inline=False)
+    i.asks(reach_s=0.2)
+    begins(job, a, b, j, reach_s=0.2)
+    for passed_s in receives(job, i, 50.0):
+        j.still_needs(100.0 - passed_s)
+        if passed_s == 6.0:
+            a.reports_stall()
+            b.reports_stall()
+    i.still_needs(0)
+    job.passes(0.5)
+    j.still_needs(49.0)
+    for member in (a, b, i):
+        member.votes()
+    assert job.lighthouse.round.tally.decided and "49 s" not in job.lighthouse.round.tally.reason
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(10.0, abs=1.0)
+
+
+def test_deaths_say_nothing_of_how_long_a_joiner_needs_and_a_join_makes_good_what_did():
+    job, a, b = trained(limit_s=20.0)
+    for _ in range(3):
+        j = job.join("j")
+        begins(job, a, b, j, reach_s=0.2)
+        j.dies()
+        for member in (a, b):
+            member.votes()
+        job.passes(30.0)
+    assert job.lighthouse._joining._backoff["j"].factor_of_need == 1.0
+    job.lighthouse._joining._backoff["j"].times_underestimated = 4
+    j = job.join("j", heal_inline=True)
+    begins(job, a, b, j, reach_s=0.2)
+    j.still_needs(0)
+    for member in (a, b, j):
+        member.votes()
+    assert j.outcomes == [Outcome.COMMIT] and "j" not in job.lighthouse._joining._backoff
+
+
 def test_one_that_loads_may_be_silent_for_the_join_budget():
     job, a, b = trained()
     j = job.join("j")
@@ -382,7 +435,7 @@ def test_what_a_load_takes_is_needed_beyond_a_step_however_long_that_is():
     j.asks(reach_s=1.0, load_s=9.0)
     begins(job, a, b)
     (told, *_) = pending(job, j, 2.0)
-    assert "keep the others waiting for up to 9.0 s, and join_stall_limit allows 5 s at most" in told
+    assert "keep the others waiting for 9.0 s, and join_stall_limit allows 5 s at most" in told
 
 
 def test_one_that_has_the_state_and_does_not_go_on_is_waited_for_as_long_as_the_join_budget():

@@ -83,6 +83,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "contributor_rank": st.none() | COUNTS,
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),
+        "does": st.sampled_from(messages.Receives),
         "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "recover_src_replica_rank": st.none() | COUNTS,

@@ -13,7 +13,7 @@ and the quorum that could not train without the joiner.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torchft_ckpt.core.commit import Verdict
 from torchft_ckpt.core.lighthouse_records import Member, Round
@@ -120,12 +120,15 @@ class Joining:
         reach_s = member.asked.reach_s
         if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
-        need_s = 0.0 if reach_s is None else reach_s if member.asked.heal_inline else max(0.0, reach_s - self._usual_s)
-        need_s += member.asked.load_s
-        if (
-            backoff is not None
-        ):  # else one that expects a little less than it then measures costs a step again and again
-            need_s = max(need_s, min(backoff.expected_s(need_s), self._allowance.limit_s))
+        beside_s = 0.0 if member.asked.heal_inline else self._usual_s
+
+        def needs_s(factor: float) -> float:
+            return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s
+
+        need_s = needs_s(1.0)
+        if backoff is not None:
+            # One that expects a little less than it then measures would cost a step again and again.
+            need_s = max(need_s, min(needs_s(backoff.factor_of_need), self._allowance.limit_s))
         return self._why_not(need_s, budget_s, now)
 
     def _why_not(self, need_s: float, budget_s: float, now: float) -> str:
@@ -133,7 +136,7 @@ class Joining:
         after_s = self._allowance.fits_in_s(need_s, budget_s, now)
         if after_s == 0.0:
             return ""
-        needs = f"receiving the state would keep the others waiting for up to {_in_words(need_s)}"
+        needs = f"receiving and loading the state may keep the others waiting for {_in_words(need_s)}"
         limit_s = self._allowance.limit_s
         if after_s is None:
             longer = "give the groups that train a longer one (None: no limit)"
@@ -151,7 +154,8 @@ class Joining:
         """All have approved, but for those who join: whether one of them is waited for. Else `current.gave_up` says why not."""
         approved_at = now if current.all_approved_at is None else current.all_approved_at
         waited_for = current.tally.joiners_waited_for()
-        reasons = [self._why_given_up(current, replica_id, approved_at, now) for replica_id in waited_for]
+        stood_s = self._first_s(current, now) + now - approved_at
+        reasons = [self._why_given_up(current, replica_id, approved_at, stood_s, now) for replica_id in waited_for]
         return self._may_wait(current, reasons, now)
 
     def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
@@ -159,7 +163,10 @@ class Joining:
         stands_since = current.formed_at + self._usual_s
         # One that receives and loads beside its forward pass is late for another reason.
         receiving = [replica_id for replica_id in members if self._comes_first(current, replica_id)]
-        reasons = [self._why_given_up(current, replica_id, stands_since, now) for replica_id in receiving]
+        reasons = [
+            self._why_given_up(current, m, stands_since, _has_since(current, m, now) - current.formed_at, now)
+            for m in receiving
+        ]
         return self._may_wait(current, reasons, now)
 
     @staticmethod
@@ -177,14 +184,22 @@ class Joining:
         current.look_again_at = now + _LOOK_AGAIN_S
         return True
 
-    def _why_given_up(self, current: Round, replica_id: str, stands_since: float, now: float) -> str:
-        """Say why a joiner is not waited for any longer; empty: it is."""
+    def _why_given_up(self, current: Round, replica_id: str, stands_since: float, stood_s: float, now: float) -> str:
+        """Say why a joiner is not waited for any longer; empty: it is.
+
+        Args:
+            current: the step.
+            replica_id: of the joiner.
+            stands_since: since when the others have nothing else to do.
+            stood_s: how much longer the step takes for joiners, by now.
+            now: the time.
+        """
         budget_s = current.join_budget_s or 0.0
-        stood_s = max(0.0, now - stands_since)
+        waited_s = max(0.0, now - stands_since)
         reach = current.reach.get(replica_id)
         if reach is None:  # its transport does not tell
-            fits = current.is_needed or self._allowance.fits(stood_s, budget_s, now)
-            return "" if fits and stood_s < budget_s else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
+            fits = current.is_needed or self._allowance.fits(waited_s, budget_s, now)
+            return "" if fits and waited_s < budget_s else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
         since_s, loads = now - max(reach.at, stands_since), reach.does is not Receives.TRANSFER
         # What loads may hold Python's lock; the heartbeat tells who is dead.
         if reach.seconds > 0 and reach.is_measured and since_s >= (max(SILENT_S, budget_s) if loads else SILENT_S):
@@ -193,11 +208,14 @@ class Joining:
         goes_on_s = 0.0 if current.all_approved_at is not None else self._usual_s
         if reach.seconds == 0 and now >= max(reach.at + goes_on_s, stands_since) + budget_s:
             return f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on"
-        need_s = max(0.0, reach.seconds - (now - reach.at) - max(0.0, stands_since - now))
-        if not reach.is_measured and need_s == 0.0 and stood_s >= budget_s:
+        need_s = max(0.0, reach.seconds - (now - reach.at))
+        if not reach.is_measured and need_s == 0.0 and waited_s >= budget_s:
             return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
         why = "" if current.is_needed else self._why_not(need_s + stood_s, budget_s, now)
-        return why and f"{replica_id}: {why}"
+        if not why:
+            return ""
+        current.underestimated.add(replica_id)
+        return f"{replica_id}: {why}"
 
     # ------------------------------------------------------------------------------------------------- after the step
 
@@ -212,18 +230,30 @@ class Joining:
     def _stood_s(self, current: Round, now: float) -> float:
         """Return how long the others have stood still for the joiners of a step."""
         at_the_vote_s = 0.0 if current.all_approved_at is None else now - current.all_approved_at
+        return self._first_s(current, now) + at_the_vote_s
+
+    def _first_s(self, current: Round, now: float) -> float:
+        """Return how much later all approve because the state comes before the forward pass of some, as far as is known."""
         first = [replica_id for replica_id in current.tally.roles if self._comes_first(current, replica_id)]
         if not first and not current.stalled:
-            return at_the_vote_s  # whatever else took long is not their doing
-        here = [reach.at for m in first if (reach := current.reach.get(m)) is not None and not reach.seconds]
-        until = max(here) if first and len(here) == len(first) else now
-        return max(0.0, at_the_vote_s, until - current.formed_at - self._usual_s)
+            return 0.0  # whatever else took long is not their doing
+        until = max((_has_since(current, replica_id, now) for replica_id in first), default=now)
+        approved_at = now if current.all_approved_at is None else current.all_approved_at
+        return max(0.0, min(until, approved_at - self._usual_s) - current.formed_at)
 
-    def failed(self, replica_ids: Iterable[str], cost_s: float, now: float, reason: str = "") -> None:
-        """An attempt to join failed, and has cost the others so long."""
+    def failed(
+        self,
+        replica_ids: Iterable[str],
+        cost_s: float,
+        now: float,
+        reason: str = "",
+        underestimated: Collection[str] = (),
+    ) -> None:
+        """An attempt to join failed, and has cost the others so long. Some needed longer than they had expected."""
         for replica_id in replica_ids:
             backoff = self._backoff.setdefault(group_name(replica_id), JoinBackoff())
             backoff.failed(cost_s, now)
+            backoff.times_underestimated += replica_id in underestimated
             backoff.reason = reason
         if len(self._backoff) > _MAX_REMEMBERED:
             self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
@@ -231,6 +261,12 @@ class Joining:
     def joined(self, replica_id: str) -> None:
         """A member holds the state of those who train."""
         self._backoff.pop(group_name(replica_id), None)
+
+
+def _has_since(current: Round, replica_id: str, now: float) -> float:
+    """Return since when a joiner has the state; now, where it has not."""
+    reach = current.reach.get(replica_id)
+    return now if reach is None or reach.seconds else reach.at
 
 
 def _in_words(seconds: float) -> str:

@@ -1159,12 +1159,15 @@ class LighthouseState:
                 if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart
             ]
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
-            self._fail_join(behind, cost_s, now, current.gave_up)
+            self._fail_join(behind, cost_s, now, current.gave_up, current.underestimated)
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in self._joiners(tally):
             if (vote := tally.votes.get(replica_id)) is not None and vote.approve:
                 self._quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
+        for replica_id, role in tally.roles.items():
+            vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
+            if vote is not None and vote.approve:
                 self._joining.joined(replica_id)
         for replica_id in tally.roles:
             member = self.members.get(replica_id)
@@ -1201,12 +1204,14 @@ class LighthouseState:
         """Joiners of a quorum that have not been lost."""
         return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
 
-    def _fail_join(self, joiners: list[str], cost_s: float, now: float, reason: str = "") -> None:
+    def _fail_join(
+        self, joiners: list[str], cost_s: float, now: float, reason: str = "", underestimated: Collection[str] = ()
+    ) -> None:
         """Note that an attempt to join cost the others `cost_s`."""
         for replica_id in joiners:
             self._quorum_members.pop(replica_id, None)
             self._back.discard(replica_id)
-        self._joining.failed(joiners, cost_s, now, reason)
+        self._joining.failed(joiners, cost_s, now, reason, underestimated)
 
     def _waits_in_collective(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
         current = self.round
@@ -1316,7 +1321,7 @@ class LighthouseState:
         if self._joining.keeps_waiting_in_collective(current, joiners, now):
             return
         why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
-        self._fail_join(joiners, now - current.formed_at, now, why)
+        self._fail_join(joiners, now - current.formed_at, now, why, current.underestimated)
         tally.give_up(why)
         yield from self._announce(current, now, culprit=joiners[0])
 

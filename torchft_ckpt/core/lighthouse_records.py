@@ -111,6 +111,8 @@ class Round:
     look_again_at: float | None = None
     """When to ask again whether joiners are waited for."""
     gave_up: str = ""
+    underestimated: set[str] = field(default_factory=set)
+    """Joiners that need longer than they expected, and than the others wait."""
     """Why they are not waited for any longer."""
     failed: set[str] = field(default_factory=set)
     """Joiners whose attempt has been counted as failed already."""

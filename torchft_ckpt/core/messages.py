@@ -200,7 +200,9 @@ class Receives(str, Enum):
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Of a member that receives and loads the state of a quorum: how long what it does now still takes; 0: it is done."""
+    """Of a member that receives and loads the state of a quorum: how long it still needs. 0: it has received all of it, and loads
+    it later; or it has loaded it.
+    """
 
     quorum_id: Count
     step: Count

@@ -28,6 +28,8 @@ class JoinBackoff:
     out_until: float = float("-inf")
     reason: str = ""
     """Why it was left behind."""
+    times_underestimated: int = 0
+    """How often it was let in, and then needed longer than it had said and than the others wait."""
     factor: float = 8.0
     shortest_s: float = 0.2
     longest_s: float = 300.0
@@ -41,9 +43,10 @@ class JoinBackoff:
     def is_out(self, now: float) -> bool:
         return now < self.out_until
 
-    def expected_s(self, need_s: float) -> float:
-        """Return how long a joiner needs that says `need_s`: longer for each time that it was left behind."""
-        return need_s * min(1.0 + 0.5 * self.failures, 4.0)
+    @property
+    def factor_of_need(self) -> float:
+        """How many times longer it is taken to need than it says: more for each time that it said too little."""
+        return min(1.0 + 0.5 * self.times_underestimated, 4.0)
 
 
 @dataclass(slots=True)

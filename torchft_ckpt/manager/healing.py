@@ -428,11 +428,11 @@ class Healing:
         said = self._worker.submit(say)
         try:
             yield
+            self._reception.loaded(time.monotonic() - started)
         finally:
             is_over.set()
             said.result()
-            self._reception.loaded(time.monotonic() - started)
-            self._tell(0.0, does)
+        self._tell(0.0, does)
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step.
