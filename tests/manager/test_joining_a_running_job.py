@@ -38,7 +38,9 @@ class Run:
             time.sleep(0.01)
 
     def end(self, joined: Replica) -> None:
-        """All train to the same step."""
+        """All train to the same step, once the one that joined is in."""
+        while not joined.manager.is_participating():
+            joined.step()
         self.last_step = joined.manager.current_step() + 10
         self.train(joined)
         for loop in self._loops:
@@ -123,8 +125,6 @@ def test_a_state_that_takes_longer_than_the_join_budget_to_load_joins_at_its_fir
             super().load(state)
 
     joined = Slow(run.server, "c", seed=7, **options)
-    while not joined.manager.is_participating():
-        joined.step()
     run.end(joined)
     assert joined.manager.statistics().num_healed == 1
     assert [replica.manager.statistics().num_discarded for replica in (*run.at_work, joined)] == [0, 0, 0]
