@@ -166,6 +166,15 @@ def receives(job: Job, joiner: Member, need_s: float, does: Receives = Receives.
         passed_s += 0.25
 
 
+def comes_first(job: Job, joiner: Member, others: list[Member], does: Receives) -> None:
+    """The joiner needs 17 s before its forward pass, while the others wait in a collective."""
+    for passed_s in receives(job, joiner, 17.0, does):
+        if passed_s == 6.0:
+            for member in others:
+                member.reports_stall()
+    joiner.still_needs(0, does)
+
+
 def test_a_state_that_takes_three_times_the_join_budget_joins_at_its_first_attempt():
     job, a, b = trained()
     j = job.join("j")
@@ -296,11 +305,7 @@ def test_a_state_that_is_loaded_first_is_waited_for_in_the_collectives():
     j = job.join("j")
     begins(job, a, b, j, reach_s=0.2)
     j.still_needs(0)
-    for passed_s in receives(job, j, 17.0, Receives.LOAD_FIRST):
-        if passed_s == 6.0:
-            a.reports_stall()
-            b.reports_stall()
-    j.still_needs(0, Receives.LOAD_FIRST)
+    comes_first(job, j, [a, b], Receives.LOAD_FIRST)
     job.passes(1.0)
     for member in (a, b, j):
         member.votes()
@@ -335,11 +340,7 @@ def test_one_that_loads_first_is_waited_for_beside_one_that_received_first():
     assert [m.formed.role.value for m in (i, j)] == ["inline", "joiner"]
     i.still_needs(0)
     j.still_needs(0)
-    for passed_s in receives(job, j, 17.0, Receives.LOAD_FIRST):
-        if passed_s == 6.0:
-            for member in (a, b, i):
-                member.reports_stall()
-    j.still_needs(0, Receives.LOAD_FIRST)
+    comes_first(job, j, [a, b, i], Receives.LOAD_FIRST)
     job.passes(1.0)
     for member in (a, b, i, j):
         member.votes()
@@ -468,11 +469,7 @@ def test_one_that_heals_before_its_forward_pass_is_waited_for_in_the_collectives
     j = job.join("j", heal_inline=True)
     begins(job, a, b, j, reach_s=0.2)
     assert j.formed.role.value == "inline"
-    for passed_s in receives(job, j, 17.0):
-        if passed_s == 6.0:
-            a.reports_stall()
-            b.reports_stall()
-    j.still_needs(0)
+    comes_first(job, j, [a, b], Receives.TRANSFER)
     job.passes(1.0)
     for member in (a, b, j):
         member.votes()

@@ -37,11 +37,11 @@ _MAX_REMEMBERED = 4096
 
 
 class Reception:
-    """How long a rank needs to receive the state and to load it, by what it took lately. Not thread-safe."""
+    """Estimates how long a rank needs to receive and to load the state, by how long it took lately. Not thread-safe."""
 
     def __init__(self) -> None:
         self.load_s = 0.0
-        """How long loading took the last time; 0: no time to speak of."""
+        """Seconds that loading took the last time; 0: hardly any."""
         self._rate: float | None = None
         self._left: int | None = None
         self._at_first: int | None = None

@@ -177,7 +177,7 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reach_s: Seconds | None = None
     """How long it expects to need until it has received the state; None: it cannot say."""
     load_s: Seconds = 0.0
-    """How long loading took the last time."""
+    """Seconds that loading took the last time."""
     store_address: Text = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
@@ -190,7 +190,7 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Receives(str, Enum):
-    """What a member that joins does with the state."""
+    """A member that joins does this with the state."""
 
     TRANSFER = "transfer"
     LOAD_FIRST = "load first"

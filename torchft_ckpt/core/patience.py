@@ -29,7 +29,7 @@ class JoinBackoff:
     reason: str = ""
     """Why it was left behind."""
     times_underestimated: int = 0
-    """How often it was let in, and then needed longer than it had said and than the others wait."""
+    """So often it was let in, and then needed longer than it had said and than the others wait."""
     factor: float = 8.0
     shortest_s: float = 0.2
     longest_s: float = 300.0
@@ -45,7 +45,7 @@ class JoinBackoff:
 
     @property
     def factor_of_need(self) -> float:
-        """How many times longer it is taken to need than it says: more for each time that it said too little."""
+        """The others expect it to need so many times what it says: more for each time that it said too little."""
         return min(1.0 + 0.5 * self.times_underestimated, 4.0)
 
 

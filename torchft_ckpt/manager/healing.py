@@ -398,7 +398,7 @@ class Healing:
 
     @property
     def load_s(self) -> float:
-        """How long loading took the last time."""
+        """Seconds that loading took the last time."""
         return self._reception.load_s
 
     def _note(self, progress: TransferProgress) -> None:

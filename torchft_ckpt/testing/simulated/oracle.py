@@ -135,9 +135,8 @@ class Oracle:
             self._holds(trainer, formed.version, trainer.value)
             self._apart.discard(key)
         serving = {source.replica_id for source in formed.sources} & {group for group, _ in self._apart}
-        is_newest = formed.quorum_id == max(
-            self._seen_quorum_id.values()
-        )  # what comes late was said before that was known
+        # A message that comes late was sent before that was known.
+        is_newest = formed.quorum_id == max(self._seen_quorum_id.values())
         if serving and is_newest and not formed.names_state:
             self.fail(f"{trainer.address} is to load from {serving}, known to hold another state than most")
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 VALUE_BITS = 64
 """What lies above them in a state is drift."""
 REPORT_WAIT_S = 0.5
-_SAY_S = 0.25
 """A collective between two steps that takes longer is reported."""
+_SAY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
