@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_proxy import Connection, FaultyProxy
+from support.ports import reserved_port
 
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
 from torchft_ckpt.checkpointing.address import Route, parse_metadata, proof_of
@@ -49,14 +50,15 @@ def make_transport(**arguments: Any) -> HTTPTransport[Any]:
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPTransport[Any]]:
-    """It serves at 127.0.0.1, and says that it is at 127.0.0.3 as well."""
+    """It serves at 127.0.0.1, and says that it is at 127.0.0.3 as well, where its port is free, as at 127.0.0.2."""
     monkeypatch.setattr(format_module, "may_be_tried", lambda host: True)
-    transport = make_transport()
-    elsewhere = Elsewhere(hosts=["127.0.0.3", "127.0.0.1"], key=transport._server.proof_key)
-    monkeypatch.setattr(transport, "_elsewhere", lambda: elsewhere)
-    transport.send_checkpoint([0], STEP, make_state(), LONG)
-    yield transport
-    transport.shutdown()
+    with reserved_port() as port:
+        transport = make_transport(port=port)
+        elsewhere = Elsewhere(hosts=["127.0.0.3", "127.0.0.1"], key=transport._server.proof_key)
+        monkeypatch.setattr(transport, "_elsewhere", lambda: elsewhere)
+        transport.send_checkpoint([0], STEP, make_state(), LONG)
+        yield transport
+        transport.shutdown()
 
 
 class Receiver:
