@@ -303,7 +303,9 @@ def test_a_directory_may_be_made_again(storage: Storage) -> None:
     assert storage.read("a/b/c") == b"x"
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a//x", "./x", "a/", "a\\..\\x"])
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "a//x", "./x", "a/", "a\\..\\x", "a\0b", "\ud800"]
+)
 def test_no_path_leads_out_of_the_place(storage: Storage, path: str) -> None:
     for action in (
         storage.names,

@@ -175,11 +175,20 @@ def path_below(location: str, path: str) -> str:
     """Return a relative path as it was given; "" is the place itself.
 
     Raises:
-        StorageError: it would lead out of the place.
+        StorageError: it would lead out of the place, or no file can have it.
     """
-    if path and not all(name not in ("", ".", "..") and "\\" not in name for name in path.split("/")):
-        raise StorageError(f"{location}: {path!r} is no path within it", location)
+    if path and not is_path_within(path):
+        raise StorageError(f"{location}: {path[:300]!r} is no path within it", location)
     return path
+
+
+def is_path_within(path: str) -> bool:
+    """Whether a relative path leads to below where it begins, on every system, and files can have it."""
+    try:
+        path.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in path and all(name not in ("", ".", "..") and "\\" not in name for name in path.split("/"))
 
 
 def temporary_path(path: str) -> str:
