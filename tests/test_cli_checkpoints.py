@@ -205,6 +205,19 @@ def test_ls_prints_json_for_programs(root: Path, capsys: Capture) -> None:
     ]
 
 
+@pytest.mark.parametrize("written_at_s", [1e300, -1e300])
+def test_a_clock_that_was_wrong_keeps_nothing_from_being_listed(
+    written_at_s: float, root: Path, capsys: Capture
+) -> None:
+    name = CheckpointName(40, "clock")
+    PartsDouble(example(40), LocalStorage(root), name).write(written_at_s=written_at_s)
+    status, out, _ = run(capsys, "ls", root)
+    assert status == 0
+    (row,) = (line.split() for line in out.splitlines() if str(name) in line)
+    assert row[1] == "yes" and row[-2] == "?"
+    assert run(capsys, "ls", root, "--json")[0] == 0
+
+
 def test_one_checkpoint_can_be_named(root: Path, dcps: Path, tmp_path: Path, capsys: Capture) -> None:
     directory = directory_of(root, 20)
     (tmp_path / "latest").symlink_to(directory)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -339,6 +341,16 @@ def test_a_file_that_comes_while_the_state_is_fetched_is_not_replaced(tmp_path: 
         path.write_text("precious")
         file.write(Content(tensors={"weight": torch.zeros(4)}), 3)
     assert (files_in(tmp_path), path.read_text()) == (["state.safetensors"], "precious")
+
+
+def test_a_pull_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended, SafetensorsFile(tmp_path / "state.safetensors", force=False):
+        assert len(files_in(tmp_path)) == 1
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)  # the signal comes before
+    assert ended.value.code == 143 and files_in(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_pull_that_fails_leaves_the_old_file_as_it_was(

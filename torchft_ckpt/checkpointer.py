@@ -367,8 +367,8 @@ class Checkpointer:
             removals = [name for name in removals if newest is not None and name.step <= newest]
         for name in removals:
             with _logged(f"checkpoint {name} stays for now"):
-                storage.remove_tree(str(name))
-                logger.info("checkpoint %s was removed", name)
+                if storage.remove_checkpoint(str(name)):
+                    logger.info("checkpoint %s was removed", name)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until no save is in flight; return whether that is so. Any thread."""

@@ -9,7 +9,7 @@ import pytest
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.boxes import Box
-from torchft_ckpt.core.coverage import missing_boxes
+from torchft_ckpt.core.coverage import missing_boxes, missing_numbers, subtract
 
 
 def at(box: Box) -> tuple[slice, ...]:
@@ -45,3 +45,32 @@ def test_exactly_what_no_box_covers_is_missing_once(first: int) -> None:
             assert box.volume
             covered[at(box)] += 1
         assert (covered == 1).all(), seed
+
+
+def test_exactly_the_numbers_that_are_not_there_are_missing() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        count = rng.randint(0, 12)
+        there = [rng.randint(-2, 14) for _ in range(rng.randint(0, 8))]
+        runs = missing_numbers(there, count)
+        assert [number for run in runs for number in run] == [n for n in range(count) if n not in there], seed
+        assert all(runs), seed
+    assert missing_numbers([5], 2**62) == [range(5), range(6, 2**62)]
+
+
+def test_boxes_that_would_take_hours_to_compare_are_refused() -> None:
+    """Every second column is there: each further one would be compared with all gaps before it."""
+    columns = [Box((0, column), (2, 1)) for column in range(0, 3600, 2)]
+    with pytest.raises(ValueError, match="1800 boxes lie so that too many of them have to be compared"):
+        subtract([Box((0, 0), (2, 3600))], columns)
+
+
+def test_shards_of_a_mesh_and_their_gaps_are_few_comparisons() -> None:
+    rows = [Box((row, 0), (1, 4)) for row in range(0, 6000, 2)]
+    assert len(subtract([Box((0, 0), (6000, 4))], rows)) == 3000
+    grid = [Box((row, column), (1, 1)) for row in range(50) for column in range(50)]
+    random.Random(0).shuffle(grid)
+    assert subtract([Box((0, 0), (50, 50))], grid) == []
+    assert subtract([Box((0, 0), (50, 50))], grid[1:]) == [grid[0]]
+    columns = [Box((0, column), (9, 1)) for column in range(0, 1024, 2)]
+    assert len(subtract([Box((0, 0), (9, 1024))], columns)) == 512

@@ -304,8 +304,36 @@ def test_holes_are_what_is_missing(tmp_path: Path) -> None:
     double = PartsDouble(STATE, storage_in(tmp_path), num_replicas=2, num_ranks=2)
     double.write(0, 0, pieces={"w": rows((8, 4), [0, 2, 6])[:2]}, values=[])
     holes = read_checkpoint([double.storage], NAME).holes()
-    assert (holes.ranks, holes.values, holes.conflicts) == ([1], ["step"], [])
+    assert (holes.ranks, holes.values, holes.conflicts) == ([range(1, 2)], ["step"], [])
     assert holes.boxes == {"w": [Box((6, 0), (2, 4))], "b": [whole((3,))]}
+
+
+@pytest.mark.parametrize("member", ["num_ranks", "num_replicas"])
+def test_a_manifest_that_counts_more_ranks_than_there_are_machines_is_left_aside(tmp_path: Path, member: str) -> None:
+    """What is missing was once listed: 2**62 ranks, until the kernel ended the process."""
+    good = two_ranks(storage_in(tmp_path))
+    newer = CheckpointName(NAME.step + 1, "q4")
+    PartsDouble(STATE, good.storage, newer).write(**{member: 2**62})
+    assert newest_whole([good.storage]).name == NAME
+    (reason,) = read_checkpoint([good.storage], newer).left_aside
+    assert f"Expected `int` <= 1048576 - at `$.{member}`" in reason
+
+
+def test_ranks_that_are_missing_are_not_counted_one_by_one(tmp_path: Path) -> None:
+    double = PartsDouble(STATE, storage_in(tmp_path), num_ranks=2**20)
+    double.write(0, 0)
+    double.write(0, 7, pieces={}, values=[])
+    reason = why_not_whole(read_checkpoint([double.storage], NAME))
+    assert reason == "no manifest of rank 1 to 6, 8 to 1048575 of any replica"
+
+
+def test_a_tensor_that_no_machine_has_is_refused(tmp_path: Path) -> None:
+    for shape in ([2**62, 2**62], [0, 2**62, 4]):
+        double = PartsDouble(STATE, storage_in(tmp_path))
+        entry = TensorEntry(fqn="w", path=["w"], dtype="float32", shape=shape, boxes=[])
+        double.write(tensors=[entry], pieces={}, tree={"d": [["w", {"x": 0}]]})
+        (reason,) = read_checkpoint([double.storage], NAME).left_aside
+        assert reason.endswith("has a tensor 'w' of more than 2**62 bytes")
 
 
 def test_a_part_that_fills_the_holes_makes_it_whole(tmp_path: Path) -> None:

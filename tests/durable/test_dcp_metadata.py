@@ -280,6 +280,8 @@ def deep(inner: bytes, level: bytes, depth: int) -> bytes:
         pickle.dumps(a_metadata(info=_StorageInfo("/etc/passwd", 0, 1))),
         pickle.dumps(a_metadata(info=_StorageInfo("a/../../b", 0, 1))),
         pickle.dumps(a_metadata(info=_StorageInfo("..\\secret", 0, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("a\0b", 0, 1))),
+        pickle.dumps(a_metadata(info=_StorageInfo("a\ud800", 0, 1))),
         pickle.dumps(a_metadata(info=_StorageInfo("x", -1, 1))),
         pickle.dumps(a_metadata(info=_StorageInfo("x", 0, True))),
         pickle.dumps(a_metadata(info=_StorageInfo(None, 0, 1))),

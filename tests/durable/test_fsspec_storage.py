@@ -247,12 +247,13 @@ def test_another_process_sees_at_once_what_was_committed_and_removed(storage: St
     else:
         other = FsspecStorage(storage.location)
     assert other.names("step") == []
-    put(storage, "step/a", b"a")
-    assert other.names("step") == ["a"]
-    put(storage, "step/b", b"b")
-    assert other.names("step") == ["a", "b"] and other.size("step/b") == 1
-    storage.remove_tree("step")
-    assert other.names("step") == [] and other.size("step/b") is None
+    put(storage, "step/.metadata", b"a")
+    assert other.names("step") == [".metadata"]
+    put(storage, "step/part-r0-g0-f0.json", b"b")
+    assert other.names("step") == [".metadata", "part-r0-g0-f0.json"]
+    assert other.size("step/part-r0-g0-f0.json") == 1
+    storage.remove_checkpoint("step")
+    assert other.names("step") == [] and other.size("step/part-r0-g0-f0.json") is None
 
 
 def test_a_file_that_is_too_short_is_an_error(storage: Storage) -> None:
@@ -271,12 +272,27 @@ def test_a_file_that_is_too_short_is_an_error(storage: Storage) -> None:
             read()
 
 
-def test_a_directory_is_removed_with_all_in_it_and_need_not_be_there(storage: Storage) -> None:
-    for name in ("step/.metadata", "step/part-r0-g0-f0.json", "step/__r0_g0_f0.distcp", "step/deeper/x", "other/y"):
+OURS = (".metadata", "part-r0-g0-f0.json", "__r0_g0_f0.distcp", "__r0_g1_f0.distcp.tmp-000000000001")
+
+
+def test_a_checkpoint_is_removed_and_need_not_be_there(storage: Storage) -> None:
+    for name in (*(f"step/{name}" for name in OURS), "other/y"):
         put(storage, name, b"x")
-    storage.remove_tree("step")
-    storage.remove_tree("step")
+    assert storage.remove_checkpoint("step")
+    assert storage.remove_checkpoint("step")
     assert storage.names() == ["other"]
+
+
+def test_what_this_library_did_not_write_stays(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    for name in (*OURS, "thesis.tex", "data/raw.bin", "part-r0-g0-f0.json.old"):
+        put(storage, f"step/{name}", b"x")
+    for _ in range(2):
+        assert not storage.remove_checkpoint("step")
+    assert storage.names("step") == ["data", "part-r0-g0-f0.json.old", "thesis.tex"]
+    assert storage.read("step/data/raw.bin") == b"x"
+    assert caplog.text.count("this library did not write 'data', 'part-r0-g0-f0.json.old', 'thesis.tex'") == 1
+    put(storage, "file", b"x")
+    assert not storage.remove_checkpoint("file") and storage.read("file") == b"x"
 
 
 def test_a_directory_may_be_made_again(storage: Storage) -> None:
@@ -287,7 +303,9 @@ def test_a_directory_may_be_made_again(storage: Storage) -> None:
     assert storage.read("a/b/c") == b"x"
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a//x", "./x", "a/", "a\\..\\x"])
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "a//x", "./x", "a/", "a\\..\\x", "a\0b", "\ud800"]
+)
 def test_no_path_leads_out_of_the_place(storage: Storage, path: str) -> None:
     for action in (
         storage.names,
@@ -295,12 +313,12 @@ def test_no_path_leads_out_of_the_place(storage: Storage, path: str) -> None:
         storage.read,
         storage.create,
         storage.make_directory,
-        storage.remove_tree,
+        storage.remove_checkpoint,
     ):
         with pytest.raises(StorageError, match="is no path within it"):
             action(path)
     with pytest.raises(StorageError, match="only what is in it"):
-        storage.remove_tree("")
+        storage.remove_checkpoint("")
 
 
 def test_several_threads_write_and_read_at_once(storage: Storage) -> None:
@@ -341,12 +359,12 @@ def test_an_upload_that_fails_leaves_what_was_there(objects: FsspecStorage, fail
     ("fail_at", "action"),
     [
         ("ls", lambda storage: storage.names("step")),
-        ("ls", lambda storage: storage.remove_tree("step")),
+        ("ls", lambda storage: storage.remove_checkpoint("step")),
         ("info", lambda storage: storage.size("step/.metadata")),
         ("cat_file", lambda storage: storage.read("step/.metadata")),
         ("cat_file", lambda storage: storage.read("step/.metadata", 1, 2)),
         ("makedirs", lambda storage: storage.make_directory("step")),
-        ("rm_file", lambda storage: storage.remove_tree("step")),
+        ("rm_file", lambda storage: storage.remove_checkpoint("step")),
     ],
 )
 def test_whatever_a_client_raises_is_a_storage_error(
@@ -391,7 +409,7 @@ def test_metadata_goes_first_and_manifests_before_data(objects: FsspecStorage, m
         remove(self, path)
 
     monkeypatch.setattr(ObjectStore, "rm_file", rm_file)
-    objects.remove_tree("step")
+    objects.remove_checkpoint("step")
     assert removed[:3] == [".metadata", "part-r0-g0-f0.json", "__r0_g0_f0.distcp"]
 
 

@@ -138,14 +138,14 @@ def test_one_that_cannot_be_removed_keeps_no_other(
     paths = [place(step) for step in (2, 3, 4)]
     for path in paths:
         next(path.glob("part-*")).unlink()
-    remove_tree = LocalStorage.remove_tree
+    remove = LocalStorage.remove_checkpoint
 
-    def refuse_the_first(self: LocalStorage, directory: str) -> None:
+    def refuse_the_first(self: LocalStorage, directory: str) -> bool:
         if directory == paths[0].name:
             raise storage_error(errno.EACCES)
-        remove_tree(self, directory)
+        return remove(self, directory)
 
-    monkeypatch.setattr(LocalStorage, "remove_tree", refuse_the_first)
+    monkeypatch.setattr(LocalStorage, "remove_checkpoint", refuse_the_first)
     clock = Clock()
     leftovers = leftovers_of(tmp_path, clock)
     leftovers.note_failure(storage_error(errno.ENOSPC))

@@ -99,12 +99,11 @@ def test_a_directory_whose_maker_died_at_once_is_made_durable_by_the_next_who_ne
 def test_death_at_any_operation_of_a_removal_leaves_no_whole_checkpoint_but_the_untouched_one() -> None:
     before = {
         f"/c/step/{name}": b"x"
-        for name in (".metadata", "part-r0-g0-f0.json", "part-r1-g0-f0.json", "__r0_g0_f0.distcp")
+        for name in (".metadata", "part-r0-g0-f0.json", "part-r1-g0-f0.json", "__r0_g0_f0.distcp", "__r1_g0_f0.distcp")
     }
-    before["/c/step/deeper/file"] = b"y"
 
     def remove(storage: LocalStorage) -> None:
-        storage.remove_tree("step")
+        storage.remove_checkpoint("step")
 
     for number in range(count_operations(remove, before)):
         for death in DEATHS:
@@ -124,7 +123,7 @@ def test_death_at_any_operation_of_a_removal_leaves_no_whole_checkpoint_but_the_
 
 def test_a_removal_that_was_done_outlives_every_crash() -> None:
     system = start({**OLD, "/c/other/x": b""})
-    LocalStorage("/c", system).remove_tree("step")
+    assert LocalStorage("/c", system).remove_checkpoint("step")
     assert all(LocalStorage("/c", system.after_crash(seed)).names() == ["other"] for seed in CRASHES)
 
 
@@ -255,17 +254,17 @@ class WritesMeanwhile(ScriptedSystem):
 
 def test_a_file_that_appears_during_a_removal_is_removed_too() -> None:
     system = WritesMeanwhile()
-    system.disk.put("/c/step/a", b"")
-    LocalStorage("/c", system).remove_tree("step")
+    system.disk.put("/c/step/.metadata", b"")
+    assert LocalStorage("/c", system).remove_checkpoint("step")
     assert LocalStorage("/c", system).names() == []
 
 
 def test_a_removal_does_not_go_on_for_ever() -> None:
     system = WritesMeanwhile()
     system.times = 99
-    system.disk.put("/c/step/a", b"")
+    system.disk.put("/c/step/.metadata", b"")
     with pytest.raises(StorageError, match=r"removing failed.*not empty"):
-        LocalStorage("/c", system).remove_tree("step")
+        LocalStorage("/c", system).remove_checkpoint("step")
 
 
 # On the real file system
@@ -281,13 +280,57 @@ def test_a_relative_location_stays_where_it_was(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path / "c/step") == [".metadata"]
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept/file").write_bytes(b"")
-    (tmp_path / "c/step").mkdir(parents=True)
-    (tmp_path / "c/step/link").symlink_to(tmp_path / "kept")
-    LocalStorage(tmp_path / "c").remove_tree("step")
-    assert os.listdir(tmp_path / "c") == [] and os.listdir(tmp_path / "kept") == ["file"]
+def ours_in(directory: Path) -> list[Path]:
+    """Files as a checkpoint has them."""
+    directory.mkdir(parents=True)
+    paths = [directory / name for name in (".metadata", "part-r0-g0-f0.json", "__r0_g0_f0.distcp", ".metadata.tmp-1")]
+    for path in paths:
+        path.write_bytes(b"x")
+    return paths
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_left_alone_with_all_that_it_leads_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archived = ours_in(tmp_path / "archive")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/step").symlink_to(tmp_path / "archive")
+    storage = LocalStorage(tmp_path / "c")
+    assert not storage.remove_checkpoint("step") and not storage.remove_checkpoint("step")
+    assert all(path.exists() for path in archived) and (tmp_path / "c/step").is_symlink()
+    assert caplog.text.count("c/step is a link or no directory: it is left alone") == 1, "each save tries it again"
+
+
+def test_what_others_put_into_a_checkpoint_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = ours_in(tmp_path / "c/step")
+    theirs = ours_in(tmp_path / "kept")
+    (tmp_path / "c/step/thesis.tex").write_text("years of work")
+    (tmp_path / "c/step/part-r0-g0-f0.json.bak").write_text("a copy")
+    (tmp_path / "c/step/__r0_g1_f0.distcp").symlink_to(theirs[0])
+    (tmp_path / "c/step/__r0_g2_f0.distcp").symlink_to(tmp_path / "kept")
+    (tmp_path / "c/step/part-r1-g0-f0.json").mkdir()
+    assert not LocalStorage(tmp_path / "c").remove_checkpoint("step")
+    assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
+    assert len(os.listdir(tmp_path / "c/step")) == 5
+    assert (
+        "this library did not write '__r0_g1_f0.distcp', '__r0_g2_f0.distcp', 'part-r0-g0-f0.json.bak'" in caplog.text
+    )
+
+
+def test_a_link_that_comes_while_a_checkpoint_is_removed_is_not_followed(tmp_path: Path) -> None:
+    archived = ours_in(tmp_path / "archive")
+    ours_in(tmp_path / "c/step")
+
+    class Swapping(OsSystem):
+        def listdir(self, directory: str | int) -> list[str]:
+            (tmp_path / "c/step").rename(tmp_path / "c/moved")
+            (tmp_path / "c/step").symlink_to(tmp_path / "archive")
+            return super().listdir(directory)
+
+    with pytest.raises(StorageError, match="Not a directory"):
+        LocalStorage(tmp_path / "c", Swapping()).remove_checkpoint("step")
+    assert all(path.exists() for path in archived)
+    assert os.listdir(tmp_path / "c/moved") == [], "what was opened is what was emptied"
 
 
 def test_a_file_where_a_directory_should_be_is_an_error(tmp_path: Path) -> None:

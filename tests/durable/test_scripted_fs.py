@@ -64,12 +64,12 @@ def random_sequence(dice: random.Random, system: System, root: str) -> list[obje
             handle = handles[which % len(handles)]
             seen += [outcome(system.write, handle, memoryview(data)), outcome(system.length, handle)]
             seen.append(outcome(system.fsync, handle))
-        elif kind == "read" and outcome(system.is_directory, path) is not True:
+        elif kind == "read" and outcome(system.is_file, path) is not False:
             seen.append(outcome(content, system, path))
         elif kind == "close" and handles:
             handle = handles.pop(which % len(handles))
             seen.append(outcome(system.close, handle))
-        elif kind == "rename" and outcome(system.is_directory, path) is False:
+        elif kind == "rename" and outcome(system.is_file, path) is True:
             seen.append(outcome(system.rename, path, beside))
         elif kind == "mkdir":
             seen.append(outcome(system.mkdir, path))
@@ -77,7 +77,7 @@ def random_sequence(dice: random.Random, system: System, root: str) -> list[obje
             found = outcome(system.listdir, path)
             seen.append(sorted(found) if isinstance(found, list) else found)
         elif kind == "kind":
-            seen.append(outcome(system.is_directory, path))
+            seen.append(outcome(system.is_file, path))
         elif kind == "size":
             seen.append(outcome(system.file_size, path))
         elif kind == "unlink":

@@ -221,7 +221,7 @@ class ScriptedSystem(System):
         self.log: list[Operation] = []
         self.is_dead = False
         self._dice = random.Random(seed)
-        self._open: dict[int, tuple[str, File]] = {}
+        self._open: dict[int, tuple[str, File | Directory]] = {}
         self._next_handle = 3
 
     @property
@@ -288,7 +288,7 @@ class ScriptedSystem(System):
                 file.durable = bytes(file.content)
 
     def close(self, handle: int) -> None:
-        path, _ = self._opened(handle)
+        path = self._at("", handle)
         with self._operation("close", path):
             self._open.pop(handle)
 
@@ -316,22 +316,29 @@ class ScriptedSystem(System):
                 raise _error(errno.EEXIST, path)
             directory.change({name: Directory()})
 
-    def listdir(self, path: str) -> list[str]:
+    def open_directory(self, path: str) -> int:
+        with self._operation("open_directory", path):
+            return self._handle(path, self.disk.directory(path))
+
+    def listdir(self, directory: str | int) -> list[str]:
+        path = self._at("", directory) if isinstance(directory, int) else directory
         with self._operation("listdir", path):
             names = list(self.disk.directory(path).entries)
             random.Random(len(names)).shuffle(names)
             return names
 
-    def is_directory(self, path: str) -> bool:
-        with self._operation("is_directory", path):
-            return isinstance(self.disk.find(path), Directory)
+    def is_file(self, path: str, directory: int | None = None) -> bool:
+        path = self._at(path, directory)
+        with self._operation("is_file", path):
+            return isinstance(self.disk.find(path), File)
 
     def file_size(self, path: str) -> int | None:
         with self._operation("file_size", path):
             found = self.disk.find(path)
             return len(found.content) if isinstance(found, File) else None
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, directory: int | None = None) -> None:
+        path = self._at(path, directory)
         with self._operation("unlink", path):
             directory, name = self._parent(path)
             self.disk.file(path)
@@ -392,7 +399,18 @@ class ScriptedSystem(System):
         above, name = os.path.split(path.rstrip("/"))
         return self.disk.directory(above), name
 
-    def _handle(self, path: str, file: File) -> int:
+    def _at(self, path: str, directory: int | None) -> str:
+        """Return where a path leads that may begin at an open directory. Nothing is ever renamed above it here."""
+        if directory is None:
+            return path
+        with self.disk.lock:
+            self._check_alive()
+            if directory not in self._open:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            base = self._open[directory][0]
+        return f"{base}/{path}" if path else base
+
+    def _handle(self, path: str, file: File | Directory) -> int:
         self._next_handle += 1
         self._open[self._next_handle] = (path, file)
         return self._next_handle
@@ -400,9 +418,10 @@ class ScriptedSystem(System):
     def _opened(self, handle: int) -> tuple[str, File]:
         with self.disk.lock:
             self._check_alive()
-            if handle not in self._open:
+            path, file = self._open.get(handle, ("", None))
+            if not isinstance(file, File):
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            return self._open[handle]
+            return path, file
 
     def _forget(self, path: str) -> None:
         for handle in [handle for handle, (opened, _) in self._open.items() if opened == path][:1]:

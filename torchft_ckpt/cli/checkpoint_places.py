@@ -238,9 +238,16 @@ def _cells(row: Described) -> tuple[str, ...]:
         "-" if row.bytes is None else format_bytes(row.bytes),
         format_bytes(row.bytes_on_disk),
         _parts(row),
-        "-" if row.written_at_s is None else f"{datetime.fromtimestamp(row.written_at_s):%Y-%m-%d %H:%M:%S}",
+        "-" if row.written_at_s is None else _when(row.written_at_s),
         one_line(row.name),
     )
+
+
+def _when(unix_time_s: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(unix_time_s):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):
+        return "?"  # a clock of its writer's that was wrong, or a number that is no time: nothing depends on it
 
 
 def _parts(row: Described) -> str:

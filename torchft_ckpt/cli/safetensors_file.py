@@ -16,11 +16,14 @@ import functools
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +106,9 @@ def flatten(state: object) -> Content:
 class SafetensorsFile:
     """The file to be, under a temporary name beside its place until it is whole. A context manager.
 
-    Made first and written last, so that a place that cannot be written to is known before the state is fetched.
+    Made first and written last, so that a place that cannot be written to is known before the state is fetched. Within it
+    SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and unless
+    somebody handles it already.
 
     Args:
         path: its place.
@@ -121,9 +126,11 @@ class SafetensorsFile:
             raise ConfigError(f"{path} is a directory; name a file in it", party=str(path))
         if not force and os.path.lexists(path):
             raise self._is_taken()
+        self._handles_sigterm = _handle_sigterm()
         try:
             descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
+            self._leave_sigterm()
             raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
         self._mode = os.fstat(descriptor).st_mode
         os.close(descriptor)
@@ -205,6 +212,11 @@ class SafetensorsFile:
     ) -> None:
         with contextlib.suppress(FileNotFoundError):  # it is in its place
             self._temporary.unlink()
+        self._leave_sigterm()
+
+    def _leave_sigterm(self) -> None:
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _put_in_place(self) -> None:
         if self._force:
@@ -232,6 +244,20 @@ class SafetensorsFile:
 
     def _is_taken(self) -> ConfigError:
         return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
+
+
+def _handle_sigterm() -> bool:
+    """Have SIGTERM raise `SystemExit`, where nobody else handles it; return whether that is so now."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    return True
 
 
 def unused_name(path: str, taken: dict[str, int]) -> str:

@@ -1,17 +1,31 @@
-"""This file decides what of a tensor is still missing, given the boxes that are there. Pure arithmetic of boxes."""
+"""This file decides what of a tensor, or of ranks, is still missing, given what is there. Pure arithmetic.
+
+What is there may be anybody's word. So work and memory grow with the length of what is there, never with a number in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from torchft_ckpt.core.boxes import MAX_CELLS, Box, intersect, whole
+
+_FREE_COMPARISONS = 1 << 18
+_COMPARISONS_PER_BOX = 64
+"""Of shards of a mesh a handful is enough. Boxes can be chosen so that each is compared with half of the others."""
+
+
+def missing_numbers(there: Iterable[int], count: int) -> list[range]:
+    """Return which numbers from 0 up to `count` are not there, as runs, in order."""
+    edges = [-1, *sorted({number for number in there if 0 <= number < count}), count]
+    return [range(low + 1, high) for low, high in pairwise(edges) if low + 1 < high]
 
 
 def missing_boxes(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
     """Return what no box covers, as boxes that are apart from each other; nothing where all is covered. Boxes may overlap.
 
     Raises:
-        ValueError: it would be more than `MAX_CELLS` boxes.
+        ValueError: as `subtract`.
     """
     return subtract([whole(shape)], boxes)
 
@@ -20,16 +34,27 @@ def subtract(wanted: Sequence[Box], boxes: Iterable[Box]) -> list[Box]:
     """Return what of boxes that are apart from each other no other box covers, as boxes that are.
 
     Raises:
-        ValueError: it would be more than `MAX_CELLS` boxes.
+        ValueError: it would be more than `MAX_CELLS` boxes, or take more comparisons than shards of a mesh do.
     """
     left = [box for box in wanted if box.volume]
-    for box in sorted(set(boxes)):
+    passed: list[Box] = []
+    """Those that end before the box that it is the turn of begins: no later one reaches them."""
+    ordered = sorted(boxes)
+    budget = _FREE_COMPARISONS + _COMPARISONS_PER_BOX * len(ordered)
+    for box in ordered:
+        if box.offsets:
+            low = box.offsets[0]
+            passed += [one for one in left if one.offsets[0] + one.sizes[0] <= low]
+            left = [one for one in left if one.offsets[0] + one.sizes[0] > low]
         if not left:
-            return []
+            break
+        budget -= len(left)
+        if budget < 0:
+            raise ValueError(f"{len(ordered)} boxes lie so that too many of them have to be compared with each other")
         left = [rest for one in left for rest in _cut_out(one, box)]
-        if len(left) > MAX_CELLS:
+        if len(passed) + len(left) > MAX_CELLS:
             raise ValueError(f"what the boxes leave is more than {MAX_CELLS} boxes")
-    return left
+    return passed + left
 
 
 def _cut_out(box: Box, hole: Box) -> list[Box]:

@@ -22,6 +22,10 @@ TEMPORARY = ".tmp-"
 _ID = r"[0-9A-Za-z_-]{1,64}"
 _DIRECTORY = re.compile(rf"\Astep-([0-9]{{12,18}})\.({_ID})\Z")
 _PART = re.compile(r"\Apart-r([0-9]{1,7})-g([0-9]{1,7})-f([0-9]{1,4})\.json\Z")
+_WRITTEN = re.compile(
+    r"\A(?:\.metadata|part-r[0-9]{1,7}-g[0-9]{1,7}-f[0-9]{1,4}\.json|__r[0-9]{1,7}_g[0-9]{1,7}_f[0-9]{1,4}\.distcp)"
+    r"(?:\.tmp-[0-9]{1,12})?\Z"
+)
 
 
 class CheckpointName(NamedTuple):
@@ -82,3 +86,8 @@ def parse_part(name: str) -> PartName | None:
     """Return what the name of a file says; None where it is no manifest's."""
     match = _PART.match(name)
     return None if match is None else PartName(int(match[1]), int(match[2]), int(match[3]))
+
+
+def may_be_removed(name: str) -> bool:
+    """Whether this library writes files of this name into a checkpoint's directory. Nothing else there is ever removed."""
+    return _WRITTEN.match(name) is not None

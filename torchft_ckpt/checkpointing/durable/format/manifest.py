@@ -13,7 +13,8 @@ A file of two parts:
 What MUST hold in a body:
 
 - `checkpoint`, `replica`, `rank` and `fill` are those of the file's place (`names`), `step` that of the checkpoint's name.
-- `replica` < `num_replicas`, `rank` < `num_ranks`.
+- `replica` < `num_replicas`, `rank` < `num_ranks`, and these are at most 2**20.
+- A tensor has at most 2**62 bytes; so it has where a dimension of 0 elements had 1.
 - No fqn is there twice in `tensors`, nor in `holds_values`, nor in `values`. A box lies within its tensor's shape.
 - A piece's box lies within the shape of `tensors[tensor]` and has elements. Its record, its data and its table of digests lie
   within `files[file]`, and do not overlap each other's data or tables.
@@ -59,7 +60,12 @@ MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
 MAX_INLINE_BYTES = 64 * 1024 * 1024
 """Tensors and arrays inside of plain values, together: they are part of the manifest."""
 
+MAX_MEMBERS = 2**20
+"""Replicas, and ranks of each."""
+_MAX_TENSOR_BYTES = 2**62
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_NumMembers = Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
 _Dims = Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
@@ -153,9 +159,9 @@ class PartManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: Count
     """In its group."""
     fill: Count
-    num_replicas: Count
+    num_replicas: _NumMembers
     """Of the groups that save."""
-    num_ranks: Count
+    num_ranks: _NumMembers
     """Of each group."""
     replica_id: str
     """Name of the group, without its incarnation: by it a rank finds what is its own."""
@@ -245,7 +251,9 @@ def _check(manifest: PartManifest, checkpoint: CheckpointName, part: PartName, w
         if len(set(names)) != len(names):
             raise _damaged(where, f"names something twice in {what}")
     itemsizes = [parse_dtype(entry.dtype).itemsize for entry in manifest.tensors]
-    for tensor in manifest.tensors:
+    for tensor, itemsize in zip(manifest.tensors, itemsizes, strict=True):
+        if is_too_large(tensor.shape, itemsize):
+            raise _damaged(where, f"has a tensor {tensor.fqn[:120]!r} of more than 2**62 bytes")
         for held in tensor.boxes:
             _check_box(held.offsets, held.sizes, tensor, where)
     spans: list[tuple[int, int, int]] = []
@@ -273,6 +281,11 @@ def _check(manifest: PartManifest, checkpoint: CheckpointName, part: PartName, w
             raise _damaged(where, f"has a value {value.fqn[:120]!r} that is not within its file")
     check_tree(manifest.tree, [parse_dtype(entry.dtype) for entry in manifest.tensors])
     _check_plain(manifest.own)
+
+
+def is_too_large(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether no machine has a tensor of this shape: torch refuses to make it, and its length is no length of a file."""
+    return math.prod(max(size, 1) for size in shape) * itemsize > _MAX_TENSOR_BYTES
 
 
 def _check_box(offsets: Sequence[int], sizes: Sequence[int], tensor: TensorEntry, where: str) -> None:
@@ -357,6 +370,8 @@ def _outline(tensor: InlineTensor) -> torch.Tensor:
 def _check_plain(value: PlainValue) -> None:
     try:
         for tensor in value.tensors:
+            if is_too_large(tensor.shape, parse_dtype(tensor.dtype).itemsize):
+                raise StateFormatError("a tensor inside of a value has more than 2**62 bytes", "value")
             num_bytes = len(base64.b64decode(tensor.data, validate=True))
             if num_bytes != math.prod(tensor.shape) * parse_dtype(tensor.dtype).itemsize:
                 raise StateFormatError("a tensor inside of a value has another number of bytes than its shape", "value")

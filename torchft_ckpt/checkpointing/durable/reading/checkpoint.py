@@ -13,7 +13,7 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.boxes import Box, intersect, whole
-from torchft_ckpt.core.coverage import missing_boxes, subtract
+from torchft_ckpt.core.coverage import missing_boxes, missing_numbers, subtract
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 from torchft_ckpt.threads import in_threads
 
@@ -97,7 +97,7 @@ class SavedValue(NamedTuple):
 class Holes(NamedTuple):
     """What a checkpoint lacks to be whole."""
 
-    ranks: list[int]
+    ranks: list[range]
     """Of no replica is there a manifest of these ranks: what they hold is not known."""
     boxes: dict[str, list[Box]]
     """By fqn, what no piece covers."""
@@ -140,7 +140,7 @@ class Checkpoint:
     def holes(self) -> Holes:
         """Return what it lacks to be whole. That its files are there and as long as they should be was seen when it was read."""
         num_ranks = self.parts[0].manifest.num_ranks if self.parts else 1
-        ranks = {part.manifest.rank for part in self.parts}
+        ranks = missing_numbers((part.manifest.rank for part in self.parts), num_ranks)
         boxes: dict[str, list[Box]] = {}
         conflicts = [*self._conflicts]
         for tensor in self.tensors.values():
@@ -152,7 +152,7 @@ class Checkpoint:
             if missing:
                 boxes[tensor.fqn] = missing
         values = [fqn for fqn in self._expected_values if fqn not in self.values]
-        return Holes([rank for rank in range(num_ranks) if rank not in ranks], boxes, values, conflicts)
+        return Holes(ranks, boxes, values, conflicts)
 
     def own_part(self, replica_id: str, rank: int) -> Part | None:
         """Return the share that a rank of a named replica group wrote; None where there is none, or several have no name."""
@@ -192,8 +192,9 @@ class Checkpoint:
 
     def _compare(self) -> None:
         for tensor in self.tensors.values():
-            digests: dict[Box, str] = {}
-            if any(digests.setdefault(piece.box, piece.entry.digest) != piece.entry.digest for piece in tensor.pieces):
+            # Sorted, not looked up: numbers can be chosen so that boxes have one hash.
+            digests = sorted((piece.box, piece.entry.digest) for piece in tensor.pieces)
+            if any(one[0] == other[0] and one[1] != other[1] for one, other in pairwise(digests)):
                 self.divergent.append(tensor.fqn)
 
     def _conflict(self, what: str) -> None:
@@ -300,7 +301,8 @@ def why_not_whole(checkpoint: Checkpoint) -> str | None:
     if not checkpoint.parts:
         reasons.append("no manifest is there")
     elif holes.ranks:
-        reasons.append(f"no manifest of rank {some_of(map(str, holes.ranks), ', ')} of any replica")
+        runs = (f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in holes.ranks)
+        reasons.append(f"no manifest of rank {some_of(runs, ', ')} of any replica")
     reasons += holes.conflicts[:3]
     if holes.boxes:
         reasons.append(f"missing are {some_of(f'{fqn[:120]} {boxes[0]}' for fqn, boxes in holes.boxes.items())}")

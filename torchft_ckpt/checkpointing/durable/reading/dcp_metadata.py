@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchft_ckpt.checkpointing.durable.format.archive import record_problems
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import InertPickleError, Made, Mapping, Name, read_pickle
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
+from torchft_ckpt.checkpointing.durable.storage.contract import is_path_within
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import MAX_DIMS
@@ -263,7 +264,7 @@ class _Maker:
     def _info(self, value: object) -> _StorageInfo:
         state = self._state(value, "_StorageInfo")
         path = self._text(state.get("relative_path"))
-        if "\\" in path or any(name in ("", ".", "..") for name in path.split("/")):
+        if not is_path_within(path):
             raise InertPickleError(f"{path[:120]!r} is no path within the directory")
         info = _StorageInfo(path, _count(state.get("offset")), _count(state.get("length")))
         if state.get("transform_descriptors") is not None:

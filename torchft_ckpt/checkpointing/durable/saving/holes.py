@@ -64,7 +64,7 @@ def share_of_holes(
             ],
             [values[fqn] for fqn in lost_values if writer_of.get(fqn) == me],
         )
-    if not share.boxes and not share.values and member.rank not in checkpoint.holes().ranks:
+    if not share.boxes and not share.values and not any(member.rank in run for run in checkpoint.holes().ranks):
         return None
     return share
 

@@ -73,13 +73,15 @@ class Leftovers:
             try:
                 if self._is_needed(name):
                     continue
-                self._storage.remove_tree(str(name))
+                is_gone = self._storage.remove_checkpoint(str(name))
             except StorageError as error:  # another one may go, and make room
                 logger.warning("checkpoint %s, which its writers left, could not be removed: %s", name, error)
             else:
-                logger.warning(
-                    "checkpoint %s was removed: its writers left it before it was whole, and there was no room", name
-                )
+                if is_gone:
+                    logger.warning(
+                        "checkpoint %s was removed: its writers left it before it was whole, and there was no room",
+                        name,
+                    )
 
     def _is_needed(self, name: CheckpointName) -> bool:
         """Whether somebody may have to look at it; or it is whole, and nobody has said so yet."""

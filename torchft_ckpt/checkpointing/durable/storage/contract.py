@@ -6,15 +6,18 @@ clocks, owners or order. Paths are relative to the place, with `/` between names
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, parse_part
 from torchft_ckpt.errors import StorageError
+
+logger = logging.getLogger(__name__)
 
 
 class OutputFile(ABC):
@@ -90,6 +93,8 @@ class Storage(ABC):
     """
 
     location: str
+    _told: frozenset[str] | set[str] = frozenset()
+    """Checkpoints of which somebody was told that something stays."""
 
     @abstractmethod
     def names(self, directory: str = "") -> list[str]:
@@ -129,12 +134,35 @@ class Storage(ABC):
         """Begin a file in a directory that is there. What is under its name now stays until it is committed."""
 
     @abstractmethod
-    def remove_tree(self, directory: str) -> None:
-        """Remove a checkpoint's directory and all that is in it; it need not be there.
+    def remove_checkpoint(self, directory: str) -> bool:
+        """Remove what this library wrote of a checkpoint, and its directory if nothing else is in it; it need not be there.
 
-        `.metadata` goes first, then manifests, then the rest: wherever this stops, what is left is no whole checkpoint, and it
-        may be called again.
+        Files that have another name than this library writes, links and directories stay, and so does a checkpoint's directory
+        that is itself a link, with all that it leads to. `.metadata` goes first, then manifests, then the rest: wherever this
+        stops, what is left is no whole checkpoint, and it may be called again.
+
+        Returns:
+            Whether nothing of it is left. What stays is logged as a warning, once for each storage and checkpoint.
         """
+
+    def _note_kept(self, directory: str, names: Collection[str] | None) -> None:
+        """Log what stays of a checkpoint: entries of its directory; None where the directory is no directory of its own."""
+        if directory in self._told:
+            return
+        self._told = {*self._told, directory}
+        if names is None:
+            logger.warning(
+                "%s/%s is a link or no directory: it is left alone, with all that it leads to", self.location, directory
+            )
+        else:
+            shown = ", ".join(repr(name[:120]) for name in sorted(names)[:5])
+            logger.warning(
+                "%s/%s stays, without what was saved there: this library did not write %s%s, which is left alone",
+                self.location,
+                directory,
+                shown,
+                f" and {len(names) - 5} more" if len(names) > 5 else "",
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
@@ -147,11 +175,20 @@ def path_below(location: str, path: str) -> str:
     """Return a relative path as it was given; "" is the place itself.
 
     Raises:
-        StorageError: it would lead out of the place.
+        StorageError: it would lead out of the place, or no file can have it.
     """
-    if path and not all(name not in ("", ".", "..") and "\\" not in name for name in path.split("/")):
-        raise StorageError(f"{location}: {path!r} is no path within it", location)
+    if path and not is_path_within(path):
+        raise StorageError(f"{location}: {path[:300]!r} is no path within it", location)
     return path
+
+
+def is_path_within(path: str) -> bool:
+    """Whether a relative path leads to below where it begins, on every system, and files can have it."""
+    try:
+        path.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in path and all(name not in ("", ".", "..") and "\\" not in name for name in path.split("/"))
 
 
 def temporary_path(path: str) -> str:
@@ -159,9 +196,9 @@ def temporary_path(path: str) -> str:
     return f"{path}{TEMPORARY}{secrets.randbelow(10**12):012d}"
 
 
-def removal_order(name: str) -> tuple[int, str]:
-    """Sort key of the entries of a checkpoint: what makes it one goes first."""
-    return (0 if name == METADATA else 1 if parse_part(name) is not None else 2), name
+def removal_order(name: str) -> int:
+    """Sort key of the files of a checkpoint: what makes it one goes first."""
+    return 0 if name == METADATA else 1 if parse_part(name) is not None else 2
 
 
 def as_byte_view(data: bytes | bytearray | memoryview) -> memoryview:

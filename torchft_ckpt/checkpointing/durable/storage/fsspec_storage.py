@@ -10,6 +10,7 @@ Listings are never taken from fsspec's cache.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import logging
@@ -17,6 +18,7 @@ import os
 import posixpath
 from typing import Any
 
+from torchft_ckpt.checkpointing.durable.names import may_be_removed
 from torchft_ckpt.checkpointing.durable.storage.contract import (
     OutputFile,
     Storage,
@@ -28,7 +30,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import (
     temporary_path,
     without_credentials,
 )
-from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage, OsSystem
 from torchft_ckpt.errors import ConfigError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class FsspecStorage(Storage):
         self._root: str = self._fs._strip_protocol(root).rstrip("/")
         if any(sign in self._root for sign in "*?["):
             raise ConfigError(f"location={self.location!r}: fsspec would take *, ? or [ for a pattern", "location")
+        self._of_this_machine = LocalStorage(self._root) if _is_local(self._fs) else None
 
     def names(self, directory: str = "") -> list[str]:
         full = self._full(directory)
@@ -123,19 +126,44 @@ class FsspecStorage(Storage):
         with _errors(self.location, path, "creating"):
             return _FsspecOutputFile(self.location, path, self._full(path), self._fs)
 
-    def remove_tree(self, directory: str) -> None:
+    def remove_checkpoint(self, directory: str) -> bool:
+        """See `Storage.remove_checkpoint`. A link that is put there meanwhile is not followed on `file://`; elsewhere it may."""
         if not directory:
             raise StorageError(f"{self.location}: only what is in it can be removed", self.location)
         full = self._full(directory)
+        if self._of_this_machine is not None:
+            return self._of_this_machine.remove_checkpoint(directory)
         with _errors(self.location, directory, "removing"):
-            for name in sorted(self.names(directory), key=removal_order):
-                if removal_order(name)[0] < 2:
-                    self._remove_file(f"{full}/{name}")
-            self._fs.invalidate_cache(full)
-            try:
-                self._fs.rm(full, recursive=True)
-            except FileNotFoundError:
-                return
+            above, _, name = directory.rpartition("/")
+            kind = self._kinds(above).get(name)
+            if kind is None:
+                return True
+            if kind != "directory":
+                self._note_kept(directory, None)
+                return False
+            kinds = self._kinds(directory)
+            ours = [name for name, kind in kinds.items() if kind == "file" and may_be_removed(name)]
+            for name in sorted(ours, key=lambda name: (removal_order(name), name)):
+                self._remove_file(f"{full}/{name}")
+            kept = self.names(directory)
+            if kept:
+                self._note_kept(directory, kept)
+                return False
+            with contextlib.suppress(FileNotFoundError):  # some have no directories
+                self._fs.rmdir(full)
+            self._fs.invalidate_cache(self._fs._parent(full))
+            return True
+
+    def _kinds(self, directory: str) -> dict[str, str]:
+        """Return the entries of a directory, and of each whether it is a `file`, a `directory` or, somewhere, a `link`."""
+        full = self._full(directory)
+        self._fs.invalidate_cache(full)
+        try:
+            entries = self._fs.ls(full, detail=True)
+        except _GONE:
+            return {}
+        names = {str(entry["name"]).strip("/"): str(entry["type"]) for entry in entries}
+        return {posixpath.basename(name): kind for name, kind in names.items() if name != full.strip("/")}
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path_below(self.location, path)}" if path else self._root

@@ -15,6 +15,7 @@ import stat
 from abc import ABC, abstractmethod
 from typing import cast
 
+from torchft_ckpt.checkpointing.durable.names import may_be_removed
 from torchft_ckpt.checkpointing.durable.storage.contract import (
     OutputFile,
     Storage,
@@ -33,6 +34,8 @@ _WRITEBACK_BYTES = 8 * 1024 * 1024
 _MAX_TRANSFER_BYTES = 1 << 30  # some systems refuse more in one call
 _NO_FSYNC_OF_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP}
 _GONE = (FileNotFoundError, NotADirectoryError)
+_NO_DIRECTORY = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
+"""What systems say where a directory was to be opened and there is a link, or a file."""
 _REMOVE_ATTEMPTS = 3
 
 
@@ -83,20 +86,27 @@ class System(ABC):
         """Make a directory; FileExistsError where there is something."""
 
     @abstractmethod
-    def listdir(self, path: str) -> list[str]:
-        """Return the names in a directory, in any order."""
+    def open_directory(self, path: str) -> int:
+        """Open a directory and return its handle; NotADirectoryError of anything else, a link to a directory included."""
 
     @abstractmethod
-    def is_directory(self, path: str) -> bool:
-        """Whether this is a directory (a link to one is none); FileNotFoundError where there is nothing."""
+    def listdir(self, directory: str | int) -> list[str]:
+        """Return the names in a directory, in any order. It is given by its path or its handle."""
+
+    @abstractmethod
+    def is_file(self, path: str, directory: int | None = None) -> bool:
+        """Whether this is a file (a link to one is none); FileNotFoundError where there is nothing.
+
+        `directory`, the handle of an open one, is what a relative path begins at; so for `unlink`.
+        """
 
     @abstractmethod
     def file_size(self, path: str) -> int | None:
         """Return the length of a file, None of anything else; FileNotFoundError where there is nothing."""
 
     @abstractmethod
-    def unlink(self, path: str) -> None:
-        """Remove a file."""
+    def unlink(self, path: str, directory: int | None = None) -> None:
+        """Remove a file, or a link and not what it leads to."""
 
     @abstractmethod
     def rmdir(self, path: str) -> None:
@@ -150,18 +160,21 @@ class OsSystem(System):
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
 
-    def listdir(self, path: str) -> list[str]:
-        return os.listdir(path)
+    def open_directory(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def is_directory(self, path: str) -> bool:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
+    def listdir(self, directory: str | int) -> list[str]:
+        return os.listdir(directory)
+
+    def is_file(self, path: str, directory: int | None = None) -> bool:
+        return stat.S_ISREG(os.stat(path, dir_fd=directory, follow_symlinks=False).st_mode)
 
     def file_size(self, path: str) -> int | None:
         found = os.stat(path)
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
+    def unlink(self, path: str, directory: int | None = None) -> None:
+        os.unlink(path, dir_fd=directory)
 
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
@@ -229,11 +242,28 @@ class LocalStorage(Storage):
         with storage_errors(self.location, path, "creating"):
             return _LocalOutputFile(self.location, path, self._full(path), self._system)
 
-    def remove_tree(self, directory: str) -> None:
+    def remove_checkpoint(self, directory: str) -> bool:
         if not directory:
             raise StorageError(f"{self.location}: only what is in it can be removed", self.location)
         with storage_errors(self.location, directory, "removing"):
-            self._remove(self._full(directory))
+            path = self._full(directory)
+            try:
+                handle = self._system.open_directory(path)
+            except FileNotFoundError:
+                return True
+            except OSError as error:
+                if error.errno not in _NO_DIRECTORY:
+                    raise
+                self._note_kept(directory, None)
+                return False
+            # Whatever comes to the place of the directory meanwhile, a link for one, nothing is removed but what is in this one.
+            try:
+                kept = self._remove_files(path, handle)
+            finally:
+                self._system.close(handle)
+            if kept:
+                self._note_kept(directory, kept)
+            return not kept
 
     def _full(self, path: str) -> str:
         return os.path.join(self.location, path_below(self.location, path)) if path else self.location
@@ -273,37 +303,41 @@ class LocalStorage(Storage):
             return False
         return True
 
-    def _remove(self, path: str) -> None:
+    def _remove_files(self, path: str, handle: int) -> set[str]:
+        """Remove files of ours from an open directory, then the directory; return what keeps it."""
         for attempt in range(_REMOVE_ATTEMPTS):
-            try:
-                names = sorted(self._system.listdir(path), key=removal_order)
-            except FileNotFoundError:
-                return
-            ordered = [(removal_order(name)[0], os.path.join(path, name)) for name in names]
-            for order in sorted({order for order, _ in ordered}):
-                for entry in (entry for at, entry in ordered if at == order):
-                    self._remove_entry(entry)
+            kept: set[str] = set()
+            by_order: dict[int, list[str]] = {}
+            for name in sorted(self._system.listdir(handle)):
+                if may_be_removed(name):
+                    by_order.setdefault(removal_order(name), []).append(name)
+                else:
+                    kept.add(name)
+            for _, names in sorted(by_order.items()):
+                kept.update(name for name in names if not self._remove_file(name, handle))
                 self._system.fsync_directory(path)
+            if kept:
+                return kept
             try:
                 self._system.rmdir(path)
             except FileNotFoundError:
-                return
+                return set()
             except OSError as error:
                 # Somebody wrote to it meanwhile: the temporary file of a `.metadata`, for one.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _REMOVE_ATTEMPTS - 1:
                     raise
             else:
                 self._system.fsync_directory(os.path.dirname(path))
-                return
+                return set()
+        return set()
 
-    def _remove_entry(self, entry: str) -> None:
-        try:
-            if self._system.is_directory(entry):
-                self._remove(entry)
-            else:
-                self._system.unlink(entry)
-        except FileNotFoundError:
-            return  # another one removes it too
+    def _remove_file(self, name: str, handle: int) -> bool:
+        """Remove a file from an open directory; return False where it is none, and stays."""
+        with contextlib.suppress(FileNotFoundError):  # another one removes it too
+            if not self._system.is_file(name, handle):
+                return False
+            self._system.unlink(name, handle)
+        return True
 
 
 class _LocalOutputFile(OutputFile):
