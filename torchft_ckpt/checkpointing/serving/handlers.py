@@ -29,6 +29,7 @@ from torchft_ckpt.checkpointing.protocol import (
     GROUP_HEADER,
     LATEST,
     MAX_BODY_BYTES,
+    MAX_DIGESTED_BYTES,
     MAX_DIGESTS,
     MAX_WAIT_S,
     NONCE_DIGITS,
@@ -42,6 +43,7 @@ from torchft_ckpt.checkpointing.protocol import (
     Refusal,
     decode_parts_request,
 )
+from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
 from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
@@ -50,6 +52,7 @@ from torchft_ckpt.checkpointing.serving.sending import (
     Turn,
     Turns,
     digest_blocks,
+    digest_burst,
     sample_blocks,
     send_burst,
 )
@@ -65,7 +68,7 @@ from torchft_ckpt.network import bearer_matches, without_mapping
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
-_DIGESTS_AT_ONCE = 64
+_DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
@@ -87,6 +90,7 @@ class CheckpointHandlers:
     Args:
         shelf: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
+        num_threads: of the executor; clients have them by turns.
         token: what clients must present, or None.
         proof_key: by which it proves at other addresses that it is the server of its manifests.
         on_registered: called on the loop when a receiver has started on a snapshot.
@@ -98,13 +102,14 @@ class CheckpointHandlers:
         shelf: Shelf,
         executor: Executor,
         *,
+        num_threads: int,
         token: str | None,
         proof_key: str,
         on_registered: Callable[[Snapshot], None],
         max_bytes_per_s: float | None = None,
     ) -> None:
         self._shelf = shelf
-        self._executor = executor
+        self._threads = FairThreads(executor, num_threads)
         self._token = token or ""
         self._proof_key = proof_key
         self._on_registered = on_registered
@@ -205,10 +210,11 @@ class CheckpointHandlers:
         self._note_contact(request, snapshot)
         if request.headers.get(GROUP_HEADER, "").isdecimal():
             snapshot.expect(min(int(request.headers[GROUP_HEADER][:6]), MAX_GROUP))
-        body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.manifest_bytes)
+        client = _client(request)
+        body = await self._threads.run(client, snapshot.manifest_bytes)
         headers = {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), "ETag": _etag(snapshot)}
         if "deflate" in request.headers.get("Accept-Encoding", ""):
-            body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.deflated_manifest_bytes)
+            body = await self._threads.run(client, snapshot.deflated_manifest_bytes)
             headers["Content-Encoding"] = "deflate"
         receiver = _receiver(request)
         if receiver is not None:
@@ -271,12 +277,12 @@ class CheckpointHandlers:
         if sum(len(run) for run in runs) > MAX_DIGESTS:
             return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
         self._note_contact(request, served)
-        loop = asyncio.get_running_loop()
         digests: dict[str, str] = {}
         blocks = [block for run in runs for block in run]
-        for first in range(0, len(blocks), _DIGESTS_AT_ONCE):
-            batch = blocks[first : first + _DIGESTS_AT_ONCE]
-            found = await loop.run_in_executor(self._executor, of, served, batch)
+        num_at_once = max(_DIGESTED_AT_ONCE_BYTES // served.block_bytes, 1)
+        for first in range(0, len(blocks), num_at_once):
+            batch = blocks[first : first + num_at_once]
+            found = await self._threads.run(_client(request), of, served, batch, is_long=True)
             digests.update((str(block), digest.hex()) for block, digest in found.items())
         return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
 
@@ -291,8 +297,17 @@ class CheckpointHandlers:
         asked = await self._asked_parts(request)
         if isinstance(asked, web.Response):
             return asked
-        digests = await asyncio.get_running_loop().run_in_executor(self._executor, digest_parts, *asked)
-        return _json(msgspec.json.encode([digest.hex() for digest in digests]), {"ETag": _etag(asked[0])})
+        num_bytes = sum(region.num_bytes for region in asked[1])
+        if num_bytes > MAX_DIGESTED_BYTES:
+            message = f"digests of {num_bytes} bytes were asked for; at most {MAX_DIGESTED_BYTES} at once"
+            return self._refuse("bad_range", message, status=416)
+        digests, found, stop = digest_parts(*asked), list[bytes](), threading.Event()
+        try:
+            while not await self._threads.run(_client(request), digest_burst, digests, found, stop, is_long=True):
+                pass
+        finally:
+            stop.set()  # where the client has left, at its next slice
+        return _json(msgspec.json.encode([digest.hex() for digest in found]), {"ETag": _etag(asked[0])})
 
     async def _asked_parts(self, request: web.Request) -> tuple[Snapshot, list[Region], list[int]] | web.Response:
         """Return the snapshot, and where the parts lie that a request asks for, with the seeds of their digests."""
@@ -446,6 +461,7 @@ class CheckpointHandlers:
         response.content_type = "application/octet-stream"
         response.content_length = body.length
         receiver = _receiver(request)
+        client = _client(request)
         task = asyncio.current_task()
         transport = request.transport
         if task is None or transport is None:  # aiohttp runs every handler in a task, on a connection
@@ -460,12 +476,12 @@ class CheckpointHandlers:
         try:
             await response.prepare(request)
             if transport.get_extra_info("sslcontext") is None:
-                await self._write(response, body, turns, taken, _FIRST_BYTES, max_parts=1)
+                await self._write(client, response, body, turns, taken, _FIRST_BYTES, max_parts=1)
                 while transport.get_write_buffer_size():
                     await asyncio.sleep(0.001)
-                await self._send_from_threads(transport, body, turns, taken)
+                await self._send_from_threads(client, transport, body, turns, taken)
             else:
-                await self._write(response, body, turns, taken)
+                await self._write(client, response, body, turns, taken)
             await response.write_eof()
         except OSError as error:
             logger.debug("a receiver of %r closed its connection: %s", served, error)
@@ -484,6 +500,7 @@ class CheckpointHandlers:
 
     async def _write(
         self,
+        client: str,
         response: web.StreamResponse,
         body: Sendable,
         turns: Turns,
@@ -492,7 +509,6 @@ class CheckpointHandlers:
         max_parts: int | None = None,
     ) -> None:
         """Send copies of parts through aiohttp: the head with the first one, and all that has to be encrypted."""
-        loop = asyncio.get_running_loop()
         parts: list[bytes] = []
 
         def copy(views: list[memoryview]) -> int:
@@ -503,26 +519,25 @@ class CheckpointHandlers:
             max_parts = None if max_parts is None else max_parts - 1
             while wait_s := turns.wait_s():
                 await asyncio.sleep(wait_s)
-            await loop.run_in_executor(self._executor, body.advance, copy, min(max_bytes, turns.left))
+            await self._threads.run(client, body.advance, copy, min(max_bytes, turns.left))
             turns.sent(len(parts[-1]))
             await response.write(parts.pop())
             taken()
 
     async def _send_from_threads(
-        self, transport: asyncio.BaseTransport, body: Sendable, turns: Turns, taken: Callable[[], None]
+        self, client: str, transport: asyncio.BaseTransport, body: Sendable, turns: Turns, taken: Callable[[], None]
     ) -> None:
         """Send straight from the lent memory, on a socket object of its own over the same connection.
 
         Nothing else writes meanwhile: what aiohttp had to write is out, and it writes again after the body.
         """
-        loop = asyncio.get_running_loop()
         sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         stop = threading.Event()
         turn: asyncio.Future[Turn] | None = None
         try:
             sock.setblocking(False)
             while not body.done:
-                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop, turns)
+                turn = self._threads.run(client, send_burst, body, sock, stop, turns)
                 ended = await asyncio.shield(turn)
                 if ended is Turn.FULL:
                     await _writable(sock)
@@ -584,6 +599,11 @@ def _etag(served: Served) -> str:
 def _receiver(request: web.Request) -> str | None:
     name = request.headers.get(RECEIVER_HEADER, "")
     return name if _RECEIVER.match(name) else None
+
+
+def _client(request: web.Request) -> str:
+    """Return whose request it is: the address that it comes from."""
+    return without_mapping(request.remote or "")
 
 
 def _wait_s(request: web.Request) -> float:

@@ -85,6 +85,7 @@ class CheckpointServer:
         self._handlers = CheckpointHandlers(
             shelf,
             self._executor,
+            num_threads=_NUM_THREADS,
             token=token,
             proof_key=self.proof_key,
             on_registered=self._touch_buffers,
