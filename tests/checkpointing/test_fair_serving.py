@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
+import logging
+import os
 import sys
 import threading
 import time
@@ -19,7 +22,7 @@ from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding import fetch
-from torchft_ckpt.checkpointing.serving import parts
+from torchft_ckpt.checkpointing.serving import handlers, parts
 
 LONG = timedelta(seconds=30)
 STEP = 3
@@ -141,3 +144,33 @@ def test_others_are_served_while_a_client_has_all_the_digests_computed_that_it_m
         connection.close()
     assert torch.equal(state["w"], STATE["w"])
     assert gate.num_slices == 2
+
+
+def test_a_source_that_may_open_no_more_descriptors_sends_all_the_same(source, monkeypatch, caplog):
+    def fails(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(handlers.os, "dup", fails)
+    receiver = HTTPTransport(
+        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=2)
+    )
+    with caplog.at_level(logging.WARNING):
+        state = receiver.recv_checkpoint(0, source.metadata(), STEP, LONG)
+    receiver.shutdown()
+    assert torch.equal(state["w"], STATE["w"])
+    assert [record.levelname for record in caplog.records if "no descriptor left" in record.message] == ["WARNING"]
+
+
+def test_a_response_that_cannot_go_on_is_cut_whatever_the_system_says(source, monkeypatch):
+    """Not only a receiver that closes its connection ends a response: it must not wait for the rest."""
+
+    def fails(*arguments: Any) -> None:
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    monkeypatch.setattr(handlers, "send_burst", fails)
+    connection = connected(source, timeout_s=5)  # an idle connection is closed after 10 s
+    connection.request("GET", f"/v1/checkpoint/{STEP}/bytes")
+    answer = connection.getresponse()
+    with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+        answer.read()
+    connection.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import math
@@ -72,6 +73,7 @@ _DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 _STATUS = {
     "unauthorized": 401,
     "not_yet": 404,
@@ -117,6 +119,7 @@ class CheckpointHandlers:
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
         self._told_changed: set[str | None] = set()
+        self._lacks_descriptors = False
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
@@ -467,6 +470,7 @@ class CheckpointHandlers:
         if task is None or transport is None:  # aiohttp runs every handler in a task, on a connection
             raise web.HTTPInternalServerError
         self._sending[task] = served
+        sock = None
         turns = Turns(self._pace, body.length)
 
         def taken() -> None:
@@ -474,17 +478,19 @@ class CheckpointHandlers:
                 served.contact(receiver, time.monotonic())
 
         try:
+            sock = None if transport.get_extra_info("sslcontext") is not None else self._duplicate(transport)
             await response.prepare(request)
-            if transport.get_extra_info("sslcontext") is None:
+            if sock is None:
+                await self._write(client, response, body, turns, taken)
+            else:
                 await self._write(client, response, body, turns, taken, _FIRST_BYTES, max_parts=1)
                 while transport.get_write_buffer_size():
                     await asyncio.sleep(0.001)
-                await self._send_from_threads(client, transport, body, turns, taken)
-            else:
-                await self._write(client, response, body, turns, taken)
+                await self._send_from_threads(client, sock, body, turns, taken)
             await response.write_eof()
         except OSError as error:
             logger.debug("a receiver of %r closed its connection: %s", served, error)
+            transport.abort()  # where it has not, it must not wait for the rest
         except CheckpointError as error:
             if isinstance(error, StateChangedError):
                 self._warn_of_change(error)
@@ -494,9 +500,30 @@ class CheckpointHandlers:
             transport.abort()
             raise
         finally:
+            if sock is not None:
+                sock.close()
             turns.end()
             del self._sending[task]
         return response
+
+    def _duplicate(self, transport: asyncio.BaseTransport) -> socket.socket | None:
+        """Return a socket object of its own over the same connection; None where this process may open no more descriptors."""
+        try:
+            sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            if not self._lacks_descriptors:
+                logger.warning(
+                    "this process has no descriptor left to serve states with (%s): what it sends is copied and slower until it "
+                    "has; raise its limit of open files (ulimit -n)",
+                    error,
+                )
+            self._lacks_descriptors = True
+            return None
+        self._lacks_descriptors = False
+        sock.setblocking(False)
+        return sock
 
     async def _write(
         self,
@@ -508,7 +535,7 @@ class CheckpointHandlers:
         max_bytes: int = 256 * 1024,
         max_parts: int | None = None,
     ) -> None:
-        """Send copies of parts through aiohttp: the head with the first one, and all that has to be encrypted."""
+        """Send copies of parts through aiohttp: the head with the first one, and all that cannot be sent from threads."""
         parts: list[bytes] = []
 
         def copy(views: list[memoryview]) -> int:
@@ -525,17 +552,15 @@ class CheckpointHandlers:
             taken()
 
     async def _send_from_threads(
-        self, client: str, transport: asyncio.BaseTransport, body: Sendable, turns: Turns, taken: Callable[[], None]
+        self, client: str, sock: socket.socket, body: Sendable, turns: Turns, taken: Callable[[], None]
     ) -> None:
-        """Send straight from the lent memory, on a socket object of its own over the same connection.
+        """Send straight from the lent memory, on a socket object of its own over the connection.
 
         Nothing else writes meanwhile: what aiohttp had to write is out, and it writes again after the body.
         """
-        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         stop = threading.Event()
         turn: asyncio.Future[Turn] | None = None
         try:
-            sock.setblocking(False)
             while not body.done:
                 turn = self._threads.run(client, send_burst, body, sock, stop, turns)
                 ended = await asyncio.shield(turn)
@@ -554,7 +579,6 @@ class CheckpointHandlers:
                 await asyncio.wait({turn})  # a burst does not wait for the network, so this is short
             if turn is not None and not turn.cancelled():
                 turn.exception()  # it was raised above, or the response is being given up
-            sock.close()
 
 
 _REVOKED = (
