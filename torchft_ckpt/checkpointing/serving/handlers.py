@@ -32,6 +32,7 @@ from torchft_ckpt.checkpointing.protocol import (
     MAX_BODY_BYTES,
     MAX_DIGESTED_BYTES,
     MAX_DIGESTS,
+    MAX_PEERS,
     MAX_WAIT_S,
     NONCE_DIGITS,
     PREFIX,
@@ -69,6 +70,7 @@ from torchft_ckpt.network import bearer_matches, without_mapping
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
+_MAX_TOLD_RUNS = 4096
 _DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
@@ -207,7 +209,7 @@ class CheckpointHandlers:
 
     async def _begin(self, request: web.Request, step: int) -> web.StreamResponse:
         """Answer with the manifest, once the receiver has been registered."""
-        snapshot = await self._wait_for(step, _receiver(request), _wait_s(request))
+        snapshot = await self._wait_for(request, step)
         if isinstance(snapshot, web.Response):
             return snapshot
         self._note_contact(request, snapshot)
@@ -351,10 +353,11 @@ class CheckpointHandlers:
 
     # Choosing
 
-    async def _wait_for(self, step: int, receiver: str | None, wait_s: float) -> Snapshot | web.Response:
+    async def _wait_for(self, request: web.Request, step: int) -> Snapshot | web.Response:
         """Return a snapshot on which the receiver has been registered, or the refusal once the wait is over."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
+        receiver = _receiver(request)
+        deadline = loop.time() + _wait_s(request)
         while True:
             answer, snapshot = self._shelf.find(step)
             if snapshot is not None:
@@ -362,7 +365,7 @@ class CheckpointHandlers:
             if snapshot is not None and receiver is None:
                 return snapshot
             if snapshot is not None and receiver is not None:
-                if self._shelf.register(snapshot, receiver, loop.time()):
+                if self._shelf.register(snapshot, receiver, loop.time(), _client(request)):
                     self._on_registered(snapshot)
                     return snapshot
                 if snapshot.is_revoked(receiver):
@@ -612,8 +615,10 @@ def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
+@functools.lru_cache(maxsize=4 * MAX_PEERS)
 def _runs_text(mask: int) -> str:
-    return format_ranges(blocks_of(mask))
+    """Return the blocks of a set, as far as they are told: a receiver that learns of fewer only asks elsewhere for the others."""
+    return format_ranges(blocks_of(mask, _MAX_TOLD_RUNS))
 
 
 def _etag(served: Served) -> str:

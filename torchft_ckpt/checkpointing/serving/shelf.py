@@ -168,9 +168,9 @@ class Shelf:
             self._drop_closed()
             return self._leases[0].snapshot.step if self._leases else None
 
-    def register(self, snapshot: Snapshot, receiver: str, now: float) -> bool:
-        """Start a receiver on a snapshot, and take it off the others: it fetches one state at a time."""
-        if not snapshot.register(receiver, now):
+    def register(self, snapshot: Snapshot, receiver: str, now: float, client: str = "") -> bool:
+        """Start a receiver of a client on a snapshot, and take it off the others: it fetches one state at a time."""
+        if not snapshot.register(receiver, now, client):
             return False
         for other in self.open_snapshots():
             if other is not snapshot:
