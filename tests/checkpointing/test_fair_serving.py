@@ -22,7 +22,8 @@ from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding import fetch
-from torchft_ckpt.checkpointing.serving import handlers, parts
+from torchft_ckpt.checkpointing.serving import handlers, http_server, parts
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 
 LONG = timedelta(seconds=30)
 STEP = 3
@@ -174,3 +175,63 @@ def test_a_response_that_cannot_go_on_is_cut_whatever_the_system_says(source, mo
     with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
         answer.read()
     connection.close()
+
+
+def test_a_long_look_at_a_state_takes_a_tenth_of_the_servers_loop_however_often_it_is_asked_for(source, monkeypatch):
+    """As at thousands of tensors; what was seen before is refused all the same, and what was not when it is sent."""
+    snapshot = source._shelf.open_snapshots()[0]
+    looks = []
+    look_at_all = snapshot._look_at_all
+
+    def looks_long(*arguments: Any) -> None:
+        looks.append(arguments)
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        look_at_all(*arguments)
+
+    monkeypatch.setattr(snapshot, "_look_at_all", looks_long)
+    monkeypatch.setattr(handlers, "_LOOK_PAUSES", 1e6)
+    connection = connected(source)
+    statuses = []
+
+    def ask(path: str) -> None:
+        connection.request("GET", f"/v1/checkpoint/{STEP}/{path}")
+        answer = connection.getresponse()
+        statuses.append(answer.status)
+        answer.read()
+
+    for _ in range(20):
+        ask("manifest")
+    assert (statuses, len(looks)) == ([200] * 20, 1)
+    snapshot.raise_if_changed(0, 1)  # somebody else looks
+    monkeypatch.setattr(snapshot, "_changed_in", lambda start, stop: "w")
+    ask("manifest")
+    assert (statuses[-1], len(looks)) == (410, 2)
+    connection.close()
+
+
+def test_one_thread_touches_buffers_for_a_snapshot_however_many_receivers_come(monkeypatch):
+    touching = threading.Semaphore(0)
+    goes_on = threading.Event()
+
+    def touches(snapshot: Snapshot) -> bool:
+        touching.release()
+        goes_on.wait(20)
+        return False
+
+    monkeypatch.setattr(Snapshot, "touch_buffer_ahead", touches)
+    monkeypatch.setattr(http_server, "_TOUCH_AFTER_S", 0.0)
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    source.send_checkpoint([1], STEP, STATE, LONG)
+    try:
+        connection = connected(source, timeout_s=5)
+        for number in range(6):  # two more than there are threads
+            connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"r{number}"})
+            assert connection.getresponse().read()
+        connection.close()
+        assert touching.acquire(timeout=20)
+        assert not touching.acquire(blocking=False)
+    finally:
+        goes_on.set()
+        source.shutdown()

@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
@@ -71,6 +72,8 @@ logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
 _MAX_TOLD_RUNS = 4096
+_LONG_LOOK_S = 0.001
+_LOOK_PAUSES = 10.0
 _DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
@@ -121,6 +124,7 @@ class CheckpointHandlers:
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
         self._told_changed: set[str | None] = set()
+        self._looks_again_at: weakref.WeakKeyDictionary[Snapshot, float] = weakref.WeakKeyDictionary()
         self._lacks_descriptors = False
 
     def application(self) -> web.Application:
@@ -236,7 +240,7 @@ class CheckpointHandlers:
             return self._refuse("bad_range", str(error), status=416)
         self._note_contact(request, served)
         start, stop = run.start * served.block_bytes, min(run.stop * served.block_bytes, served.total_bytes)
-        _check_unchanged(served, start, stop)
+        self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
         return await self._send(request, served, 200, Body(served, start, stop, framed=True))
@@ -264,7 +268,7 @@ class CheckpointHandlers:
                 return refusal
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{served.total_bytes}"
         self._note_contact(request, served)
-        _check_unchanged(served, start, stop)
+        self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: bytes {start} to {stop} have been freed")
         return await self._send(request, served, status, Body(served, start, stop, framed=False), headers)
@@ -328,7 +332,7 @@ class CheckpointHandlers:
             return self._refuse("bad_range", str(error)[:400], status=416)
         self._note_contact(request, served)
         for region in regions:
-            _check_unchanged(served, region.start, region.stop)
+            self._check_unchanged(served, region.start, region.stop)
         if not all(served.holds(region.start, region.stop) for region in regions):
             return self._gone(request, f"step {served.step}: parts of it have been freed")
         return served, regions, [part.seed for part in parts]
@@ -361,7 +365,7 @@ class CheckpointHandlers:
         while True:
             answer, snapshot = self._shelf.find(step)
             if snapshot is not None:
-                snapshot.raise_if_changed(0, snapshot.total_bytes)
+                self._check_unchanged(snapshot, 0, snapshot.total_bytes)
             if snapshot is not None and receiver is None:
                 return snapshot
             if snapshot is not None and receiver is not None:
@@ -408,6 +412,21 @@ class CheckpointHandlers:
             what = "over" if answer is Answer.OVER else "not_yet"
             return self._refuse(what, f"step {step} is not served {'any more' if what == 'over' else 'yet'}")
         return snapshot
+
+    def _check_unchanged(self, served: Served, start: int, stop: int) -> None:
+        """Raise `StateChangedError` where bytes [start, stop) were written to without the lock: before anything is sent.
+
+        Each tensor is looked at, and there may be thousands: where that takes long, it takes a tenth of this thread's time at
+        most. What is written to in between is seen when it is sent.
+        """
+        if not isinstance(served, Snapshot):
+            return
+        looks = time.monotonic() >= self._looks_again_at.get(served, 0.0)
+        began_s = time.thread_time()
+        served.raise_if_changed(start, stop, looks=looks)
+        took_s = time.thread_time() - began_s
+        if looks and took_s > _LONG_LOOK_S:
+            self._looks_again_at[served] = time.monotonic() + _LOOK_PAUSES * took_s
 
     def _note_contact(self, request: web.Request, served: Served) -> None:
         receiver = _receiver(request)
@@ -603,12 +622,6 @@ async def _writable(sock: socket.socket) -> None:
         await writable
     finally:
         loop.remove_writer(sock)
-
-
-def _check_unchanged(served: Served, start: int, stop: int) -> None:
-    """Raise `StateChangedError` where bytes [start, stop) were written to without the lock: before anything is sent."""
-    if isinstance(served, Snapshot):
-        served.raise_if_changed(start, stop)
 
 
 def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:
