@@ -235,3 +235,22 @@ def test_one_thread_touches_buffers_for_a_snapshot_however_many_receivers_come(m
     finally:
         goes_on.set()
         source.shutdown()
+
+
+@other_addresses
+def test_a_joiner_gets_the_state_however_many_names_were_made_up_before(monkeypatch):
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.receivers.MAX_RECEIVERS", 4)
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    joiner = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    try:
+        source.send_checkpoint([1], STEP, STATE, LONG)
+        stranger = connected(source, STRANGER)
+        for number in range(6):
+            stranger.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"made-up-{number}"})
+            assert stranger.getresponse().read()
+        stranger.close()
+        state = joiner.recv_checkpoint(0, source.metadata(), STEP, timedelta(seconds=5))
+        assert torch.equal(state["w"], STATE["w"])
+    finally:
+        joiner.shutdown()
+        source.shutdown()
