@@ -24,7 +24,7 @@ from torchft_ckpt.errors import CheckpointError
 STEP = 3
 NUM_PARTS = 128
 NUM_CONNECTIONS = 48
-MAX_CPU_S = 2.0
+MAX_CPU_S = 1.0
 """Of the source, after the one who asked has gone."""
 ALLOWED_BYTES = 64 * 1024 * 1024
 

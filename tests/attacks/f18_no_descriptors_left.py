@@ -1,7 +1,7 @@
 """A source at its limit of open files: it takes a connection with the last descriptor and has none to send from.
 
-Every descriptor of this process is taken but a few, while a receiver in another process connects. Held: it gets the state; it does
-not wait for a source that says nothing.
+Every descriptor of this process is taken but a few, while a receiver in another process connects. Held: it gets the state; it
+does not wait for a source that says nothing.
 """
 
 from __future__ import annotations
