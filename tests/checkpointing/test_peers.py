@@ -301,6 +301,15 @@ def test_somebody_who_has_not_come_needs_everything():
     assert (receivers.awaits_more, receivers.needed()) == (False, 0b1100)
 
 
+def test_a_receiver_that_begins_again_serves_nothing_until_it_says_so():
+    receivers = Receivers(4, num_expected=2)
+    for says_so in (True, False):
+        receivers.add("a", 0.0)
+        receivers.contact("a", 0.0, "http://a:1" if says_so else None)
+        receivers.finish("a")
+        assert [peer.address for peer in receivers.peers_of("me")] == ["http://a:1"] * says_so
+
+
 def test_a_receiver_that_begins_again_needs_everything_again():
     receivers = Receivers(4, num_expected=1)
     for _ in range(2):

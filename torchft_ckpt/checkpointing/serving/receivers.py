@@ -95,6 +95,8 @@ class Receivers:
             self._num_seen += 1
             if len(self._seen) > MAX_NAMES:
                 self._forget(next(known for known in self._seen if known not in self._active))
+        if name not in self._active:
+            self._withdraw_address(name)  # what it serves is of the time before
         self._done.discard(name)
         self._revoked.discard(name)
         self._active[name] = _Receiver(0, now, client)
