@@ -301,6 +301,15 @@ def test_somebody_who_has_not_come_needs_everything():
     assert (receivers.awaits_more, receivers.needed()) == (False, 0b1100)
 
 
+def test_a_receiver_that_begins_again_serves_nothing_until_it_says_so():
+    receivers = Receivers(4, num_expected=2)
+    for says_so in (True, False):
+        receivers.add("a", 0.0)
+        receivers.contact("a", 0.0, "http://a:1" if says_so else None)
+        receivers.finish("a")
+        assert [peer.address for peer in receivers.peers_of("me")] == ["http://a:1"] * says_so
+
+
 def test_a_receiver_that_begins_again_needs_everything_again():
     receivers = Receivers(4, num_expected=1)
     for _ in range(2):
@@ -348,12 +357,64 @@ def test_leases_are_revoked_as_one_after_the_other_would_be():
 
 def test_names_that_cost_nothing_are_not_kept_without_end(monkeypatch):
     monkeypatch.setattr("torchft_ckpt.checkpointing.serving.receivers.MAX_RECEIVERS", 3)
-    receivers = Receivers(8, num_expected=0)
-    for name in "abc":
-        receivers.add(name, 0.0)
-    assert (receivers.has_room_for("d"), receivers.has_room_for("a")) == (False, True)
-    receivers.finish("a")
-    assert receivers.has_room_for("d")
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.receivers.MAX_NAMES", 5)
+    receivers = Receivers(8, num_expected=1)
+    receivers.add("early", 0.0, "10.0.0.1")
+    for number in range(1000):
+        receivers.add(f"made up {number}", 0.0, "10.0.0.2")
+        receivers.acknowledge(f"made up {number}", 0xFF)
+        if number % 3:
+            receivers.finish(f"made up {number}")
+    assert (receivers.num_active, receivers.num_seen, len(receivers._seen)) == (3, 1001, 5)
+    assert receivers.needed() == 0xFF  # the one who came early is among those that are kept
+
+
+def test_addresses_that_cost_nothing_do_not_push_out_those_of_others(monkeypatch):
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.receivers.MAX_SERVING", 4)
+    receivers = Receivers(1, num_expected=0)
+
+    def serves(name: str, client: str) -> None:
+        receivers.add(name, 0.0, client)
+        receivers.contact(name, 0.0, f"http://{name}:1")
+        receivers.acknowledge(name, 1)
+
+    for name, client in (("a", "10.0.0.1"), ("b", "10.0.0.1"), ("c", "10.0.0.3")):
+        serves(name, client)
+    receivers.finish("b")
+    for number in range(100):
+        serves(f"made-up-{number}", "10.0.0.2")
+        receivers.finish(f"made-up-{number}")
+    told = {peer.address for peer in receivers.peers_of("me")}
+    assert told == {"http://a:1", "http://b:1", "http://c:1", "http://made-up-99:1"}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_kept_of_receivers_belongs_to_those_that_are_known(monkeypatch, seed):
+    for limit, number in (("MAX_RECEIVERS", 4), ("MAX_SERVING", 3), ("MAX_NAMES", 9)):
+        monkeypatch.setattr(f"torchft_ckpt.checkpointing.serving.receivers.{limit}", number)
+    chance = random.Random(seed)
+    receivers = Receivers(8, num_expected=2)
+    for moment in range(500):
+        name, client = f"r{chance.randrange(20)}", f"10.0.0.{chance.randrange(4)}"
+        what = chance.randrange(7)
+        if what < 3:
+            receivers.add(name, moment, client)
+            assert name in receivers._active
+        elif what == 3:
+            receivers.contact(name, moment, f"http://{name}:1")
+        elif what == 4:
+            receivers.acknowledge(name, chance.getrandbits(8))
+        elif what == 5:
+            receivers.finish(name)
+        elif chance.random() < 0.1:
+            receivers.lapse(moment - 20.0)
+        elif chance.random() < 0.1:
+            receivers.revoke_until(lambda blocks: blocks.bit_count() < 5)
+        active, known = set(receivers._active), set(receivers._seen)
+        assert set(receivers._places._client_of) == active <= known
+        assert receivers._done | receivers._revoked <= known and not receivers._done & active
+        assert set(receivers._serving._client_of) == set(receivers._addresses) <= active | receivers._done
+        assert (len(active) <= 4, len(receivers._addresses) <= 3, len(known) <= 9) == (True, True, True)
 
 
 def test_a_silent_receiver_lapses_and_may_begin_again():

@@ -444,6 +444,18 @@ def test_a_step_that_is_tried_again_from_the_same_state_was_not_left():
     assert shelf.find_latest(50.0) is scene.snapshot
 
 
+def test_wishes_for_steps_far_ahead_do_not_push_out_the_one_for_the_next():
+    shelf = Shelf()
+    shelf.is_at(4, 0.0)
+    shelf.wish(5, 1.0)
+    for number in range(1000):
+        shelf.wish(6 + number, 2.0)
+    assert (shelf.is_wished_for(5, 3.0, 15.0), len(shelf._wishes)) == (True, 16)
+    shelf.is_at(100, 4.0)
+    shelf.wish(101, 5.0)  # the others are over
+    assert (shelf.is_wished_for(101, 6.0, 15.0), len(shelf._wishes)) == (True, 1)
+
+
 def test_nobody_is_served_one_more_while_as_many_as_may_be_open_are_received():
     """It would end the oldest, which somebody reads; the wish is heard when one of them is done."""
     shelf, scenes = Shelf(max_snapshots=2), [Scene(step=step) for step in (3, 4)]

@@ -392,8 +392,8 @@ def test_a_member_that_dies_while_it_serves_costs_its_share(
         snapshot = parts[1].transport._shelf.open_snapshots()[0]
         register = snapshot.register
 
-        def registers(receiver: str, now: float = 0.0) -> bool:
-            answer = register(receiver, now)
+        def registers(*arguments: Any) -> bool:
+            answer = register(*arguments)
             if not has_served.is_set():
                 has_served.set()
                 threading.Thread(target=parts[1].dies, daemon=True).start()

@@ -14,7 +14,8 @@
 | `GET /v1/checkpoint/{step}/samples?blocks=0-3,7`          | likewise, of a few bytes of each block (`blocks.sample_range`) |
 | `POST /v1/checkpoint/{step}/parts`                        | boxes of tensors, asked for by a `PartsRequest`: the elements  |
 |                                                           | of each in C order, followed by its digest                    |
-| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]` of the same, without the elements       |
+| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]` of the same, without the elements; of   |
+|                                                           | `MAX_DIGESTED_BYTES` at most, 416 beyond                      |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
 
@@ -68,6 +69,8 @@ MAX_REFUSAL_BYTES = 64 * 1024
 MAX_DIGESTS = 4096
 MAX_PEERS = 16
 MAX_PARTS = 128
+MAX_DIGESTED_BYTES = 64 * 1024 * 1024
+"""Of the parts of one request for digests, each counted as often as it is asked for."""
 MAX_BODY_BYTES = 32 * 1024
 """Of a request; only a `PartsRequest` has one."""
 MAX_ACKNOWLEDGED_RUNS = 256

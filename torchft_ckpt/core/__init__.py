@@ -10,4 +10,6 @@ group       one replica group's ranks towards the lighthouse: all of them or non
 replica     the life of one rank's step: what state it holds, whether it may contribute, vote and commit
 patience    back-off schedules, and when a collective counts as stalled behind a joiner
 rate        how many requests of one client are let through
+places      which names keep a place, where names cost nothing to make and places do
+fairness    whose work is done next where clients want more than there are threads
 """

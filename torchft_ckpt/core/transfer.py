@@ -346,11 +346,11 @@ def mask_of_each(blocks: Iterable[int]) -> int:
     return sum(1 << block for block in blocks)
 
 
-def blocks_of(mask: int) -> list[range]:
-    """Return a bit set as runs of blocks, in order."""
-    runs = []
+def blocks_of(mask: int, most: int | None = None) -> list[range]:
+    """Return a bit set as runs of blocks, in order; the first so many of them."""
+    runs: list[range] = []
     start = 0
-    while mask:
+    while mask and len(runs) != most:
         zeros = (mask & -mask).bit_length() - 1
         mask >>= zeros
         ones = _ones_from(mask, 0)

@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.routes import Routes
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
-from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_PARTS
+from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_DIGESTED_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding.plan import (
     Plan,
     PlannedPart,
@@ -540,11 +540,9 @@ class ShardedFetch:
             raise SourceRefusedError(f"{name} has no manifest", name)
         found: dict[int, bytes] = {}
         plan = transfer.plan
-        max_parts = _parts_at_once(plan)
 
         def ask(client: SourceClient) -> None:
-            for first in range(0, len(asked), max_parts):
-                batch = asked[first : first + max_parts]
+            for batch in _to_digest_at_once(plan, asked):
                 digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch))
                 found.update(zip(batch, digests, strict=True))
 
@@ -665,6 +663,22 @@ def _parts_at_once(plan: Plan) -> int:
     """Return how many parts a request may have, so that its body is not too long where tensors have very many dimensions."""
     num_dims = max((len(part.box.sizes) for part in plan.parts), default=0)
     return min(MAX_PARTS, MAX_BODY_BYTES // (_NUMBER_BYTES * (2 * num_dims + 4)))
+
+
+def _to_digest_at_once(plan: Plan, asked: Sequence[int]) -> Iterator[list[int]]:
+    """Yield parts in batches, the digests of which a source gives at once."""
+    max_parts = _parts_at_once(plan)
+    batch: list[int] = []
+    num_bytes = 0
+    for part in asked:
+        size = plan.parts[part].region.num_bytes
+        if batch and (len(batch) == max_parts or num_bytes + size > MAX_DIGESTED_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(part)
+        num_bytes += size
+    if batch:
+        yield batch
 
 
 def _blocks_by_part(plan: Plan, name: str, manifest: Manifest) -> dict[int, range]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import math
@@ -15,6 +16,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
@@ -29,7 +31,9 @@ from torchft_ckpt.checkpointing.protocol import (
     GROUP_HEADER,
     LATEST,
     MAX_BODY_BYTES,
+    MAX_DIGESTED_BYTES,
     MAX_DIGESTS,
+    MAX_PEERS,
     MAX_WAIT_S,
     NONCE_DIGITS,
     PREFIX,
@@ -42,6 +46,7 @@ from torchft_ckpt.checkpointing.protocol import (
     Refusal,
     decode_parts_request,
 )
+from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
 from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
@@ -50,6 +55,7 @@ from torchft_ckpt.checkpointing.serving.sending import (
     Turn,
     Turns,
     digest_blocks,
+    digest_burst,
     sample_blocks,
     send_burst,
 )
@@ -65,10 +71,14 @@ from torchft_ckpt.network import bearer_matches, without_mapping
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
-_DIGESTS_AT_ONCE = 64
+_MAX_TOLD_RUNS = 4096
+_LONG_LOOK_S = 0.001
+_LOOK_PAUSES = 10.0
+_DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 _STATUS = {
     "unauthorized": 401,
     "not_yet": 404,
@@ -87,6 +97,7 @@ class CheckpointHandlers:
     Args:
         shelf: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
+        num_threads: of the executor; clients have them by turns.
         token: what clients must present, or None.
         proof_key: by which it proves at other addresses that it is the server of its manifests.
         on_registered: called on the loop when a receiver has started on a snapshot.
@@ -98,13 +109,14 @@ class CheckpointHandlers:
         shelf: Shelf,
         executor: Executor,
         *,
+        num_threads: int,
         token: str | None,
         proof_key: str,
         on_registered: Callable[[Snapshot], None],
         max_bytes_per_s: float | None = None,
     ) -> None:
         self._shelf = shelf
-        self._executor = executor
+        self._threads = FairThreads(executor, num_threads)
         self._token = token or ""
         self._proof_key = proof_key
         self._on_registered = on_registered
@@ -112,6 +124,8 @@ class CheckpointHandlers:
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
         self._told_changed: set[str | None] = set()
+        self._looks_again_at: weakref.WeakKeyDictionary[Snapshot, float] = weakref.WeakKeyDictionary()
+        self._lacks_descriptors = False
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
@@ -199,16 +213,17 @@ class CheckpointHandlers:
 
     async def _begin(self, request: web.Request, step: int) -> web.StreamResponse:
         """Answer with the manifest, once the receiver has been registered."""
-        snapshot = await self._wait_for(step, _receiver(request), _wait_s(request))
+        snapshot = await self._wait_for(request, step)
         if isinstance(snapshot, web.Response):
             return snapshot
         self._note_contact(request, snapshot)
         if request.headers.get(GROUP_HEADER, "").isdecimal():
             snapshot.expect(min(int(request.headers[GROUP_HEADER][:6]), MAX_GROUP))
-        body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.manifest_bytes)
+        client = _client(request)
+        body = await self._threads.run(client, snapshot.manifest_bytes)
         headers = {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), "ETag": _etag(snapshot)}
         if "deflate" in request.headers.get("Accept-Encoding", ""):
-            body = await asyncio.get_running_loop().run_in_executor(self._executor, snapshot.deflated_manifest_bytes)
+            body = await self._threads.run(client, snapshot.deflated_manifest_bytes)
             headers["Content-Encoding"] = "deflate"
         receiver = _receiver(request)
         if receiver is not None:
@@ -225,7 +240,7 @@ class CheckpointHandlers:
             return self._refuse("bad_range", str(error), status=416)
         self._note_contact(request, served)
         start, stop = run.start * served.block_bytes, min(run.stop * served.block_bytes, served.total_bytes)
-        _check_unchanged(served, start, stop)
+        self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
         return await self._send(request, served, 200, Body(served, start, stop, framed=True))
@@ -253,7 +268,7 @@ class CheckpointHandlers:
                 return refusal
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{served.total_bytes}"
         self._note_contact(request, served)
-        _check_unchanged(served, start, stop)
+        self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: bytes {start} to {stop} have been freed")
         return await self._send(request, served, status, Body(served, start, stop, framed=False), headers)
@@ -271,12 +286,12 @@ class CheckpointHandlers:
         if sum(len(run) for run in runs) > MAX_DIGESTS:
             return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
         self._note_contact(request, served)
-        loop = asyncio.get_running_loop()
         digests: dict[str, str] = {}
         blocks = [block for run in runs for block in run]
-        for first in range(0, len(blocks), _DIGESTS_AT_ONCE):
-            batch = blocks[first : first + _DIGESTS_AT_ONCE]
-            found = await loop.run_in_executor(self._executor, of, served, batch)
+        num_at_once = max(_DIGESTED_AT_ONCE_BYTES // served.block_bytes, 1)
+        for first in range(0, len(blocks), num_at_once):
+            batch = blocks[first : first + num_at_once]
+            found = await self._threads.run(_client(request), of, served, batch, is_long=True)
             digests.update((str(block), digest.hex()) for block, digest in found.items())
         return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
 
@@ -291,8 +306,17 @@ class CheckpointHandlers:
         asked = await self._asked_parts(request)
         if isinstance(asked, web.Response):
             return asked
-        digests = await asyncio.get_running_loop().run_in_executor(self._executor, digest_parts, *asked)
-        return _json(msgspec.json.encode([digest.hex() for digest in digests]), {"ETag": _etag(asked[0])})
+        num_bytes = sum(region.num_bytes for region in asked[1])
+        if num_bytes > MAX_DIGESTED_BYTES:
+            message = f"digests of {num_bytes} bytes were asked for; at most {MAX_DIGESTED_BYTES} at once"
+            return self._refuse("bad_range", message, status=416)
+        digests, found, stop = digest_parts(*asked), list[bytes](), threading.Event()
+        try:
+            while not await self._threads.run(_client(request), digest_burst, digests, found, stop, is_long=True):
+                pass
+        finally:
+            stop.set()  # where the client has left, at its next slice
+        return _json(msgspec.json.encode([digest.hex() for digest in found]), {"ETag": _etag(asked[0])})
 
     async def _asked_parts(self, request: web.Request) -> tuple[Snapshot, list[Region], list[int]] | web.Response:
         """Return the snapshot, and where the parts lie that a request asks for, with the seeds of their digests."""
@@ -308,7 +332,7 @@ class CheckpointHandlers:
             return self._refuse("bad_range", str(error)[:400], status=416)
         self._note_contact(request, served)
         for region in regions:
-            _check_unchanged(served, region.start, region.stop)
+            self._check_unchanged(served, region.start, region.stop)
         if not all(served.holds(region.start, region.stop) for region in regions):
             return self._gone(request, f"step {served.step}: parts of it have been freed")
         return served, regions, [part.seed for part in parts]
@@ -333,18 +357,19 @@ class CheckpointHandlers:
 
     # Choosing
 
-    async def _wait_for(self, step: int, receiver: str | None, wait_s: float) -> Snapshot | web.Response:
+    async def _wait_for(self, request: web.Request, step: int) -> Snapshot | web.Response:
         """Return a snapshot on which the receiver has been registered, or the refusal once the wait is over."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
+        receiver = _receiver(request)
+        deadline = loop.time() + _wait_s(request)
         while True:
             answer, snapshot = self._shelf.find(step)
             if snapshot is not None:
-                snapshot.raise_if_changed(0, snapshot.total_bytes)
+                self._check_unchanged(snapshot, 0, snapshot.total_bytes)
             if snapshot is not None and receiver is None:
                 return snapshot
             if snapshot is not None and receiver is not None:
-                if self._shelf.register(snapshot, receiver, loop.time()):
+                if self._shelf.register(snapshot, receiver, loop.time(), _client(request)):
                     self._on_registered(snapshot)
                     return snapshot
                 if snapshot.is_revoked(receiver):
@@ -387,6 +412,21 @@ class CheckpointHandlers:
             what = "over" if answer is Answer.OVER else "not_yet"
             return self._refuse(what, f"step {step} is not served {'any more' if what == 'over' else 'yet'}")
         return snapshot
+
+    def _check_unchanged(self, served: Served, start: int, stop: int) -> None:
+        """Raise `StateChangedError` where bytes [start, stop) were written to without the lock: before anything is sent.
+
+        Each tensor is looked at, and there may be thousands: where that takes long, it takes a tenth of this thread's time at
+        most. What is written to in between is seen when it is sent.
+        """
+        if not isinstance(served, Snapshot):
+            return
+        looks = time.monotonic() >= self._looks_again_at.get(served, 0.0)
+        began_s = time.thread_time()
+        served.raise_if_changed(start, stop, looks=looks)
+        took_s = time.thread_time() - began_s
+        if looks and took_s > _LONG_LOOK_S:
+            self._looks_again_at[served] = time.monotonic() + _LOOK_PAUSES * took_s
 
     def _note_contact(self, request: web.Request, served: Served) -> None:
         receiver = _receiver(request)
@@ -446,11 +486,13 @@ class CheckpointHandlers:
         response.content_type = "application/octet-stream"
         response.content_length = body.length
         receiver = _receiver(request)
+        client = _client(request)
         task = asyncio.current_task()
         transport = request.transport
         if task is None or transport is None:  # aiohttp runs every handler in a task, on a connection
             raise web.HTTPInternalServerError
         self._sending[task] = served
+        sock = None
         turns = Turns(self._pace, body.length)
 
         def taken() -> None:
@@ -458,17 +500,19 @@ class CheckpointHandlers:
                 served.contact(receiver, time.monotonic())
 
         try:
+            sock = None if transport.get_extra_info("sslcontext") is not None else self._duplicate(transport)
             await response.prepare(request)
-            if transport.get_extra_info("sslcontext") is None:
-                await self._write(response, body, turns, taken, _FIRST_BYTES, max_parts=1)
+            if sock is None:
+                await self._write(client, response, body, turns, taken)
+            else:
+                await self._write(client, response, body, turns, taken, _FIRST_BYTES, max_parts=1)
                 while transport.get_write_buffer_size():
                     await asyncio.sleep(0.001)
-                await self._send_from_threads(transport, body, turns, taken)
-            else:
-                await self._write(response, body, turns, taken)
+                await self._send_from_threads(client, sock, body, turns, taken)
             await response.write_eof()
         except OSError as error:
             logger.debug("a receiver of %r closed its connection: %s", served, error)
+            transport.abort()  # where it has not, it must not wait for the rest
         except CheckpointError as error:
             if isinstance(error, StateChangedError):
                 self._warn_of_change(error)
@@ -478,12 +522,34 @@ class CheckpointHandlers:
             transport.abort()
             raise
         finally:
+            if sock is not None:
+                sock.close()
             turns.end()
             del self._sending[task]
         return response
 
+    def _duplicate(self, transport: asyncio.BaseTransport) -> socket.socket | None:
+        """Return a socket object of its own over the same connection; None where this process may open no more descriptors."""
+        try:
+            sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            if not self._lacks_descriptors:
+                logger.warning(
+                    "this process has no descriptor left to serve states with (%s): what it sends is copied and slower until it "
+                    "has; raise its limit of open files (ulimit -n)",
+                    error,
+                )
+            self._lacks_descriptors = True
+            return None
+        self._lacks_descriptors = False
+        sock.setblocking(False)
+        return sock
+
     async def _write(
         self,
+        client: str,
         response: web.StreamResponse,
         body: Sendable,
         turns: Turns,
@@ -491,8 +557,7 @@ class CheckpointHandlers:
         max_bytes: int = 256 * 1024,
         max_parts: int | None = None,
     ) -> None:
-        """Send copies of parts through aiohttp: the head with the first one, and all that has to be encrypted."""
-        loop = asyncio.get_running_loop()
+        """Send copies of parts through aiohttp: the head with the first one, and all that cannot be sent from threads."""
         parts: list[bytes] = []
 
         def copy(views: list[memoryview]) -> int:
@@ -503,26 +568,23 @@ class CheckpointHandlers:
             max_parts = None if max_parts is None else max_parts - 1
             while wait_s := turns.wait_s():
                 await asyncio.sleep(wait_s)
-            await loop.run_in_executor(self._executor, body.advance, copy, min(max_bytes, turns.left))
+            await self._threads.run(client, body.advance, copy, min(max_bytes, turns.left))
             turns.sent(len(parts[-1]))
             await response.write(parts.pop())
             taken()
 
     async def _send_from_threads(
-        self, transport: asyncio.BaseTransport, body: Sendable, turns: Turns, taken: Callable[[], None]
+        self, client: str, sock: socket.socket, body: Sendable, turns: Turns, taken: Callable[[], None]
     ) -> None:
-        """Send straight from the lent memory, on a socket object of its own over the same connection.
+        """Send straight from the lent memory, on a socket object of its own over the connection.
 
         Nothing else writes meanwhile: what aiohttp had to write is out, and it writes again after the body.
         """
-        loop = asyncio.get_running_loop()
-        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         stop = threading.Event()
         turn: asyncio.Future[Turn] | None = None
         try:
-            sock.setblocking(False)
             while not body.done:
-                turn = loop.run_in_executor(self._executor, send_burst, body, sock, stop, turns)
+                turn = self._threads.run(client, send_burst, body, sock, stop, turns)
                 ended = await asyncio.shield(turn)
                 if ended is Turn.FULL:
                     await _writable(sock)
@@ -539,7 +601,6 @@ class CheckpointHandlers:
                 await asyncio.wait({turn})  # a burst does not wait for the network, so this is short
             if turn is not None and not turn.cancelled():
                 turn.exception()  # it was raised above, or the response is being given up
-            sock.close()
 
 
 _REVOKED = (
@@ -563,18 +624,14 @@ async def _writable(sock: socket.socket) -> None:
         loop.remove_writer(sock)
 
 
-def _check_unchanged(served: Served, start: int, stop: int) -> None:
-    """Raise `StateChangedError` where bytes [start, stop) were written to without the lock: before anything is sent."""
-    if isinstance(served, Snapshot):
-        served.raise_if_changed(start, stop)
-
-
 def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
+@functools.lru_cache(maxsize=4 * MAX_PEERS)
 def _runs_text(mask: int) -> str:
-    return format_ranges(blocks_of(mask))
+    """Return the blocks of a set, as far as they are told: a receiver that learns of fewer only asks elsewhere for the others."""
+    return format_ranges(blocks_of(mask, _MAX_TOLD_RUNS))
 
 
 def _etag(served: Served) -> str:
@@ -584,6 +641,11 @@ def _etag(served: Served) -> str:
 def _receiver(request: web.Request) -> str | None:
     name = request.headers.get(RECEIVER_HEADER, "")
     return name if _RECEIVER.match(name) else None
+
+
+def _client(request: web.Request) -> str:
+    """Return whose request it is: the address that it comes from."""
+    return without_mapping(request.remote or "")
 
 
 def _wait_s(request: web.Request) -> float:

@@ -85,11 +85,14 @@ class CheckpointServer:
         self._handlers = CheckpointHandlers(
             shelf,
             self._executor,
+            num_threads=_NUM_THREADS,
             token=token,
             proof_key=self.proof_key,
             on_registered=self._touch_buffers,
             max_bytes_per_s=limits.max_serve_bytes_per_s,
         )
+        self._touching: set[Snapshot] = set()
+        """Whose buffers a thread touches or is about to: one for each snapshot, however many receivers come."""
         self._runner: web.AppRunner | None = None
         self._stop_lock = threading.Lock()
         self._stopping = threading.Event()
@@ -214,7 +217,8 @@ class CheckpointServer:
 
         Touching memory costs the transfer as much as the bytes cost, so one that is over soon is left alone.
         """
-        if not self._stopping.is_set():
+        if not self._stopping.is_set() and snapshot not in self._touching:
+            self._touching.add(snapshot)
             self._loop.call_later(_TOUCH_AFTER_S, self._start_touching, snapshot)
 
     def _start_touching(self, snapshot: Snapshot) -> None:
@@ -222,8 +226,11 @@ class CheckpointServer:
             self._executor.submit(self._touch, snapshot)
 
     def _touch(self, snapshot: Snapshot) -> None:
-        while not self._stopping.wait(_TOUCH_PAUSE_S) and snapshot.touch_buffer_ahead():
-            pass
+        try:
+            while not self._stopping.wait(_TOUCH_PAUSE_S) and snapshot.touch_buffer_ahead():
+                pass
+        finally:
+            self._touching.discard(snapshot)
 
     def _call(self, start: Callable[[], Coroutine[object, object, T]], timeout_s: float) -> T:
         future = asyncio.run_coroutine_threadsafe(start(), self._loop)

@@ -146,20 +146,19 @@ class PartsBody:
         return taken
 
 
-def digest_parts(served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> list[bytes]:
-    """Return the digests of parts, without sending them.
+def digest_parts(served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> Iterator[bytes | None]:
+    """Yield the digests of parts, in order, without sending them; and None after each slice, where the work may be left.
 
     Raises:
         BlockGoneError: one is not there any more.
     """
     scratch = memoryview(bytearray(SLICE_BYTES))
-    digests = []
     for region, seed in zip(regions, seeds, strict=True):
         hasher = xxhash.xxh3_128(seed=seed)
         for piece in slices_of(region):
             hasher.update(read_region(served, piece, scratch))
-        digests.append(hasher.digest())
-    return digests
+            yield None
+        yield hasher.digest()
 
 
 def slices_of(region: Region) -> Iterator[Region]:

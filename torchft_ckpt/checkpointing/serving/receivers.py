@@ -2,6 +2,9 @@
 
 It decides which blocks are still needed. It knows no bytes, locks or clock: the snapshot calls it under its own mutex, and
 times are handed in. Sets of blocks are integers used as bit sets.
+
+Names cost nothing to make, and each has to be looked at while the trainer waits: `core/places.py` says which ones are kept. Who
+comes is always taken, so no number of others keeps out a receiver that was told to come.
 """
 
 from __future__ import annotations
@@ -11,18 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_ckpt.checkpointing.protocol import MAX_PEERS
+from torchft_ckpt.core.places import Places
 
 MAX_RECEIVERS = 4096
 """Of one snapshot at once."""
-MAX_NAMES = 65536
-"""Of receivers of one snapshot, over its life."""
+MAX_SERVING = 256
+"""Of them, and of those that are done, whose addresses are told to others."""
+MAX_NAMES = 16384
+"""Of receivers of one snapshot that are remembered."""
 
 
 @dataclass(slots=True)
 class _Receiver:
     received: int
     last_contact_s: float
-    address: str = ""
+    client: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +50,16 @@ class Receivers:
     def __init__(self, num_blocks: int, num_expected: int) -> None:
         self._all = (1 << num_blocks) - 1
         self._num_told = self._num_expected = num_expected
+        self._num_seen = 0
         self._seen: dict[str, int] = {}  # by name, in which place they came
         self._active: dict[str, _Receiver] = {}
-        self._done: dict[str, str] = {}
+        self._places = Places(MAX_RECEIVERS)
+        """Of those that are active."""
+        self._addresses: dict[str, str] = {}
+        """Where those serve that are active or done."""
+        self._serving = Places(MAX_SERVING)
+        """Of those that have an address."""
+        self._done: set[str] = set()
         self._revoked: set[str] = set()
         self._unseen_revoked = False
 
@@ -60,7 +73,7 @@ class Receivers:
 
     @property
     def num_seen(self) -> int:
-        return len(self._seen)
+        return self._num_seen
 
     @property
     def num_done(self) -> int:
@@ -73,24 +86,44 @@ class Receivers:
     @property
     def awaits_more(self) -> bool:
         """Whether somebody who was told to come has not come yet, and may."""
-        return len(self._seen) < self._num_expected and not self._unseen_revoked
+        return self._num_seen < self._num_expected and not self._unseen_revoked
 
-    def has_room_for(self, name: str) -> bool:
-        """Whether a receiver may start: names cost nothing to make, and each has to be looked at while the trainer waits."""
-        return name in self._active or (len(self._active) < MAX_RECEIVERS and len(self._seen) < MAX_NAMES)
-
-    def add(self, name: str, now: float) -> None:
-        """A receiver starts from the first block."""
-        self._seen.setdefault(name, len(self._seen))
-        self._done.pop(name, None)
+    def add(self, name: str, now: float, client: str = "") -> None:
+        """A receiver of a client starts from the first block. Where there are too many, another one is not kept for any more."""
+        if name not in self._seen:
+            self._seen[name] = self._num_seen
+            self._num_seen += 1
+            if len(self._seen) > MAX_NAMES:
+                self._forget(next(known for known in self._seen if known not in self._active))
+        if name not in self._active:
+            self._withdraw_address(name)  # what it serves is of the time before
+        self._done.discard(name)
         self._revoked.discard(name)
-        known = self._active.get(name)
-        self._active[name] = _Receiver(0, now, known.address if known else "")
+        self._active[name] = _Receiver(0, now, client)
+        lost = self._places.admit(name, client)
+        if lost is not None:
+            self._drop(lost)
+
+    def _drop(self, name: str) -> None:
+        """End the lease of one that is active."""
+        del self._active[name]
+        self._places.drop(name)
+        self._withdraw_address(name)
+
+    def _withdraw_address(self, name: str) -> None:
+        self._serving.drop(name)
+        self._addresses.pop(name, None)
+
+    def _forget(self, name: str) -> None:
+        del self._seen[name]
+        self._done.discard(name)
+        self._revoked.discard(name)
+        self._withdraw_address(name)
 
     def share_of(self, name: str) -> tuple[int, int]:
         """Return which receiver this is, from 0 on, and of how many."""
         place = self._seen.get(name, 0)
-        return place, max(self._num_expected, len(self._seen), 1)
+        return place, max(self._num_expected, self._num_seen, 1)
 
     def is_revoked(self, name: str | None) -> bool:
         """Whether this receiver lost its lease; one that was told to come but has not may have lost it, too."""
@@ -105,33 +138,44 @@ class Receivers:
         receiver = self._active.get(name)
         if receiver is not None:
             receiver.last_contact_s = now
-            receiver.address = address or receiver.address
+            self._places.hear(name)
+            self._serving.hear(name)
+            if address:
+                self._addresses[name] = address
+                lost = self._serving.admit(name, receiver.client)
+                if lost is not None:
+                    del self._addresses[lost]
 
-    def acknowledge(self, name: str, blocks: int) -> None:
-        """It has these blocks, verified."""
-        if name in self._active:
-            self._active[name].received |= blocks & self._all
+    def acknowledge(self, name: str, blocks: int) -> bool:
+        """It has these blocks, verified; returns whether that was not known."""
+        receiver = self._active.get(name)
+        if receiver is None or not blocks & self._all & ~receiver.received:
+            return False
+        receiver.received |= blocks & self._all
+        return True
 
     def finish(self, name: str) -> None:
         """It has everything, or has given up."""
-        receiver = self._active.pop(name, None)
-        if receiver is not None:
-            self._done[name] = receiver.address
+        if self._active.pop(name, None) is not None:
+            self._places.drop(name)
+            self._done.add(name)
 
     def needed(self) -> int:
         """Blocks that somebody may still ask for."""
         if self.awaits_more:
             return self._all
-        blocks = 0
+        held_by_all = self._all
         for receiver in self._active.values():
-            blocks |= self._all & ~receiver.received
-        return blocks
+            held_by_all &= receiver.received
+            if not held_by_all:
+                break
+        return self._all & ~held_by_all
 
     def lapse(self, silent_since: float) -> list[str]:
         """End the leases of those who have not been heard of since; return their names."""
         gone = [name for name, receiver in self._active.items() if receiver.last_contact_s < silent_since]
         for name in gone:
-            del self._active[name]
+            self._drop(name)
             self._revoked.add(name)
         return gone
 
@@ -150,7 +194,7 @@ class Receivers:
             return []
         revoked: list[str] = []
         if self.awaits_more:
-            revoked.append(f"{self._num_expected - len(self._seen)} receivers that have not come yet")
+            revoked.append(f"{self._num_expected - self._num_seen} receivers that have not come yet")
             self._unseen_revoked = True
         slowest_last = sorted(
             self._active, key=lambda name: (self._active[name].received.bit_count(), name), reverse=True
@@ -162,22 +206,18 @@ class Receivers:
                 break
             num_kept += 1
         for name in reversed(slowest_last[num_kept:]):
-            del self._active[name]
+            self._drop(name)
             self._revoked.add(name)
             revoked.append(f"receiver {name}")
         return revoked
 
     def peers_of(self, name: str) -> list[PeerBlocks]:
         """Return others that serve what they hold; which ones, where there are many, depends on the name alone."""
-        peers = [
-            (other, PeerBlocks(receiver.address, receiver.received))
-            for other, receiver in self._active.items()
-            if other != name and receiver.address and receiver.received
-        ]
-        peers += [
-            (other, PeerBlocks(address, self._all))
-            for other, address in self._done.items()
-            if other != name and address
-        ]
-        peers.sort(key=lambda peer: zlib.crc32(f"{name} {peer[0]}".encode()))
+        peers = []
+        for other, address in self._addresses.items():
+            receiver = self._active.get(other)
+            held = self._all if receiver is None else receiver.received
+            if other != name and held:
+                peers.append((zlib.crc32(f"{name} {other}".encode()), PeerBlocks(address, held)))
+        peers.sort(key=lambda peer: peer[0])
         return [peer for _, peer in peers[:MAX_PEERS]]

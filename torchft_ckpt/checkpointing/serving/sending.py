@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -30,6 +30,8 @@ SLICE_BYTES = 1024 * 1024
 _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16
 _TURN_S = 0.2
+_LONG_TURN_S = 0.05
+"""Of what sends nothing, so that who sends waits little for it."""
 _FULL_MS = 5
 
 
@@ -232,6 +234,22 @@ def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event, turns
         if time.monotonic() > until:
             return Turn.OVER
     return Turn.DONE
+
+
+def digest_burst(digests: Iterator[bytes | None], found: list[bytes], stop: threading.Event) -> bool:
+    """Compute digests on the calling thread for one turn, and append them to `found`; return whether these are all.
+
+    Raises:
+        BlockGoneError: bytes are not there any more.
+    """
+    until = time.monotonic() + _LONG_TURN_S
+    while not stop.is_set() and time.monotonic() < until:
+        digest = next(digests, b"")
+        if digest == b"":
+            return True
+        if digest is not None:
+            found.append(digest)
+    return False
 
 
 def digest_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:

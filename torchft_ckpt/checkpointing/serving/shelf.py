@@ -106,11 +106,14 @@ class Shelf:
             return None
 
     def wish(self, step: int, now: float) -> None:
-        """Note that somebody waits for a step that is not served yet."""
+        """Note that somebody waits for a step that is not served yet; of too many, the one furthest ahead is forgotten."""
         with self._lock:
             self._wishes[step] = now
             if len(self._wishes) > _MAX_WISHES:
-                del self._wishes[min(self._wishes, key=lambda wish: self._wishes[wish])]
+                furthest = max(wish for wish in self._wishes if wish is not None)
+                over = [wish for wish in self._wishes if wish is not None and wish < (self._newest_step or 0)]
+                for wish in over or [furthest]:
+                    del self._wishes[wish]
 
     def is_wished_for(self, step: int, now: float, max_age_s: float) -> bool:
         """Whether somebody has asked lately for this step, or for whatever is newest, and it was not served.
@@ -168,9 +171,9 @@ class Shelf:
             self._drop_closed()
             return self._leases[0].snapshot.step if self._leases else None
 
-    def register(self, snapshot: Snapshot, receiver: str, now: float) -> bool:
-        """Start a receiver on a snapshot, and take it off the others: it fetches one state at a time."""
-        if not snapshot.register(receiver, now):
+    def register(self, snapshot: Snapshot, receiver: str, now: float, client: str = "") -> bool:
+        """Start a receiver of a client on a snapshot, and take it off the others: it fetches one state at a time."""
+        if not snapshot.register(receiver, now, client):
             return False
         for other in self.open_snapshots():
             if other is not snapshot:

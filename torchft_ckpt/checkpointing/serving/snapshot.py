@@ -42,6 +42,7 @@ from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, Space, pieces_of, plan_space
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
+from torchft_ckpt.core.transfer import blocks_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
 from torchft_ckpt.threads import in_threads
 
@@ -222,12 +223,12 @@ class Snapshot:
 
     # Who needs what
 
-    def register(self, receiver: str, now: float = 0.0) -> bool:
-        """Note that a receiver starts from the first block; False if not everything is there any more."""
+    def register(self, receiver: str, now: float = 0.0, client: str = "") -> bool:
+        """Note that a receiver of a client starts from the first block; False if not everything is there any more."""
         with self._changed:
-            if not self._can_begin() or not self._receivers.has_room_for(receiver):
+            if not self._can_begin():
                 return False
-            self._receivers.add(receiver, now)
+            self._receivers.add(receiver, now, client)
             if self._staging is not None:
                 self._staging.start()
             return True
@@ -254,10 +255,8 @@ class Snapshot:
         """
         with self._changed:
             self._receivers.contact(receiver, now, address)
-            if received:
-                self._receivers.acknowledge(receiver, received)
-                if self._phase is Phase.DETACHED:
-                    self._free_unneeded()
+            if received and self._receivers.acknowledge(receiver, received) and self._phase is Phase.DETACHED:
+                self._free_unneeded()
 
     def finish(self, receiver: str) -> None:
         """Note that a receiver has everything, or has given up; the last one closes a detached snapshot."""
@@ -393,14 +392,19 @@ class Snapshot:
         with self._changed:
             return self._holds(start, stop)
 
-    def raise_if_changed(self, start: int, stop: int) -> None:
+    def raise_if_changed(self, start: int, stop: int, *, looks: bool = True) -> None:
         """Look whether bytes [start, stop) were written to without the lock.
+
+        Args:
+            start, stop: bytes.
+            looks: False: only ask what was seen before.
 
         Raises:
             StateChangedError: they were, and cannot be had.
         """
         with self._changed:
-            self._look_at_all(start, stop)
+            if looks:
+                self._look_at_all(start, stop)
             path = self._changed_in(start, stop)
         if path is not None:
             raise self._changed_error(path)
@@ -606,8 +610,9 @@ class Snapshot:
         if not needed and not self._receivers.num_active:
             self._close()
             return
-        for block in [block for block in self._copies if not needed >> block & 1]:
-            self._free(block)
+        for run in blocks_of(self._copied & ~needed):
+            for block in run:
+                self._free(block)
 
     def _keep(self, block: int, buffer: Buffer) -> None:
         self._copies[block] = buffer

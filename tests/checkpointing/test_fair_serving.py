@@ -1,0 +1,256 @@
+"""What one client asks for costs another one its fair share at most, and ends when the client leaves."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS
+from torchft_ckpt.checkpointing.resharding import fetch
+from torchft_ckpt.checkpointing.serving import handlers, http_server, parts
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+
+LONG = timedelta(seconds=30)
+STEP = 3
+NUM = 1 << 20
+STATE = {"w": torch.arange(NUM, dtype=torch.float32)}
+BLOCK = 4096
+STRANGER = "127.0.0.2"
+other_addresses = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs all of 127.0.0.0/8 on the loopback interface"
+)
+
+
+@pytest.fixture
+def source() -> Iterator[HTTPTransport[Any]]:
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    source.send_checkpoint([1], STEP, STATE, LONG)
+    yield source
+    source.shutdown()
+
+
+def connected(
+    source: HTTPTransport[Any], from_host: str = "127.0.0.1", timeout_s: float = 20
+) -> http.client.HTTPConnection:
+    address = parse_metadata(source.metadata())
+    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s, source_address=(from_host, 0))
+
+
+def ask_for_digests(connection: http.client.HTTPConnection, num_times: int, num_elements: int = NUM) -> None:
+    """Ask for the digest of the whole tensor, so many times in one request."""
+    body = json.dumps({"parts": [[0, 0, seed, [0], [num_elements]] for seed in range(num_times)]})
+    connection.request("POST", f"/v1/checkpoint/{STEP}/parts/digests", body=body)
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Gate:
+    """Holds up each slice that is read for a digest until it is opened, and counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.num_slices = 0
+        self._read = parts.read_region
+        monkeypatch.setattr(parts, "SLICE_BYTES", BLOCK)
+        monkeypatch.setattr(parts, "read_region", self._read_region)
+
+    def _read_region(self, *arguments: Any) -> memoryview:
+        self.num_slices += 1
+        self.opened.wait(20)
+        return self._read(*arguments)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.mark.parametrize(
+    ("num_times", "status"), [(MAX_DIGESTED_BYTES // (4 * NUM), 200), (MAX_DIGESTED_BYTES // (4 * NUM) + 1, 416)]
+)
+def test_bytes_that_are_asked_for_again_and_again_count_each_time(source, num_times, status):
+    connection = connected(source)
+    ask_for_digests(connection, num_times)
+    answer = connection.getresponse()
+    told = json.loads(answer.read())
+    connection.close()
+    assert answer.status == status
+    assert len(told) == num_times if status == 200 else told["error"] == "bad_range"
+
+
+def test_a_receiver_asks_for_digests_of_no_more_bytes_than_a_source_gives_at_once(monkeypatch):
+    monkeypatch.setattr(fetch, "MAX_DIGESTED_BYTES", 100)
+    sizes = [60, 40, 1, 100, 7] + [0] * (MAX_PARTS + 1) + [99]
+    box = SimpleNamespace(sizes=(1,))
+    plan: Any = SimpleNamespace(
+        parts=[SimpleNamespace(region=SimpleNamespace(num_bytes=size), box=box) for size in sizes]
+    )
+    batches = list(fetch._to_digest_at_once(plan, range(len(sizes))))
+    assert [part for batch in batches for part in batch] == list(range(len(sizes)))
+    assert [sum(sizes[part] for part in batch) for batch in batches] == [100, 1, 100, 7, 99]
+    assert max(map(len, batches)) == MAX_PARTS
+
+
+def test_work_for_digests_ends_when_the_client_leaves(source, gate):
+    num_in_all = 4 * NUM // BLOCK
+    connection = connected(source)
+    ask_for_digests(connection, 1)
+    assert eventually(lambda: gate.num_slices == 1)
+    connection.close()
+    clients = source._server._acceptor._clients
+    assert eventually(lambda: not clients._num_connections)
+    gate.opened.set()
+    queue = source._server._handlers._threads._queue
+    assert eventually(lambda: not queue._begun)
+    assert gate.num_slices <= 2 < num_in_all
+
+
+@other_addresses
+def test_others_are_served_while_a_client_has_all_the_digests_computed_that_it_may(source, gate):
+    """Eight requests, of which each would occupy a thread: those who are sent blocks have others."""
+    hostile = [connected(source, STRANGER) for _ in range(8)]
+    for connection in hostile:
+        ask_for_digests(connection, 1)
+    assert eventually(lambda: gate.num_slices == 2)
+    honest = HTTPTransport(
+        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=5)
+    )
+    state = honest.recv_checkpoint(0, source.metadata(), STEP, LONG)
+    honest.shutdown()
+    for connection in hostile:
+        connection.close()
+    assert torch.equal(state["w"], STATE["w"])
+    assert gate.num_slices == 2
+
+
+def test_a_source_that_may_open_no_more_descriptors_sends_all_the_same(source, monkeypatch, caplog):
+    def fails(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(handlers.os, "dup", fails)
+    receiver = HTTPTransport(
+        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=2)
+    )
+    with caplog.at_level(logging.WARNING):
+        state = receiver.recv_checkpoint(0, source.metadata(), STEP, LONG)
+    receiver.shutdown()
+    assert torch.equal(state["w"], STATE["w"])
+    assert [record.levelname for record in caplog.records if "no descriptor left" in record.message] == ["WARNING"]
+
+
+def test_a_response_that_cannot_go_on_is_cut_whatever_the_system_says(source, monkeypatch):
+    """Not only a receiver that closes its connection ends a response: it must not wait for the rest."""
+
+    def fails(*arguments: Any) -> None:
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    monkeypatch.setattr(handlers, "send_burst", fails)
+    connection = connected(source, timeout_s=5)  # an idle connection is closed after 10 s
+    connection.request("GET", f"/v1/checkpoint/{STEP}/bytes")
+    answer = connection.getresponse()
+    with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+        answer.read()
+    connection.close()
+
+
+def test_a_long_look_at_a_state_takes_a_tenth_of_the_servers_loop_however_often_it_is_asked_for(source, monkeypatch):
+    """As at thousands of tensors; what was seen before is refused all the same, and what was not when it is sent."""
+    snapshot = source._shelf.open_snapshots()[0]
+    looks = []
+    look_at_all = snapshot._look_at_all
+
+    def looks_long(*arguments: Any) -> None:
+        looks.append(arguments)
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        look_at_all(*arguments)
+
+    monkeypatch.setattr(snapshot, "_look_at_all", looks_long)
+    monkeypatch.setattr(handlers, "_LOOK_PAUSES", 1e6)
+    connection = connected(source)
+    statuses = []
+
+    def ask(path: str) -> None:
+        connection.request("GET", f"/v1/checkpoint/{STEP}/{path}")
+        answer = connection.getresponse()
+        statuses.append(answer.status)
+        answer.read()
+
+    for _ in range(20):
+        ask("manifest")
+    assert (statuses, len(looks)) == ([200] * 20, 1)
+    snapshot.raise_if_changed(0, 1)  # somebody else looks
+    monkeypatch.setattr(snapshot, "_changed_in", lambda start, stop: "w")
+    ask("manifest")
+    assert (statuses[-1], len(looks)) == (410, 2)
+    connection.close()
+
+
+def test_one_thread_touches_buffers_for_a_snapshot_however_many_receivers_come(monkeypatch):
+    touching = threading.Semaphore(0)
+    goes_on = threading.Event()
+
+    def touches(snapshot: Snapshot) -> bool:
+        touching.release()
+        goes_on.wait(20)
+        return False
+
+    monkeypatch.setattr(Snapshot, "touch_buffer_ahead", touches)
+    monkeypatch.setattr(http_server, "_TOUCH_AFTER_S", 0.0)
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    source.send_checkpoint([1], STEP, STATE, LONG)
+    try:
+        connection = connected(source, timeout_s=5)
+        for number in range(6):  # two more than there are threads
+            connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"r{number}"})
+            assert connection.getresponse().read()
+        connection.close()
+        assert touching.acquire(timeout=20)
+        assert not touching.acquire(blocking=False)
+    finally:
+        goes_on.set()
+        source.shutdown()
+
+
+@other_addresses
+def test_a_joiner_gets_the_state_however_many_names_were_made_up_before(monkeypatch):
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.receivers.MAX_RECEIVERS", 4)
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    joiner = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    try:
+        source.send_checkpoint([1], STEP, STATE, LONG)
+        stranger = connected(source, STRANGER)
+        for number in range(6):
+            stranger.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"made-up-{number}"})
+            assert stranger.getresponse().read()
+        stranger.close()
+        state = joiner.recv_checkpoint(0, source.metadata(), STEP, timedelta(seconds=5))
+        assert torch.equal(state["w"], STATE["w"])
+    finally:
+        joiner.shutdown()
+        source.shutdown()

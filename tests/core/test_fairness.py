@@ -1,0 +1,100 @@
+"""Whose work is done next where clients want more of it than there are threads."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from torchft_ckpt.core.fairness import FairQueue
+
+
+def begin_all(queue: FairQueue[str]) -> list[str]:
+    begun = []
+    while (next_turn := queue.begin()) is not None:
+        begun.append(next_turn[1])
+    return begun
+
+
+def test_a_client_that_asks_for_one_thing_waits_for_one_turn_of_another_that_asks_for_a_hundred() -> None:
+    queue: FairQueue[str] = FairQueue(num_at_once=1, num_long_at_once=1)
+    for number in range(100):
+        queue.put("greedy", f"greedy {number}", is_long=True)
+    assert begin_all(queue) == ["greedy 0"]
+    queue.put("honest", "honest 0", is_long=False)
+    queue.end("greedy", is_long=True)
+    assert begin_all(queue) == ["honest 0"]
+    queue.end("honest", is_long=False)
+    assert begin_all(queue) == ["greedy 1"]
+
+
+def test_threads_are_shared_out_by_client_and_not_by_how_much_each_asks_for() -> None:
+    queue: FairQueue[str] = FairQueue(num_at_once=4, num_long_at_once=4)
+    for number in range(100):
+        queue.put("greedy", f"greedy {number}", is_long=False)
+    for number in range(3):
+        queue.put("honest", f"honest {number}", is_long=False)
+    assert begin_all(queue) == ["greedy 0", "honest 0", "greedy 1", "honest 1"]
+
+
+def test_long_turns_never_have_all_threads_and_what_is_short_goes_past_them() -> None:
+    queue: FairQueue[str] = FairQueue(num_at_once=4, num_long_at_once=2)
+    for number in range(3):
+        queue.put("a", f"long {number}", is_long=True)
+    for number in range(3):
+        queue.put("a", f"short {number}", is_long=False)
+    assert begin_all(queue) == ["long 0", "long 1", "short 0", "short 1"]
+    queue.end("a", is_long=True)
+    assert begin_all(queue) == ["long 2"]
+
+
+def test_a_clients_own_long_turns_do_not_wait_for_all_of_its_short_ones() -> None:
+    queue: FairQueue[str] = FairQueue(num_at_once=1, num_long_at_once=1)
+    for turn, is_long in (("short 0", False), ("long", True), ("short 1", False)):
+        queue.put("a", turn, is_long=is_long)
+    order = []
+    for is_long in (False, True, False):
+        order += begin_all(queue)
+        queue.end("a", is_long=is_long)
+    assert order == ["short 0", "long", "short 1"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_does_what_a_list_that_is_searched_each_time_would_do(seed: int) -> None:
+    """The oracle keeps all that waits in one list, and looks through it."""
+    chance = random.Random(seed)
+    num_at_once = chance.randint(1, 5)
+    num_long_at_once = chance.randint(1, num_at_once)
+    queue: FairQueue[int] = FairQueue(num_at_once, num_long_at_once)
+    numbers = itertools.count()
+    waiting: list[tuple[str, int, bool]] = []
+    begun: list[tuple[str, int, bool]] = []
+    last_begun: dict[str, int] = {}
+    for moment in range(600):
+        if chance.random() < 0.55:
+            client, is_long = chance.choice("abc"), chance.random() < 0.4
+            waiting.append((client, moment, is_long))
+            queue.put(client, moment, is_long=is_long)
+        elif begun:
+            client, _, is_long = begun.pop(chance.randrange(len(begun)))
+            queue.end(client, is_long=is_long)
+            if not any(one[0] == client for one in [*waiting, *begun]):
+                last_begun.pop(client)
+        while True:
+            counts = Counter(one[0] for one in begun)
+            num_long = sum(one[2] for one in begun)
+            able = [one for one in waiting if not one[2] or num_long < num_long_at_once]
+            expected = None
+            if able and len(begun) < num_at_once:
+                arrived = [one[0] for one in waiting]
+                expected = min(
+                    able, key=lambda one: (counts[one[0]], last_begun.get(one[0], -1), arrived.index(one[0]), one[1])
+                )
+            assert queue.begin() == expected, (seed, moment)
+            if expected is None:
+                break
+            waiting.remove(expected)
+            begun.append(expected)
+            last_begun[expected[0]] = next(numbers)

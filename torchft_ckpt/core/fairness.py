@@ -1,0 +1,72 @@
+"""This file decides whose work is done next where clients want more than there are threads. It knows no threads and no clock.
+
+Work is done in turns, each of which ends by itself. Of the clients that wait, the one for which least is being done comes first;
+of equals, the one whose last turn began longest ago. So a client waits for about one turn of each of the others, however much
+they ask for. A client's own turns come in the order in which it asked for them.
+
+Long work reads memory as fast as it can and sends nothing. It never has all threads: who is sent something goes past it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Turns that wait, and how many are being done.
+
+    Args:
+        num_at_once: turns that are done at a time, at most.
+        num_long_at_once: long ones among them.
+    """
+
+    def __init__(self, num_at_once: int, num_long_at_once: int) -> None:
+        self._num_at_once = num_at_once
+        self._num_long_at_once = num_long_at_once
+        self._waiting: dict[str, tuple[deque[tuple[int, T]], deque[tuple[int, T]]]] = {}
+        """By client: short turns and long ones, each with its number."""
+        self._begun: Counter[str] = Counter()
+        self._num_long_begun = 0
+        self._last_begun: dict[str, int] = {}
+        """When the last turn of a client began, of those that wait or that something is being done for; as a number."""
+        self._next_number = 0
+
+    def put(self, client: str, turn: T, *, is_long: bool) -> None:
+        """Have a turn wait."""
+        kinds = self._waiting.setdefault(client, (deque(), deque()))
+        kinds[is_long].append((self._number(), turn))
+
+    def begin(self) -> tuple[str, T, bool] | None:
+        """Return the turn that begins now, as (client, turn, is_long), or None. It is being done until `end`."""
+        if self._begun.total() >= self._num_at_once:
+            return None
+        may_be_long = self._num_long_begun < self._num_long_at_once
+        able = [client for client, (short, long) in self._waiting.items() if short or (long and may_be_long)]
+        if not able:
+            return None
+        client = min(able, key=lambda one: (self._begun[one], self._last_begun.get(one, -1)))
+        short, long = self._waiting[client]
+        is_long = bool(long) and may_be_long and (not short or long[0][0] < short[0][0])
+        _, turn = (long if is_long else short).popleft()
+        if not short and not long:
+            del self._waiting[client]
+        self._begun[client] += 1
+        self._num_long_begun += is_long
+        self._last_begun[client] = self._number()
+        return client, turn, is_long
+
+    def end(self, client: str, *, is_long: bool) -> None:
+        """Note that a turn is over."""
+        self._begun[client] -= 1
+        self._num_long_begun -= is_long
+        if not self._begun[client]:
+            del self._begun[client]
+            if client not in self._waiting:
+                del self._last_begun[client]
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number
