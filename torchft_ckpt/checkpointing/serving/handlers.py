@@ -50,6 +50,7 @@ from torchft_ckpt.checkpointing.serving.sending import (
     Turn,
     Turns,
     digest_blocks,
+    note_blake3s,
     sample_blocks,
     send_burst,
 )
@@ -66,6 +67,8 @@ logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 MAX_GROUP = 4096
 _DIGESTS_AT_ONCE = 64
+_BLAKE3_AT_ONCE_BYTES = 16 * 1024 * 1024
+"""Some 4 ms on one thread; what is computed for a client that has left ends with them."""
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
@@ -112,6 +115,7 @@ class CheckpointHandlers:
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
         self._told_changed: set[str | None] = set()
+        self._computing_blake3 = asyncio.Lock()
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
@@ -125,6 +129,7 @@ class CheckpointHandlers:
         app.router.add_get(step + "/bytes", self._bytes, allow_head=False)
         app.router.add_get(step + "/digests", functools.partial(self._digests, digest_blocks))
         app.router.add_get(step + "/samples", functools.partial(self._digests, sample_blocks))
+        app.router.add_get(step + "/blake3", self._blake3s)
         app.router.add_post(step + "/parts", self._parts)
         app.router.add_post(step + "/parts/digests", self._part_digests)
         app.router.add_get(step + "/peers", self._peers)
@@ -261,6 +266,39 @@ class CheckpointHandlers:
     async def _digests(
         self, of: Callable[[Served, Sequence[int]], dict[int, bytes]], request: web.Request
     ) -> web.StreamResponse:
+        asked = self._asked_blocks(request)
+        if isinstance(asked, web.Response):
+            return asked
+        served, blocks = asked
+        loop = asyncio.get_running_loop()
+        digests: dict[str, str] = {}
+        for first in range(0, len(blocks), _DIGESTS_AT_ONCE):
+            batch = blocks[first : first + _DIGESTS_AT_ONCE]
+            found = await loop.run_in_executor(self._executor, of, served, batch)
+            digests.update((str(block), digest.hex()) for block, digest in found.items())
+        return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
+
+    async def _blake3s(self, request: web.Request) -> web.StreamResponse:
+        """Answer with BLAKE3 digests: each is computed once for all receivers, on one thread at a time, whoever asks."""
+        asked = self._asked_blocks(request)
+        if isinstance(asked, web.Response):
+            return asked
+        served, blocks = asked
+        if not isinstance(served, Snapshot):
+            return self._refuse("not_found", "BLAKE3 digests are announced by the source alone")
+        loop = asyncio.get_running_loop()
+        num_at_once = max(_BLAKE3_AT_ONCE_BYTES // served.block_bytes, 1)
+        unknown = [block for block in blocks if block not in served.blake3s]
+        for first in range(0, len(unknown), num_at_once):
+            async with self._computing_blake3:
+                batch = unknown[first : first + num_at_once]
+                if not all(block in served.blake3s for block in batch):  # else another request had them computed
+                    await loop.run_in_executor(self._executor, note_blake3s, served, batch)
+        known = {str(block): served.blake3s[block].hex() for block in blocks if block in served.blake3s}
+        return _json(msgspec.json.encode(known), {"ETag": _etag(served)})
+
+    def _asked_blocks(self, request: web.Request) -> tuple[Served, list[int]] | web.Response:
+        """Return what a request for digests asks about."""
         served = self._chosen(request)
         if isinstance(served, web.Response):
             return served
@@ -271,14 +309,7 @@ class CheckpointHandlers:
         if sum(len(run) for run in runs) > MAX_DIGESTS:
             return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
         self._note_contact(request, served)
-        loop = asyncio.get_running_loop()
-        digests: dict[str, str] = {}
-        blocks = [block for run in runs for block in run]
-        for first in range(0, len(blocks), _DIGESTS_AT_ONCE):
-            batch = blocks[first : first + _DIGESTS_AT_ONCE]
-            found = await loop.run_in_executor(self._executor, of, served, batch)
-            digests.update((str(block), digest.hex()) for block, digest in found.items())
-        return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
+        return served, [block for run in runs for block in run]
 
     async def _parts(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked_parts(request)
