@@ -308,7 +308,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Only what `local_state` holds travels, as boxes, from all ranks of all groups, each giving about as many bytes; a rank
         that is lost is made up for by others that hold the same. What another group than the primary sends is taken where the
-        primary announces the same digest. `local_state` says what is wanted, so it is needed.
+        primary announces the BLAKE3 digest that it has. `local_state` says what is wanted, so it is needed.
 
         Warns:
             ReplicaDivergenceWarning: another group of the same step holds other bits than the primary.

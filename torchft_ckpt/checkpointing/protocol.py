@@ -16,7 +16,8 @@
 | `GET /v1/checkpoint/{step}/samples?blocks=0-3,7`          | likewise, of a few bytes of each block (`blocks.sample_range`) |
 | `POST /v1/checkpoint/{step}/parts`                        | boxes of tensors, asked for by a `PartsRequest`: the elements  |
 |                                                           | of each in C order, followed by its digest                    |
-| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]` of the same, without the elements       |
+| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]`, BLAKE3 of the same elements alone: to   |
+|                                                           | compare with them what another source sent, or a lost one     |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
 

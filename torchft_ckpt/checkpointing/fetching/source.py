@@ -212,7 +212,7 @@ class SourceClient:
         return answer
 
     def fetch_part_digests(self, manifest: Manifest, parts: Sequence[Part]) -> list[bytes]:
-        """Return the digests of parts."""
+        """Return the BLAKE3 digests of parts."""
         answer = self._post(manifest, "parts/digests", parts, "")
         try:
             digests = [bytes.fromhex(digest) for digest in decode_part_digests(answer.read(_MAX_DIGESTS_BYTES))]
@@ -220,7 +220,7 @@ class SourceClient:
             raise StateFormatError(
                 f"source {self.name} sent digests that cannot be read: {error}", self.name
             ) from error
-        if len(digests) != len(parts) or any(len(digest) != DIGEST_BYTES for digest in digests):
+        if len(digests) != len(parts) or any(len(digest) != BLAKE3_BYTES for digest in digests):
             raise StateFormatError(f"source {self.name} sent {len(digests)} digests for {len(parts)} parts", self.name)
         return digests
 

@@ -322,7 +322,7 @@ class CheckpointHandlers:
         asked = await self._asked_parts(request)
         if isinstance(asked, web.Response):
             return asked
-        digests = await asyncio.get_running_loop().run_in_executor(self._executor, digest_parts, *asked)
+        digests = await asyncio.get_running_loop().run_in_executor(self._executor, digest_parts, *asked[:2])
         return _json(msgspec.json.encode([digest.hex() for digest in digests]), {"ETag": _etag(asked[0])})
 
     async def _asked_parts(self, request: web.Request) -> tuple[Snapshot, list[Region], list[int]] | web.Response:

@@ -13,7 +13,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.serving.served import Served
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of
@@ -146,16 +146,16 @@ class PartsBody:
         return taken
 
 
-def digest_parts(served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> list[bytes]:
-    """Return the digests of parts, without sending them.
+def digest_parts(served: Served, regions: Sequence[Region]) -> list[bytes]:
+    """Return the BLAKE3 digests of parts, without sending them.
 
     Raises:
         BlockGoneError: one is not there any more.
     """
     scratch = memoryview(bytearray(SLICE_BYTES))
     digests = []
-    for region, seed in zip(regions, seeds, strict=True):
-        hasher = xxhash.xxh3_128(seed=seed)
+    for region in regions:
+        hasher = start_blake3()
         for piece in slices_of(region):
             hasher.update(read_region(served, piece, scratch))
         digests.append(hasher.digest())
