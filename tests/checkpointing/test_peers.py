@@ -93,8 +93,8 @@ class Scene:
             transport.shutdown()
 
 
-def get(url: str, headers: dict[str, str]) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+def get(url: str, headers: dict[str, str], timeout_s: float = 20) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s) as answer:
         return answer.read()
 
 
@@ -173,19 +173,21 @@ class WrongPeer:
 
     def __init__(self, scene: Scene, *, true_digests: bool) -> None:
         self.transport = make_transport()
+        self.url = self.transport.metadata()
         self.num_lent = 0
         manifest = scene.join_as("liar", self.transport.metadata(), f"0-{NUM_BLOCKS - 1}")
-        self._wrong = memoryview(bytes(BLOCK))
+        wrong = bytes(BLOCK)
+        self.send = [wrong] * NUM_BLOCKS
         relay = Relay(manifest, self._views, self.transport.lock)
         space = b"".join(tensor.numpy().tobytes() for name, tensor in scene.state.items() if name != "step")
         for block in range(NUM_BLOCKS):
             right = space[block * BLOCK : (block + 1) * BLOCK]
-            relay.add(block, digest_of(block, right if true_digests else self._wrong))
+            relay.add(block, digest_of(block, right if true_digests else wrong))
         self.transport._shelf.add_relay(relay, ends=time.monotonic() + 600)
 
     def _views(self, block: int) -> list[memoryview]:
         self.num_lent += 1
-        return [self._wrong]
+        return [memoryview(self.send[block])]
 
 
 @pytest.mark.parametrize("true_digests", [True, False], ids=["the_sources_digests", "digests_of_its_own"])

@@ -7,6 +7,7 @@ and says whether something was written to.
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from attacks.f01_peer_poisons_receiver import forge
 from support.resharding import (
     LONG,
     PLAIN,
@@ -335,6 +337,47 @@ def test_a_group_that_has_diverged_is_named_and_its_bits_are_not_used():
             received = receiver.fetch_with_warnings([primary.urls, other.urls])
     assert {url for url in other.urls for warning in caught if url in str(warning.message)}
     assert whose(received) == {0}
+
+
+def test_parts_that_another_group_forges_do_not_count():
+    """Each with the xxh3 of the primary's part, which says nothing: xxh3 has second preimages."""
+    num_forged = [0]
+
+    def forge_parts(reply: Reply) -> None:
+        left, sent = memoryview(reply.body), b""
+        for _, _, seed, _, sizes in json.loads(reply.asked)["parts"]:
+            num_bytes = 4 * math.prod(sizes)
+            true, digest, left = bytes(left[:num_bytes]), left[num_bytes : num_bytes + 16], left[num_bytes + 16 :]
+            forged = forge(true, seed, bytes(num_bytes))
+            assert xxhash.xxh3_128_digest(forged, seed=seed) == digest
+            num_forged[0] += forged != true
+            sent += forged + digest
+        reply.body = sent
+        reply.send()
+
+    with group_of(ROWS, 2) as primary, group_of(ROWS, 2) as other, Receiver(in_place=True) as receiver:
+        with LyingSource(other.urls[0], on("parts", forge_parts)) as forger:
+            with pytest.warns(ReplicaDivergenceWarning, match=f"{forger.url} differs .* in w"):
+                state = receiver.fetch_with_warnings([primary.urls, [forger.url, other.urls[1]]])
+    assert num_forged[0] > 0
+    assert whose(state) == {0}
+
+
+def test_nothing_of_a_part_that_another_group_sent_is_left_where_it_does_not_count(monkeypatch):
+    """It may be forged, and what is received next into this memory looks there for what it need not fetch."""
+    marker = bytes(range(1, 17))
+
+    def mark_and_cut(reply: Reply) -> None:
+        reply.body = marker * (len(reply.body) // 16) + reply.body[len(reply.body) // 16 * 16 :]
+        cut_in_the_middle(reply)
+
+    with group_of(ROWS, 2) as primary, group_of(ROWS, 2) as other, Receiver(in_place=True) as receiver:
+        with LyingSource(primary.urls[0], on("parts", never_answer)) as silent:
+            with LyingSource(other.urls[0], on("parts", mark_and_cut)) as marking:
+                with pytest.raises(CheckpointError) as raised:
+                    receiver.fetch_with_warnings([[silent.url, primary.urls[1]], [marking.url, other.urls[1]]])
+    assert raised.value.state_overwritten
+    assert marker not in receiver.local["w"].to_local().numpy().tobytes()
 
 
 def test_a_group_of_other_shapes_is_left_aside():

@@ -349,7 +349,7 @@ class LyingSource:
                 try:
                     source.request(self.command, self.path, body=body or None, headers=dict(self.headers))
                     answer = source.getresponse()
-                    reply = Reply(lying, self, answer.status, dict(answer.getheaders()), answer.read())
+                    reply = Reply(lying, self, answer.status, dict(answer.getheaders()), answer.read(), body)
                 except (OSError, http.client.HTTPException):  # the source is gone
                     self.close_connection = True
                     return
@@ -401,6 +401,8 @@ class Reply:
     status: int
     headers: dict[str, str]
     body: bytes
+    asked: bytes
+    """The body of the request."""
 
     @property
     def kind(self) -> str:

@@ -282,8 +282,9 @@ class HTTPTransport(CheckpointTransport[T]):
         """Fetch a state whole from several sources at once. See `CheckpointTransport.fetch_checkpoint`.
 
         Blocks come from every source whose digests agree with the primary's, and from other receivers of the same
-        snapshot. A source that is lost, stalls or lies is dropped, what has arrived stays. With `in_place`, tensors of
-        `local_state` that are contiguous and on the CPU are received into; others are copied to at the end.
+        snapshot; what others than the primary send counts with the BLAKE3 digest that it announces. A source that is
+        lost, stalls or lies is dropped, what has arrived stays. With `in_place`, tensors of `local_state` that are
+        contiguous and on the CPU are received into; others are copied to at the end.
 
         Warns:
             ReplicaDivergenceWarning: a source of the same step holds other bits than the primary.
@@ -308,7 +309,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Only what `local_state` holds travels, as boxes, from all ranks of all groups, each giving about as many bytes; a rank
         that is lost is made up for by others that hold the same. What another group than the primary sends is taken where the
-        primary announces the same digest. `local_state` says what is wanted, so it is needed.
+        primary announces the BLAKE3 digest that it has. `local_state` says what is wanted, so it is needed.
 
         Warns:
             ReplicaDivergenceWarning: another group of the same step holds other bits than the primary.

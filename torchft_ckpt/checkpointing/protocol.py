@@ -11,10 +11,13 @@
 | `GET /v1/checkpoint/{step}/blocks/{first}-{last}`         | each block followed by its 16-byte digest                     |
 | `GET /v1/checkpoint/{step}/bytes` with `Range`            | the raw byte space; any HTTP client can resume                |
 | `GET /v1/checkpoint/{step}/digests?blocks=0-3,7`          | `{"0": "hex digest", ...}`                                    |
+| `GET /v1/checkpoint/{step}/blake3?blocks=0-3,7`           | likewise, of BLAKE3: 64 hex digits each; by the source alone. |
+|                                                           | Blocks that are there no longer are left out                  |
 | `GET /v1/checkpoint/{step}/samples?blocks=0-3,7`          | likewise, of a few bytes of each block (`blocks.sample_range`) |
 | `POST /v1/checkpoint/{step}/parts`                        | boxes of tensors, asked for by a `PartsRequest`: the elements  |
 |                                                           | of each in C order, followed by its digest                    |
-| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]` of the same, without the elements; of   |
+| `POST /v1/checkpoint/{step}/parts/digests`                | `["hex digest", ...]`, BLAKE3 of the same elements alone: to   |
+|                                                           | compare with them what another source sent, or a lost one; of |
 |                                                           | `MAX_DIGESTED_BYTES` at most, 416 beyond                      |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |

@@ -244,6 +244,11 @@ class TransferLedger:
         return self._held
 
     @property
+    def missing(self) -> int:
+        """Blocks that are neither held nor asked for."""
+        return self._missing
+
+    @property
     def is_done(self) -> bool:
         """Whether every block is held."""
         return self._held == self._all

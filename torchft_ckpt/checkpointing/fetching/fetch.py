@@ -29,6 +29,7 @@ from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Strea
 from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
+from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
@@ -36,6 +37,7 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.core.paths import describe_paths
 from torchft_ckpt.errors import (
     CheckpointError,
+    DigestMismatchError,
     ReplicaDivergenceWarning,
     SourceLostError,
     SourceRefusedError,
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _SWARM_AFTER_S = 0.25
 _TELL_TIMEOUT_S = 0.5
+_BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024
+"""Of blocks whose digests are asked for at once: some 15 ms of the source's, after which others may give these blocks."""
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -107,6 +111,7 @@ class Fetch:
         self._begun: list[Destination] = []
         self._threads: list[threading.Thread] = []
         self._has_swarm = False
+        self._asks_for_blake3s = False
         self._to_touch: queue.SimpleQueue[tuple[Destination, range] | None] = queue.SimpleQueue()
         self._last_refusal: SourceRefusedError | None = None
 
@@ -274,6 +279,7 @@ class Fetch:
             return
         self._has_swarm = True
         state.attach(self._serve_on(manifest, destination))
+        self._ask_for_blake3s()
         self._spawn(lambda: self._run_swarm(self._address_of(primary), manifest, own), None)
 
     # The worker threads
@@ -374,6 +380,7 @@ class Fetch:
             if manifest.tree != destination.manifest.tree:
                 state.note_divergence(client.name, "values that are no tensors differ")
             state.add_replica(client.name)
+            self._ask_for_blake3s()
             self._spawn(lambda: self._compare_digests(client.address, manifest), client.name)
         return True
 
@@ -430,6 +437,30 @@ class Fetch:
             self._over_any(self._address_of(primary), ask)
         except (TransferError, StateFormatError) as error:  # its own streams notice that, too, and say what it means
             logger.debug("the digests of %s cannot be compared: %s", primary, error)
+
+    def _ask_for_blake3s(self) -> None:
+        """Have a thread ask the primary for BLAKE3 digests from now on, of what others than it could give."""
+        with self._lock:
+            if self._asks_for_blake3s:
+                return
+            self._asks_for_blake3s = True
+        self._spawn(self._learn_blake3s, None)
+
+    def _learn_blake3s(self) -> None:
+        state, primary = self._state, None
+        while (primary := state.await_primary(other_than=primary)) is not None:
+            work = functools.partial(self._learn_blake3s_of, primary)
+            try:
+                self._over_any(self._address_of(primary), work)
+            except (TransferError, StateFormatError) as error:
+                logger.info("source %s does not say what others may give in its place: %s", primary, error)
+
+    def _learn_blake3s_of(self, primary: str, client: SourceClient) -> None:
+        """Ask until another source is the primary. Connects when there is something to ask."""
+        manifest = self._state.manifest_of(primary)
+        num_at_once = 1 if manifest is None else min(_BLAKE3_AT_ONCE_BYTES // manifest.block_bytes, MAX_DIGESTS)
+        while manifest is not None and (blocks := self._state.await_uncheckable(primary, num_at_once)):
+            self._state.learn_blake3s(primary, client.fetch_blake3s(manifest, blocks))
 
     def _run_swarm(self, address: SourceAddress, manifest: Manifest, own: str) -> None:
         def start(peer: SourceAddress) -> None:
@@ -545,7 +576,8 @@ class Fetch:
             elif name is None:
                 logger.info("the receivers of %s do not find each other: %s", self._what, error)
             elif is_peer:
-                logger.info("taking nothing more from receiver %s: %s", name, error)
+                level = logging.WARNING if isinstance(error, DigestMismatchError) else logging.INFO
+                logger.log(level, "taking nothing more from receiver %s: %s", name, error)
                 self._state.fail_peer(name)
             else:
                 self._state.fail_source(name, error)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import xxhash
+from blake3 import blake3
 
 from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, Toucher, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
@@ -161,22 +161,40 @@ class Destination:
             if self._lengths[segment] >= TOUCH_FROM_BYTES and segment in self._buffers:
                 self._toucher.touch(self._buffers[segment].data[low:high])
 
-    def receive(self, block: int, read_into: ReadInto, scratch: memoryview) -> bytes:
-        """Receive a block; return its digest. `scratch` has `SLICE_BYTES` for this thread alone."""
+    def receive(self, block: int, read_into: ReadInto, scratch: memoryview, also: blake3 | None = None) -> bytes:
+        """Receive a block; return its digest.
+
+        Args:
+            block: which one.
+            read_into: fills memory with what comes next of it.
+            scratch: has `SLICE_BYTES` for this thread alone.
+            also: another hasher that is fed the block.
+        """
         self.is_overwritten = self.is_overwritten or bool(self._direct)
         self.touch(block)
         hasher = start_digest(block)
+
+        def update(part: memoryview) -> None:
+            hasher.update(part)
+            if also is not None:
+                also.update(part)
+
         views = self.views(block)
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
         if stop - start < _SCATTER_BELOW_BYTES * len(views):
-            _receive_scattered(views, stop - start, read_into, scratch, hasher)
+            _receive_scattered(views, stop - start, read_into, scratch, update)
         else:
             for view in views:
                 for at in range(0, len(view), SLICE_BYTES):
                     part = view[at : at + SLICE_BYTES]
                     read_into(part)
-                    hasher.update(part)
+                    update(part)
         return hasher.digest()
+
+    def wipe(self, block: int) -> None:
+        """Write zeros over a block that does not count: the next receive may look here for what it need not fetch."""
+        for view in self.views(block):
+            view[:] = bytes(len(view))
 
     def samples(self, block: int) -> set[bytes]:
         """Return the digests of a block's samples in the local state and in what was received before, where there are such."""
@@ -287,13 +305,17 @@ class Destination:
 
 
 def _receive_scattered(
-    views: list[memoryview], num_bytes: int, read_into: ReadInto, scratch: memoryview, hasher: xxhash.xxh3_128
+    views: list[memoryview],
+    num_bytes: int,
+    read_into: ReadInto,
+    scratch: memoryview,
+    update: Callable[[memoryview], None],
 ) -> None:
     index, filled = 0, 0
     for at in range(0, num_bytes, SLICE_BYTES):
         part = scratch[: min(SLICE_BYTES, num_bytes - at)]
         read_into(part)
-        hasher.update(part)
+        update(part)
         taken = 0
         while taken < len(part):
             view = views[index]

@@ -38,7 +38,7 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_part_digests,
     decode_peers,
 )
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, format_runs
+from torchft_ckpt.checkpointing.state.blocks import BLAKE3_BYTES, DIGEST_BYTES, format_runs
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.errors import (
     DigestMismatchError,
@@ -54,7 +54,7 @@ _BUSY_S = 0.5
 _MAX_ATTEMPTS = 20
 _MARGIN_S = 0.2
 _SHARE = re.compile(r"\A([0-9]{1,6})/([0-9]{1,6})\Z")
-_MAX_DIGESTS_BYTES = 64 * MAX_DIGESTS
+_MAX_DIGESTS_BYTES = 96 * MAX_DIGESTS
 _MAX_PEERS_BYTES = 4 * 1024 * 1024
 
 
@@ -139,13 +139,26 @@ class SourceClient:
 
     def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
         """Return the digests of blocks; at most `MAX_DIGESTS` of them."""
-        return self._fetch_digests(manifest, "digests", blocks)
+        return self._fetch_all_digests(manifest, "digests", blocks)
 
     def fetch_samples(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
         """Return the digests of the samples of blocks; at most `MAX_DIGESTS` of them."""
-        return self._fetch_digests(manifest, "samples", blocks)
+        return self._fetch_all_digests(manifest, "samples", blocks)
 
-    def _fetch_digests(self, manifest: Manifest, what: str, blocks: Sequence[int]) -> dict[int, bytes]:
+    def fetch_blake3s(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
+        """Return the BLAKE3 digests of blocks, at most `MAX_DIGESTS` of them, but of those that the source has freed."""
+        return self._fetch_digests(manifest, "blake3", blocks, BLAKE3_BYTES)
+
+    def _fetch_all_digests(self, manifest: Manifest, what: str, blocks: Sequence[int]) -> dict[int, bytes]:
+        found = self._fetch_digests(manifest, what, blocks, DIGEST_BYTES)
+        if len(found) != len(set(blocks)):
+            raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
+        return found
+
+    def _fetch_digests(
+        self, manifest: Manifest, what: str, blocks: Sequence[int], digest_bytes: int
+    ) -> dict[int, bytes]:
+        """Return digests of this length, of no other blocks than these."""
         answer = self._get(manifest, f"{what}?blocks={format_runs(blocks)}")
         try:
             digests = decode_digests(answer.read(_MAX_DIGESTS_BYTES + 4096))
@@ -154,7 +167,7 @@ class SourceClient:
             raise StateFormatError(
                 f"source {self.name} sent digests that cannot be read: {error}", self.name
             ) from error
-        if found.keys() != set(blocks) or any(len(digest) != DIGEST_BYTES for digest in found.values()):
+        if not found.keys() <= set(blocks) or any(len(digest) != digest_bytes for digest in found.values()):
             raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
         return found
 
@@ -199,7 +212,7 @@ class SourceClient:
         return answer
 
     def fetch_part_digests(self, manifest: Manifest, parts: Sequence[Part]) -> list[bytes]:
-        """Return the digests of parts."""
+        """Return the BLAKE3 digests of parts."""
         answer = self._post(manifest, "parts/digests", parts, "")
         try:
             digests = [bytes.fromhex(digest) for digest in decode_part_digests(answer.read(_MAX_DIGESTS_BYTES))]
@@ -207,7 +220,7 @@ class SourceClient:
             raise StateFormatError(
                 f"source {self.name} sent digests that cannot be read: {error}", self.name
             ) from error
-        if len(digests) != len(parts) or any(len(digest) != DIGEST_BYTES for digest in digests):
+        if len(digests) != len(parts) or any(len(digest) != BLAKE3_BYTES for digest in digests):
             raise StateFormatError(f"source {self.name} sent {len(digests)} digests for {len(parts)} parts", self.name)
         return digests
 

@@ -1,6 +1,7 @@
 """One stream of blocks: asks the ledger for runs, receives them over one connection, verifies each block.
 
-It decides nothing: what to ask for, and whether to go on, is the ledger's to say.
+What comes from another party than the primary is digested by BLAKE3 as well. It decides nothing: what to ask for, and
+whether to go on, is the ledger's to say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.errors import SourceLostError
 
@@ -70,8 +71,14 @@ class Stream:
         def read_into(target: memoryview) -> None:
             answer.read_into(target, came)
 
-        actual = self._destination.receive(block, read_into, self._scratch)
-        answer.read_into(self._digest)
-        self._state.check_digest(client.name, block, actual, bytes(self._digest))
-        self._num_unfinished = 0
-        return self._state.arrived(number, client.name, client.path, block, actual)
+        also = None if self._state.is_primary(client.name) else start_blake3()
+        try:
+            actual = self._destination.receive(block, read_into, self._scratch, also)
+            answer.read_into(self._digest)
+            strong = None if also is None else also.digest()
+            self._state.check_digest(client.name, block, actual, bytes(self._digest), strong)
+            self._num_unfinished = 0
+            return self._state.arrived(number, client.name, client.path, block, actual, strong)
+        finally:
+            if also is not None and not self._state.is_held(block):
+                self._destination.wipe(block)

@@ -1,7 +1,7 @@
 """Receivers of one snapshot find each other through its source, and take from each other what they hold.
 
 Every fraction of a second this receiver tells the source what it holds and where it serves it, and is told the same of
-others. Nothing that a peer sends is trusted: a block counts only with the digest that the source announces for it.
+others. Nothing that a peer sends is trusted: a block counts only with the BLAKE3 digest that the source announces for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.state.blocks import parse_runs
@@ -61,10 +60,6 @@ def run_swarm(
         known = set(state.peer_names())
         room = max(MAX_PEER_STREAMS - num_started, 0)
         fresh = [name for name in held_by if name not in known][:room]
-        if held_by:
-            # The digests first: without them nothing of a peer can be verified.
-            for digests in fetch_digests(client, manifest, state.unknown_digests(BATCH_BLOCKS)):
-                state.learn_digests(client.name, digests)
         for name in state.meet_peers({n: h for n, h in held_by.items() if n in known or n in fresh}, sent):
             logger.debug("taking blocks from %s as well, which receives the same state", name)
             start_peer(addresses[name])

@@ -1,9 +1,11 @@
 """What the threads of one fetch share, under one condition: the ledger, whose digests count, and how it ends.
 
 The *primary* source is the one whose state is received: the digests and the plain values that count are its own. Other
-sources contribute blocks for which they have announced the primary's digest. When the primary is lost, another source is
-adopted, with all its digests at once: blocks that are held and differ from it are missing again, so that at every moment
-what is held belongs to one source's state.
+sources contribute blocks for which they have announced the primary's digest, other receivers blocks that they hold. What any
+of these sends counts only with the BLAKE3 digest that the primary announces for it, since the other one can be forged.
+
+When the primary is lost, another source is adopted, with all its digests at once: blocks that are held and differ from it are
+missing again, so that at every moment what is held belongs to one source's state.
 """
 
 from __future__ import annotations
@@ -69,11 +71,18 @@ class TransferState:
         self._known = 0
         self._last_arrival_at = 0.0
         self._verified: dict[int, bytes] = {}
+        self._blake3s: dict[int, bytes] = {}
+        """Of the primary."""
+        self._checkable = 0
+        """The blocks of `_blake3s`, as a bit set: only these may come from others."""
+        self._asked = 0
+        """Blocks whose BLAKE3 digest the primary was asked for, as a bit set."""
         self._reported: dict[str, int] = {}
         self._arrived_over: dict[str, int] = {}
         self._relay: Relay | None = None
         self._divergent: dict[str, str] = {}
-        self._peers: set[str] = set()
+        self._peers: dict[str, int] = {}
+        """What they hold, as a bit set."""
         self._received_bytes = 0
         self._wasted_bytes = 0
         self.brought_bytes = 0
@@ -187,6 +196,7 @@ class TransferState:
             self._ledger.take_share(*share)
             self._digests = dict(digests)
             self._known = mask_of_each(digests)
+            self._forget_blake3s()
             self._verified = dict(held)
             self._ledger.hold(mask_of_each(held))
             self._skipped = self._ledger.held
@@ -228,11 +238,6 @@ class TransferState:
     def num_blocks(self) -> int:
         """Blocks of the state; 0 before it begins."""
         return self._destination.num_blocks if self._destination is not None else 0
-
-    def unknown_digests(self, limit: int) -> int:
-        """Return up to `limit` blocks, as a bit set, whose digest of the primary is not known, missing ones first."""
-        with self.changed:
-            return self._some_of(~self._known, limit)
 
     def unannounced(self, name: str, limit: int) -> int:
         """Return up to `limit` blocks, as a bit set, whose digest of a source is not known, missing ones first."""
@@ -312,8 +317,8 @@ class TransferState:
             destination.retarget(self._manifests[name])
             self._announced.pop(name, None)
             self._ledger.add_source(name, SourceKind.PRIMARY)
+            self._forget_blake3s()
             for other, announced in self._announced.items():
-                self._ledger.forbid(other, announced.known)
                 announced.agreed = 0
                 self._compare(other, announced, announced.digests)
             self.changed.notify_all()
@@ -367,26 +372,86 @@ class TransferState:
             if block in announced.digests and announced.digests[block] == self._digests.get(block)
         )
         announced.agreed |= agreed
-        self._ledger.allow(name, agreed)
+        self._ledger.allow(name, agreed & self._checkable)
+
+    # BLAKE3 digests
+
+    def is_primary(self, name: str) -> bool:
+        """Whether a source is the one that announces the digests that count."""
+        return name == self.primary
+
+    def await_primary(self, other_than: str | None) -> str | None:
+        """Wait until there is a primary, another one than this; None where the fetch is over."""
+        with self.changed:
+            while not self._over and (not self._ready or self.primary in (None, other_than)):
+                self.changed.wait(_WAIT_S)
+            return None if self._over else self.primary
+
+    def await_uncheckable(self, primary: str, limit: int) -> list[int]:
+        """Wait until others could give blocks whose BLAKE3 digest the primary was not asked for; return up to `limit`, once.
+
+        Empty where the fetch is over or another source is the primary.
+        """
+        with self.changed:
+            while not self._over and primary == self.primary:
+                blocks = _lowest(self._givable() & self._ledger.missing & ~self._asked, limit)
+                if blocks:
+                    self._asked |= blocks
+                    return [block for run in blocks_of(blocks) for block in run]
+                self.changed.wait(_WAIT_S)
+            return []
+
+    def learn_blake3s(self, primary: str, found: Mapping[int, bytes]) -> None:
+        """Note the BLAKE3 digests that the primary announces: others may give these blocks now."""
+        with self.changed:
+            if primary != self.primary:
+                return
+            self._blake3s.update(found)
+            self._checkable |= mask_of_each(found)
+            for name, held in self._peers.items():
+                self._ledger.allow(name, held & self._checkable)
+            for name, announced in self._announced.items():
+                self._ledger.allow(name, announced.agreed & self._checkable)
+            self.changed.notify_all()
+
+    def _givable(self) -> int:
+        """Blocks that others than the primary could give, as a bit set."""
+        blocks = 0
+        for name, held in self._peers.items():
+            blocks |= held if self._ledger.has_source(name) else 0
+        for name, announced in self._announced.items():
+            blocks |= announced.agreed if self._ledger.has_source(name) else 0
+        return blocks
+
+    def _forget_blake3s(self) -> None:
+        """Another primary announces what counts: nothing comes from others before it has announced that again."""
+        self._blake3s = {}
+        self._checkable = self._asked = 0
+        for name in (*self._peers, *self._announced):
+            self._ledger.forbid(name, -1)
+
+    def _is_of_primary(self, source: str, block: int, digest: bytes, blake3: bytes | None) -> bool:
+        """Whether a block that a source has sent is the primary's."""
+        if self._digests.get(block, digest) != digest:
+            return False
+        return source == self.primary or (blake3 is not None and self._blake3s.get(block) == blake3)
 
     # Peers
 
     def meet_peers(self, held_by: Mapping[str, int], sent: int) -> list[str]:
         """Note what other receivers hold and what the primary has sent; return those that are new."""
         with self.changed:
-            known = self._known
             if self.primary is not None:
                 self._ledger.note_sent(self.primary, sent, time.monotonic())
             new = []
             for name, held in held_by.items():
                 if name in self._names:
                     continue  # a source is no peer of its receivers, whoever says so
-                if name in self._peers:
-                    self._ledger.allow(name, held & known)
-                    continue
-                self._peers.add(name)
-                self._ledger.add_source(name, SourceKind.PEER, held & known)
-                new.append(name)
+                if name not in self._peers:
+                    self._ledger.add_source(name, SourceKind.PEER, 0)
+                    new.append(name)
+                self._peers[name] = held
+                self._ledger.allow(name, held & self._checkable)
             self.changed.notify_all()
             return new
 
@@ -434,8 +499,22 @@ class TransferState:
                 self.changed.wait(_WAIT_S)
             return None
 
-    def check_digest(self, source: str, block: int, actual: bytes, announced: bytes) -> None:
+    def is_held(self, block: int) -> bool:
+        """Whether a block is here, verified."""
+        with self.changed:
+            return bool(self._ledger.held >> block & 1)
+
+    def check_digest(
+        self, source: str, block: int, actual: bytes, announced: bytes, blake3: bytes | None = None
+    ) -> None:
         """Check a block that has been received.
+
+        Args:
+            source: who sent it.
+            block: which one.
+            actual: its digest.
+            announced: the digest that came with it.
+            blake3: its BLAKE3 digest; None where the source was the primary when the block came.
 
         Raises:
             DigestMismatchError: it is not what came with it, or not the primary's.
@@ -449,19 +528,28 @@ class TransferState:
             wanted = self._digests.get(block, actual)
             own = self._announced.get(source)
             is_honest = own is not None and own.digests.get(block) == actual
+            is_forged = actual == wanted and blake3 is not None and self._blake3s.get(block, blake3) != blake3
         # A source whose block was asked for before another primary was adopted is not to blame: `arrived` leaves it out.
         if actual != wanted and not is_honest:
             raise DigestMismatchError(
                 f"block {block} from {source} is not the one that it announced before", party=source
             )
+        if is_forged:
+            raise DigestMismatchError(
+                f"block {block} from {source} does not have the BLAKE3 digest that source {self.primary} announces: "
+                "it was forged, and does not count",
+                party=source,
+            )
 
-    def arrived(self, stream: int, source: str, path: str, block: int, digest: bytes) -> bool:
-        """Note a verified block; whether the stream goes on with its run."""
+    def arrived(
+        self, stream: int, source: str, path: str, block: int, digest: bytes, blake3: bytes | None = None
+    ) -> bool:
+        """Note a block that was checked, with both digests; whether the stream goes on with its run."""
         with self.changed:
             destination = self._destination
             if destination is None or self._over:
                 return False
-            if self._digests.get(block, digest) != digest:  # the primary has changed since the check
+            if not self._is_of_primary(source, block, digest, blake3):  # the primary has changed since it was asked for
                 return False
             self._verified[block] = digest
             self._last_arrival_at = time.monotonic()

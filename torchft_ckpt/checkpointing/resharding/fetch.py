@@ -34,10 +34,10 @@ from torchft_ckpt.checkpointing.resharding.plan import (
 )
 from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
 from torchft_ckpt.checkpointing.serving.parts import regions_of
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, count_blocks, format_ranges
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, count_blocks, format_ranges, start_blake3
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.checkpointing.state.regions import scatter, slices
+from torchft_ckpt.checkpointing.state.regions import gather, scatter, slices
 from torchft_ckpt.core.paths import describe_paths
 from torchft_ckpt.core.transfer import blocks_of
 from torchft_ckpt.errors import (
@@ -435,20 +435,20 @@ class ShardedFetch:
                     # The others may have to give it again, or its digests, when the primary is lost.
                     received, acknowledged_at = _acknowledgement(needed, transfer, manifest), started_at
                 answer = client.open_parts(manifest, transfer.plan.ask_for(name, batch), num_bytes, received)
-                unconfirmed: dict[int, bytes] = {}
+                unconfirmed: list[int] = []
                 for part, where in zip(batch, planned, strict=True):
-                    digest = self._receive(transfer, client, answer, part, where, scratch)
-                    if transfer.arrived(client.path, {part: digest}, transfer.plan.group_of[name]):
+                    self._receive(transfer, client, answer, part, where, scratch)
+                    if transfer.arrived(client.path, [part], transfer.plan.group_of[name]):
                         left.remove(part)
                     else:
-                        unconfirmed[part] = digest
+                        unconfirmed.append(part)
                 transfer.took(client.path, num_bytes, time.monotonic() - started_at)
                 has_brought = True
                 if unconfirmed:
                     self._confirm(transfer, name, unconfirmed)
                     left = [part for part in left if not transfer.is_held(part)]
             except CheckpointError as error:
-                transfer.return_batch(client.path, left)
+                self._give_back(transfer, client, left)
                 transfer.raise_if_cut(client.path)
                 if not transfer.is_used(client.path):
                     return False
@@ -458,8 +458,20 @@ class ShardedFetch:
                 logger.info("connecting to %s again: %s", client.path, error)
                 return False
             if left:
-                transfer.return_batch(client.path, left)
+                self._give_back(transfer, client, left)
         return True
+
+    def _give_back(self, transfer: PartTransfer, client: SourceClient, left: Sequence[int]) -> None:
+        """Have others bring parts that were asked for. What another group than the primary sent of them is wiped out.
+
+        It may be forged, and the next fetch may look there for what it need not bring.
+        """
+        if self.has_written and transfer.plan.group_of[client.name] != transfer.primary:
+            for part in left:
+                where = transfer.plan.parts[part]
+                for piece in slices(where.region, _SLICE_BYTES, 1 << 62):
+                    scatter(memoryview(bytes(piece.num_bytes)), where.memory[piece.start : piece.stop], piece)
+        transfer.return_batch(client.path, left)
 
     def _receive(
         self,
@@ -469,8 +481,8 @@ class ShardedFetch:
         part: int,
         where: PlannedPart,
         scratch: memoryview,
-    ) -> bytes:
-        """Receive one part to where it belongs; return its digest."""
+    ) -> None:
+        """Receive one part to where it belongs, with the digest that was sent with it."""
 
         def came(num_bytes: int) -> None:
             transfer.gave(client.path, num_bytes)
@@ -489,20 +501,18 @@ class ShardedFetch:
             hasher.update(data)
         announced = bytearray(DIGEST_BYTES)
         answer.read_into(memoryview(announced))
-        digest = hasher.digest()
-        if digest != announced:
+        if hasher.digest() != announced:
             raise DigestMismatchError(
                 f"source {client.path} sent {where.box} of {where.name[:120]} with another digest than it announced",
                 client.name,
             )
-        return digest
 
-    def _confirm(self, transfer: PartTransfer, name: str, received: dict[int, bytes]) -> None:
-        """Take what another group's rank sent as far as the primary has the same."""
+    def _confirm(self, transfer: PartTransfer, name: str, received: Sequence[int]) -> None:
+        """Take what another group's rank sent as far as the primary has the same, by the BLAKE3 digest that it announces."""
         primary = transfer.primary
         wanted = self._ask_primary(transfer, received)
-        agreed = {part: digest for part, digest in received.items() if wanted.get(part) == digest}
-        differing = [part for part, digest in received.items() if wanted.get(part, digest) != digest]
+        agreed = [part for part, digest in wanted.items() if _blake3_of(transfer.plan.parts[part]) == digest]
+        differing = [part for part in wanted if part not in agreed]
         if differing:
             # It lies where the primary's is to go, and is not held.
             transfer.diverged(name, differing, primary)
@@ -514,10 +524,11 @@ class ShardedFetch:
         while (held := transfer.to_confirm()) is not None:
             primary = transfer.primary
             wanted = self._ask_primary(transfer, held)
-            transfer.adopted([part for part, digest in held.items() if wanted.get(part) != digest], primary)
+            differing = [part for part in held if wanted.get(part) != _blake3_of(transfer.plan.parts[part])]
+            transfer.adopted(differing, primary)
 
     def _ask_primary(self, transfer: PartTransfer, parts: Iterable[int]) -> dict[int, bytes]:
-        """Return the digests that the primary group has for parts, as far as it can be asked."""
+        """Return the BLAKE3 digests that the primary group has for parts, as far as it can be asked."""
         by_holder: dict[str, list[int]] = {}
         for part in parts:
             holder = transfer.primary_holder(part)
@@ -534,7 +545,7 @@ class ShardedFetch:
         return found
 
     def _ask_digests(self, transfer: PartTransfer, name: str, asked: Sequence[int]) -> dict[int, bytes]:
-        """Return a source's digests of parts, over a connection of its own."""
+        """Return a source's BLAKE3 digests of parts, over a connection of its own."""
         address, manifest = self._address_of(name), self._manifest_of(name)
         if address is None or manifest is None:
             raise SourceRefusedError(f"{name} has no manifest", name)
@@ -679,6 +690,19 @@ def _to_digest_at_once(plan: Plan, asked: Sequence[int]) -> Iterator[list[int]]:
         num_bytes += size
     if batch:
         yield batch
+
+
+def _blake3_of(where: PlannedPart) -> bytes:
+    """Return the BLAKE3 digest of a part that is here, over its elements in C order."""
+    hasher = start_blake3()
+    scratch = memoryview(bytearray(min(where.region.num_bytes, _SLICE_BYTES)))
+    for piece in slices(where.region, _SLICE_BYTES, 1 << 62):
+        memory = where.memory[piece.start : piece.stop]
+        if piece.steps:
+            gather(memory, piece, scratch[: piece.num_bytes])
+            memory = scratch[: piece.num_bytes]
+        hasher.update(memory)
+    return hasher.digest()
 
 
 def _blocks_by_part(plan: Plan, name: str, manifest: Manifest) -> dict[int, range]:

@@ -1,15 +1,15 @@
-"""What the threads of a re-sharded fetch share, under one condition: the ledger, the digests of what is held, the outcome.
+"""What the threads of a re-sharded fetch share, under one condition: the ledger, what is held, the outcome.
 
-The primary group's state counts. What another group's rank sends is taken when the primary announces the same digest for it.
-When the primary can give no longer what is missing, another group is adopted: what is held is compared with its digests
-first, so that what is held belongs to one group's state at every moment.
+The primary group's state counts. What another group's rank sends is taken when it has the BLAKE3 digest that the primary
+announces for it. When the primary can give no longer what is missing, another group is adopted: what is held is compared with
+its digests first, so that what is held belongs to one group's state at every moment.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torchft_ckpt.checkpointing.resharding.plan import Plan
 from torchft_ckpt.core.parts import PartLedger
@@ -40,7 +40,7 @@ class PartTransfer:
         self._usable = set(heirs)
         self._sizes = [part.region.num_bytes for part in plan.parts]
         self._ledger = PartLedger(self._sizes, {name: places.keys() for name, places in plan.holders.items()})
-        self._digests: dict[int, bytes] = {}
+        self._held: set[int] = set()
         self._is_adopting = False
         self._failures: dict[str, CheckpointError] = {}
         self._cut: dict[str, CheckpointError] = {}
@@ -136,7 +136,7 @@ class PartTransfer:
         return type(error)(what, party=error.party)
 
     def _missing(self) -> list[int]:
-        return [part for part in range(len(self._sizes)) if part not in self._digests]
+        return [part for part in range(len(self._sizes)) if part not in self._held]
 
     def _covers_missing(self, group: int) -> bool:
         return self._covers(group, self._missing())
@@ -153,10 +153,10 @@ class PartTransfer:
 
     # Adopting another group
 
-    def to_confirm(self) -> dict[int, bytes] | None:
-        """Return what is held, with its digests, where a group has been adopted and is to be compared; else None."""
+    def to_confirm(self) -> list[int] | None:
+        """Return what is held where a group has been adopted and is to be compared; else None."""
         with self.changed:
-            return dict(self._digests) if self._is_adopting and not self._over else None
+            return sorted(self._held) if self._is_adopting and not self._over else None
 
     def adopted(self, differing: Sequence[int], group: int) -> None:
         """Note that what is held is what a group has, but for these parts; without effect where it is not the primary now."""
@@ -165,7 +165,7 @@ class PartTransfer:
                 return
             self._is_adopting = False
             for part in differing:
-                del self._digests[part]
+                self._held.remove(part)
                 self.received_bytes -= self._sizes[part]
                 self.wasted_bytes += self._sizes[part]
             self._ledger.invalidate(differing)
@@ -213,17 +213,17 @@ class PartTransfer:
             known = self._rates.get(path)
             self._rates[path] = rate if known is None else 0.5 * known + 0.5 * rate
 
-    def arrived(self, path: str, digests: Mapping[int, bytes], group: int) -> bool:
+    def arrived(self, path: str, parts: Iterable[int], group: int) -> bool:
         """Note parts that have been received whole, and are what a group has; False where that is not the primary (any more)."""
         with self.changed:
             if group != self.primary:
                 return False
-            for part, digest in digests.items():
-                if part not in self._digests:
+            for part in parts:
+                if part not in self._held:
                     self.received_bytes += self._sizes[part]
                 else:
                     self.wasted_bytes += self._sizes[part]
-                self._digests[part] = digest
+                self._held.add(part)
                 self._ledger.arrived(part)
                 flying = self._in_flight.get(path)
                 if flying is not None:
@@ -337,4 +337,4 @@ class PartTransfer:
 
     def is_held(self, part: int) -> bool:
         """Whether a part is here."""
-        return part in self._digests
+        return part in self._held

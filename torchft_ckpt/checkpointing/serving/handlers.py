@@ -56,6 +56,7 @@ from torchft_ckpt.checkpointing.serving.sending import (
     Turns,
     digest_blocks,
     digest_burst,
+    note_blake3s,
     sample_blocks,
     send_burst,
 )
@@ -75,6 +76,8 @@ _MAX_TOLD_RUNS = 4096
 _LONG_LOOK_S = 0.001
 _LOOK_PAUSES = 10.0
 _DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
+_BLAKE3_AT_ONCE_BYTES = 16 * 1024 * 1024
+"""Some 4 ms on one thread; what is computed for a client that has left ends with them."""
 _RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
@@ -126,6 +129,7 @@ class CheckpointHandlers:
         self._told_changed: set[str | None] = set()
         self._looks_again_at: weakref.WeakKeyDictionary[Snapshot, float] = weakref.WeakKeyDictionary()
         self._lacks_descriptors = False
+        self._computing_blake3 = asyncio.Lock()
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
@@ -139,6 +143,7 @@ class CheckpointHandlers:
         app.router.add_get(step + "/bytes", self._bytes, allow_head=False)
         app.router.add_get(step + "/digests", functools.partial(self._digests, digest_blocks))
         app.router.add_get(step + "/samples", functools.partial(self._digests, sample_blocks))
+        app.router.add_get(step + "/blake3", self._blake3s)
         app.router.add_post(step + "/parts", self._parts)
         app.router.add_post(step + "/parts/digests", self._part_digests)
         app.router.add_get(step + "/peers", self._peers)
@@ -276,6 +281,38 @@ class CheckpointHandlers:
     async def _digests(
         self, of: Callable[[Served, Sequence[int]], dict[int, bytes]], request: web.Request
     ) -> web.StreamResponse:
+        asked = self._asked_blocks(request)
+        if isinstance(asked, web.Response):
+            return asked
+        served, blocks = asked
+        digests: dict[str, str] = {}
+        num_at_once = max(_DIGESTED_AT_ONCE_BYTES // served.block_bytes, 1)
+        for first in range(0, len(blocks), num_at_once):
+            batch = blocks[first : first + num_at_once]
+            found = await self._threads.run(_client(request), of, served, batch, is_long=True)
+            digests.update((str(block), digest.hex()) for block, digest in found.items())
+        return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
+
+    async def _blake3s(self, request: web.Request) -> web.StreamResponse:
+        """Answer with BLAKE3 digests: each is computed once for all receivers, on one thread at a time, whoever asks."""
+        asked = self._asked_blocks(request)
+        if isinstance(asked, web.Response):
+            return asked
+        served, blocks = asked
+        if not isinstance(served, Snapshot):
+            return self._refuse("not_found", "BLAKE3 digests are announced by the source alone")
+        num_at_once = max(_BLAKE3_AT_ONCE_BYTES // served.block_bytes, 1)
+        unknown = [block for block in blocks if block not in served.blake3s]
+        for first in range(0, len(unknown), num_at_once):
+            async with self._computing_blake3:
+                batch = unknown[first : first + num_at_once]
+                if not all(block in served.blake3s for block in batch):  # else another request had them computed
+                    await self._threads.run(_client(request), note_blake3s, served, batch, is_long=True)
+        known = {str(block): served.blake3s[block].hex() for block in blocks if block in served.blake3s}
+        return _json(msgspec.json.encode(known), {"ETag": _etag(served)})
+
+    def _asked_blocks(self, request: web.Request) -> tuple[Served, list[int]] | web.Response:
+        """Return what a request for digests asks about."""
         served = self._chosen(request)
         if isinstance(served, web.Response):
             return served
@@ -286,14 +323,7 @@ class CheckpointHandlers:
         if sum(len(run) for run in runs) > MAX_DIGESTS:
             return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
         self._note_contact(request, served)
-        digests: dict[str, str] = {}
-        blocks = [block for run in runs for block in run]
-        num_at_once = max(_DIGESTED_AT_ONCE_BYTES // served.block_bytes, 1)
-        for first in range(0, len(blocks), num_at_once):
-            batch = blocks[first : first + num_at_once]
-            found = await self._threads.run(_client(request), of, served, batch, is_long=True)
-            digests.update((str(block), digest.hex()) for block, digest in found.items())
-        return _json(msgspec.json.encode(digests), {"ETag": _etag(served)})
+        return served, [block for run in runs for block in run]
 
     async def _parts(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked_parts(request)
@@ -310,7 +340,7 @@ class CheckpointHandlers:
         if num_bytes > MAX_DIGESTED_BYTES:
             message = f"digests of {num_bytes} bytes were asked for; at most {MAX_DIGESTED_BYTES} at once"
             return self._refuse("bad_range", message, status=416)
-        digests, found, stop = digest_parts(*asked), list[bytes](), threading.Event()
+        digests, found, stop = digest_parts(*asked[:2]), list[bytes](), threading.Event()
         try:
             while not await self._threads.run(_client(request), digest_burst, digests, found, stop, is_long=True):
                 pass

@@ -13,7 +13,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.serving.served import Served
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of
@@ -146,15 +146,17 @@ class PartsBody:
         return taken
 
 
-def digest_parts(served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> Iterator[bytes | None]:
-    """Yield the digests of parts, in order, without sending them; and None after each slice, where the work may be left.
+def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | None]:
+    """Yield the BLAKE3 digests of parts, in order, without sending them.
+
+    And None after each slice, where the work may be left.
 
     Raises:
         BlockGoneError: one is not there any more.
     """
     scratch = memoryview(bytearray(SLICE_BYTES))
-    for region, seed in zip(regions, seeds, strict=True):
-        hasher = xxhash.xxh3_128(seed=seed)
+    for region in regions:
+        hasher = start_blake3()
         for piece in slices_of(region):
             hasher.update(read_region(served, piece, scratch))
             yield None

@@ -2,7 +2,7 @@
 
 A relay lends the memory that a receive wrote to. It ends before that memory may change: when the state is given up, or when
 a trainer is about to write. It copies nothing aside, because whoever loses it has the source. What it sends is verified by
-its receivers against the digests of the source, so a relay is not trusted.
+its receivers against the BLAKE3 digests of the source, so a relay is not trusted.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ HTTP or the event loop.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -16,12 +17,14 @@ from enum import Enum
 from typing import Protocol
 
 from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import (
     DIGEST_BYTES,
     block_range,
     count_blocks,
     digest_of,
     sample_range,
+    start_blake3,
     start_digest,
 )
 from torchft_ckpt.core.rate import bucket_of_bytes, piece_bytes
@@ -274,6 +277,16 @@ def sample_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:
     return samples
 
 
+def note_blake3s(snapshot: Snapshot, blocks: Sequence[int]) -> None:
+    """Have the snapshot know the BLAKE3 digests of blocks, computed where it does not. Leaves out those that are gone."""
+    for block in blocks:
+        if block not in snapshot.blake3s:
+            hasher = start_blake3()
+            with contextlib.suppress(BlockGoneError):
+                _read_block(snapshot, block, hasher.update)
+                snapshot.blake3s[block] = hasher.digest()
+
+
 def _digest_block(served: Served, block: int) -> bytes:
     """Return the digest of a block.
 
@@ -283,10 +296,19 @@ def _digest_block(served: Served, block: int) -> bytes:
     known = served.digests.get(block)
     if known is None:
         hasher = start_digest(block)
-        start, stop = block_range(block, served.total_bytes, served.block_bytes)
-        for at in range(start, stop, SLICE_BYTES):
-            with served.lend(at, min(at + SLICE_BYTES, stop)) as views:
-                for view in views:
-                    hasher.update(view)
+        _read_block(served, block, hasher.update)
         known = served.digests[block] = hasher.digest()
     return known
+
+
+def _read_block(served: Served, block: int, update: Callable[[memoryview], object]) -> None:
+    """Feed the bytes of a block to a hasher, in order.
+
+    Raises:
+        BlockGoneError: it is not there any more.
+    """
+    start, stop = block_range(block, served.total_bytes, served.block_bytes)
+    for at in range(start, stop, SLICE_BYTES):
+        with served.lend(at, min(at + SLICE_BYTES, stop)) as views:
+            for view in views:
+                update(view)

@@ -153,6 +153,8 @@ class Snapshot:
         self.num_blocks = count_blocks(space.total_bytes, pool.block_bytes)
         self.num_tensors = len(space.placed)
         self.digests: dict[int, bytes] = {}
+        self.blake3s: dict[int, bytes] = {}
+        """By block; of those that were asked about."""
         self._layout = replace(space, memories=[])
         self._manifest_lock = threading.Lock()
         self._manifest: Manifest | None = None

@@ -60,7 +60,8 @@ of that name that is here, or as a DTensor on a mesh of that shape, or is refuse
 Byte space
 ----------
 `total_bytes` bytes in blocks of `block_bytes`, the last one shorter. A block is verified by its xxh3_128 digest (canonical,
-big-endian, 16 bytes) with the block's index as seed. A receiver MUST NOT use a block that does not verify.
+big-endian, 16 bytes) with the block's index as seed. A receiver MUST NOT use a block that does not verify. It MUST verify a
+block that it has of anybody else than the source of the manifest by the BLAKE3 digest (32 bytes) that this source announces.
 
 A writer MAY send bytes that lie between overlapping views of one storage. A reader MAY limit the size of the manifest and
 of the byte space, and MUST check all of the above before it allocates memory for the byte space.
