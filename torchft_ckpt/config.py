@@ -5,6 +5,7 @@
 | `TORCHFT_CKPT_LIGHTHOUSE`           | `TORCHFT_LIGHTHOUSE`          | address of the lighthouse                        |
 | `TORCHFT_CKPT_JOB`                  |                               | which job of the lighthouse this is; `default`   |
 | `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
+| `TORCHFT_CKPT_TOKEN_FILE`           |                               | file that holds it, where that is not set        |
 | `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process advertises to peers    |
 | `NCCL_SOCKET_IFNAME`                |                               | NCCL's: whose address that is where nothing else |
 |                                     |                               | says so, for what runs beside NCCL               |
@@ -26,18 +27,24 @@ What torchft reads besides and nothing here does is in `NOT_READ`; a `Manager` s
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
 from torchft_ckpt.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 LIGHTHOUSE = ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
 JOB = ("TORCHFT_CKPT_JOB",)
 TOKEN = ("TORCHFT_CKPT_TOKEN",)
+TOKEN_FILE = "TORCHFT_CKPT_TOKEN_FILE"
+MAX_SECRET_BYTES = 4096
 HOSTNAME = ("TORCHFT_CKPT_HOSTNAME",)
 NCCL_INTERFACE = ("NCCL_SOCKET_IFNAME",)
 GLOO_INTERFACE = ("GLOO_SOCKET_IFNAME",)
@@ -74,8 +81,11 @@ def resolve(
 ) -> T:
     """Return the argument if it was given, else the first variable that is set, else the default.
 
+    The token is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names, if no variable holds it.
+
     Raises:
-        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value.
+        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file cannot be
+            used: see `read_secret`.
     """
     if argument is not None:
         return argument
@@ -89,7 +99,46 @@ def resolve(
                 raise ConfigError(
                     f"environment variable {variable}={value!r} cannot be used: {error}", party=variable
                 ) from error
+    if variables is TOKEN and (path := environ.get(TOKEN_FILE, "")):
+        return parse(read_secret(path, TOKEN_FILE))
     return default
+
+
+_told_of: set[str] = set()
+"""Files that a warning was given of, once for this process."""
+
+
+def read_secret(path: str, what: str) -> str:
+    """Return what a file holds, without the newline at its end. A warning names it where others than its owner may read it.
+
+    Args:
+        path: the file.
+        what: what named it, for the error.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or holds what is no secret: several lines, or more than 4 KiB.
+    """
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(MAX_SECRET_BYTES + 1).decode().removesuffix("\n").removesuffix("\r")
+        if not text:
+            raise ValueError("it is empty")
+        if len(text) > MAX_SECRET_BYTES or not text.isprintable():
+            raise ValueError("it holds more than one line of text")
+    except (OSError, ValueError) as error:
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else "it is no text"
+            if isinstance(error, UnicodeError)
+            else error
+        )
+        raise ConfigError(f"the file {path!r} that {what} names cannot be used: {why}", party=what) from error
+    if mode & (stat.S_IRGRP | stat.S_IROTH) and path not in _told_of:
+        _told_of.add(path)
+        logger.warning("others than its owner may read the token in %s; `chmod 600` keeps it secret", path)
+    return text
 
 
 def not_read(environ: Mapping[str, str] | None = None) -> dict[str, str]:

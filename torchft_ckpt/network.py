@@ -13,6 +13,7 @@ import ctypes
 import errno
 import hmac
 import ipaddress
+import logging
 import os
 import socket
 import sys
@@ -29,6 +30,8 @@ from torchft_ckpt.core.interfaces import (
     further_addresses,
 )
 from torchft_ckpt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # Routed like any outside address; nothing is ever sent to them (RFC 5737 and RFC 3849, documentation addresses).
 _OUTSIDE = ("192.0.2.1", 9)
@@ -256,6 +259,33 @@ def route_source(host: str, port: int) -> str | None:
         except OSError:
             continue
     return None
+
+
+_told_that_open = False
+
+
+def warn_if_open(what: str, host: str, token: str | None) -> None:
+    """Say once for this process, where a service listens beyond this machine without a token, what follows from that.
+
+    Args:
+        what: the service.
+        host: what it listens on.
+        token: what it wants to be shown; empty or None: nothing.
+    """
+    global _told_that_open
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    if token or is_local or _told_that_open:
+        return
+    _told_that_open = True
+    logger.warning(
+        "%s listens on %s without a token: whoever can connect to it may join the job, read its weights and end it. Set"
+        " TORCHFT_CKPT_TOKEN, or TORCHFT_CKPT_TOKEN_FILE, to one secret for the lighthouse and all ranks",
+        what,
+        host or "all addresses",
+    )
 
 
 def is_wildcard(host: str) -> bool:

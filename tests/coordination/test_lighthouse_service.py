@@ -167,6 +167,7 @@ def test_commands_against_nobody_say_so(capsys: pytest.CaptureFixture[str]) -> N
         ({"bind": "127.0.0.1:70000", "min_replicas": 1}, "between 0 and 65535"),
         ({"bind": "127.0.0.1:0", "min_replicas": 0}, "min_replicas=0"),
         ({"bind": "127.0.0.1:0", "min_replicas": 1, "join_timeout_ms": 0}, "join_timeout_ms=0"),
+        ({"bind": "127.0.0.1:0", "min_replicas": 1, "heartbeat_timeout_ms": 9}, "expected at least 10"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:

@@ -183,7 +183,7 @@ class Member:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
             can_serve=serve,
-            store_address=f"{self.replica_id}/store",
+            store_address=f"store-{self.replica_id}",
             reach_s=reach_s,
             load_s=load_s,
         )

@@ -41,7 +41,7 @@ class Looker(Member):
             allow_heal=True,
             shrink_only=False,
             can_serve=True,
-            store_address="store",
+            store_address="store:1",
             contributes=contributes,
             patience_s=patience_s,
             waits=False,

@@ -17,7 +17,7 @@ def gathers(*members: Member) -> None:
                 allow_heal=False,
                 shrink_only=False,
                 can_serve=False,
-                store_address=f"{member.replica_id}/store",
+                store_address=f"store-{member.replica_id}",
                 gathers=True,
             )
         )
@@ -38,7 +38,7 @@ def test_all_who_start_gather_and_nothing_gets_a_name() -> None:
     assert place(a) is None and place(b) is None
     gathers(c)
     assert [place(member) for member in (a, b, c)] == [(Role.IDLE, rank, 3, 0) for rank in range(3)]
-    assert {member.formed.store_address for member in (a, b, c) if member.formed} == {"a:1/store"}
+    assert {member.formed.store_address for member in (a, b, c) if member.formed} == {"store-a:1"}
     assert len({member.formed.quorum_id for member in (a, b, c) if member.formed}) == 1
     assert [member.replica.version for member in (a, b, c)] == [StateVersion()] * 3
     assert [member.replica.phase for member in (a, b, c)] == [Phase.IDLE] * 3

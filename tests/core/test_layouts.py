@@ -13,7 +13,7 @@ from torchft_ckpt.core.messages import Outcome
 
 
 def asks_as(member: Member, layout: str, *, frozen: str = "") -> None:
-    request = member.replica.begin(allow_heal=True, shrink_only=False, can_serve=True, store_address="store")
+    request = member.replica.begin(allow_heal=True, shrink_only=False, can_serve=True, store_address="store:1")
     member.says(msgspec.structs.replace(request, layout=layout, layout_text=layout, frozen=frozen))
 
 

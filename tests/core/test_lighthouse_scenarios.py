@@ -821,16 +821,16 @@ def test_a_joiner_that_breaks_the_collectives_is_named_to_those_who_wait_in_them
 
 def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_the_one_that_stands_by() -> None:
     job, (b, c) = trained("b", "c")
-    assert (b.formed.store_address, b.formed.standby_store_address) == ("b:1/store", "c:1/store")
+    assert (b.formed.store_address, b.formed.standby_store_address) == ("store-b:1", "store-c:1")
     a = job.join("a")
     job.step(a, b, c)
     job.step(a, b, c)
-    assert {m.formed.store_address for m in (a, b, c)} == {"b:1/store"}, "not the first one's, the one it was"
+    assert {m.formed.store_address for m in (a, b, c)} == {"store-b:1"}, "not the first one's, the one it was"
     b.dies()
     for member in (a, c):
         member.votes(error="aborted")
     job.step(a, c)
-    assert (a.formed.store_address, a.formed.standby_store_address) == ("c:1/store", "a:1/store")
+    assert (a.formed.store_address, a.formed.standby_store_address) == ("store-c:1", "store-a:1")
 
 
 def test_who_would_have_to_heal_and_can_load_nothing_is_refused_by_name_and_the_others_train_on() -> None:

@@ -18,6 +18,7 @@ from torchft_ckpt.core.messages import (
     FromManagerServer,
     GroupToRank,
     Hello,
+    LocateState,
     Quorum,
     QuorumFormed,
     QuorumMember,
@@ -42,12 +43,16 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.errors import ProtocolError
 
-COUNTS = st.integers(0, (1 << 62) - 1)
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+COUNTS = st.integers(0, (1 << 53) - 1)
+RANKS = st.integers(0, 999)
+GROUPS = st.integers(1000, 65536)
+PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"))
+TEXTS = st.text(PRINTABLE, max_size=20)
+PLACES = st.sampled_from(["", "host:1", "[::1]:65535", "127.0.0.1:29500"])
 SECONDS = st.floats(0, 1e9)
 DIGESTS = st.text("0123456789abcdef", max_size=32)
 VERSIONS = st.builds(StateVersion, step=COUNTS, quorum_id=COUNTS, epoch=TEXTS)
-NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+NAMES = st.text(PRINTABLE, min_size=1, max_size=20)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -70,32 +75,39 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "rolled_back_to": VERSIONS,
         "group_rank": st.integers(0, 65535),
         "group_world_size": st.integers(1, 65536),
-        "heartbeat_timeout_s": SECONDS,
+        "heartbeat_timeout_s": st.floats(messages.MIN_HEARTBEAT_TIMEOUT_S, 1e9),
+        "store_address": TEXTS if message is messages.QuorumResult else PLACES,
+        "standby_store_address": PLACES,
+        "replica_rank": RANKS,
+        "replica_world_size": GROUPS,
+        "num_contributors": GROUPS,
+        "num_voters": COUNTS if message is CommitVote else GROUPS,
+        "max_world_size": GROUPS,
         "patience_s": SECONDS,
         "waited_s": SECONDS,
         "checkpoint_addresses": (st.nothing() if message is messages.Hello else st.none())
         | st.lists(TEXTS, max_size=3),
-        "destinations": st.lists(COUNTS, max_size=3),
+        "destinations": st.lists(RANKS, max_size=3),
         "collectives_by_rank": st.lists(COUNTS, max_size=3),
         "on_replicas_differ": st.sampled_from(messages.OnReplicasDiffer),
         "state_digests": st.lists(DIGESTS, max_size=3),
         "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
-        "contributor_rank": st.none() | COUNTS,
+        "contributor_rank": st.none() | RANKS,
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),
         "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
-        "recover_src_replica_rank": st.none() | COUNTS,
-        "max_replica_rank": st.none() | COUNTS,
-        "recover_dst_replica_ranks": st.lists(COUNTS, max_size=3),
+        "recover_src_replica_rank": st.none() | RANKS,
+        "max_replica_rank": st.none() | RANKS,
+        "recover_dst_replica_ranks": st.lists(RANKS, max_size=3),
         "replica_ids": st.lists(NAMES, max_size=3),
         "member": MEMBERS,
         "quorum": st.builds(
             Quorum, quorum_id=COUNTS, participants=st.lists(MEMBERS, min_size=1, max_size=3), created=TIMES
         ),
         "sources": st.lists(
-            st.builds(Source, replica_id=NAMES, replica_rank=COUNTS, checkpoint_addresses=st.lists(TEXTS, max_size=3)),
+            st.builds(Source, replica_id=NAMES, replica_rank=RANKS, checkpoint_addresses=st.lists(TEXTS, max_size=3)),
             max_size=2,
         ),
     }
@@ -135,6 +147,119 @@ def strategy(message: type) -> st.SearchStrategy[object]:
 def test_every_message_comes_out_as_it_went_in(union: object, decode: object, data: st.DataObject) -> None:
     message = data.draw(st.one_of([strategy(kind) for kind in get_args(union)]))
     assert decode(encode(message), "peer") == message  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "name", ["train_ddp_0:6d1f4c1e-9a65-4c2c-8d8c-0f6f5f1f9f58", "group 7", "grüße:1", "日本:1", "a" * 512]
+)
+def test_names_that_people_give_to_groups_are_taken(name: str) -> None:
+    hello = Hello(protocol=1, replica_id=name)
+    assert decode_to_lighthouse(encode(hello), "peer") == hello
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [
+        (
+            Hello(protocol=1, replica_id="a", last_quorum_id=2**53 - 1),
+            Hello(protocol=1, replica_id="a", last_quorum_id=2**53),
+        ),
+        (
+            Hello(protocol=1, replica_id="a", newest_step=2**53 - 1),
+            Hello(protocol=1, replica_id="a", newest_step=2**53),
+        ),
+        (
+            LocateState(request_id=1, version=StateVersion(step=2**53 - 1)),
+            LocateState(request_id=1, version=StateVersion(step=2**53)),
+        ),
+        (
+            Hello(protocol=1, replica_id="a", rolled_back_to=StateVersion(quorum_id=2**53 - 1)),
+            Hello(protocol=1, replica_id="a", rolled_back_to=StateVersion(quorum_id=2**53)),
+        ),
+        (
+            Hello(protocol=1, replica_id="a", checkpoint_addresses=["http://[2001:db8::1]:65535," * 140] * 64),
+            Hello(protocol=1, replica_id="a", checkpoint_addresses=["a" * 4096] * 64),
+        ),
+        (
+            Hello(protocol=1, replica_id="a", checkpoint_addresses=["\x01" * 600] * 64),
+            Hello(protocol=1, replica_id="a", checkpoint_addresses=["\x01" * 700] * 64),
+        ),
+        (
+            QuorumRequest(request_id=1, version=StateVersion(), store_address="[::1]:65535"),
+            QuorumRequest(request_id=1, version=StateVersion(), store_address="host:65536"),
+        ),
+    ],
+    ids=["quorum id", "newest step", "version", "went back to", "addresses", "addresses as JSON", "store"],
+)
+def test_less_is_taken_than_a_message_can_carry(taken: ToLighthouse, refused: ToLighthouse) -> None:
+    """So that what is made of it, or said of four groups at once, can be sent."""
+    assert decode_to_lighthouse(encode(taken), "peer") == taken
+    with pytest.raises(ProtocolError, match="peer sent"):
+        decode_to_lighthouse(encode(refused), "peer")
+
+
+FORMED = QuorumFormed(
+    request_id=1,
+    quorum_id=1,
+    epoch="e",
+    version=StateVersion(),
+    role=messages.Role.HEALTHY,
+    replica_rank=1,
+    replica_world_size=2,
+    contributor_rank=1,
+    num_contributors=2,
+    num_voters=2,
+    store_address="host:1",
+)
+WELCOME = messages.Welcome(protocol=1, epoch="e", heartbeat_timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong"),
+    [
+        (FORMED, {"replica_world_size": 1 << 61}),
+        (FORMED, {"replica_world_size": 65537}),
+        (FORMED, {"replica_rank": 7}),
+        (FORMED, {"contributor_rank": 2}),
+        (FORMED, {"num_contributors": 1 << 61}),
+        (FORMED, {"store_address": "no port here"}),
+        (FORMED, {"store_address": "127.0.0.1:1/../../x"}),
+        (FORMED, {"standby_store_address": "https://host:1"}),
+        (FORMED, {"destinations": [1 << 61]}),
+        (WELCOME, {"heartbeat_timeout_s": 0.0}),
+        (WELCOME, {"store_address": "host"}),
+    ],
+    ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_a_lighthouse_that_says_what_cannot_be_is_named_and_nothing_is_made_of_it(
+    message: FromLighthouse, wrong: dict[str, object]
+) -> None:
+    assert decode_from_lighthouse(encode(message), "the lighthouse") == message
+    text = msgspec.json.encode({**msgspec.to_builtins(message), **wrong})
+    with pytest.raises(ProtocolError, match="the lighthouse sent a message that cannot be read") as raised:
+        decode_from_lighthouse(text, "the lighthouse")
+    assert "regex" not in str(raised.value)
+
+
+HOSTILE = "g\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\n2026-01-01 INFO forged"
+
+
+def test_no_escape_sequence_and_no_forged_line_gets_past_the_door() -> None:
+    """A name is refused, because it is compared and may not be altered. A text is taken with its escapes written out."""
+    for name in HOSTILE, "a\n", "\x7f", "\u200b":
+        with pytest.raises(ProtocolError) as raised:
+            decode_to_lighthouse(encode(Hello(protocol=1, replica_id=name)), "peer")
+        assert str(raised.value).isprintable()
+    with pytest.raises(ProtocolError) as raised:
+        decode_to_lighthouse('{"type":"\\u001b[31mHello"}', "peer")
+    assert str(raised.value).isprintable()
+    left = decode_to_lighthouse(encode(messages.Leave(HOSTILE)), "peer")
+    assert isinstance(left, messages.Leave)
+    assert left.reason == r"g\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\n2026-01-01 INFO forged"
+    refused = decode_from_lighthouse(encode(messages.Refused(code="x", reason="\x1b" * 4096)), "the lighthouse")
+    assert isinstance(refused, messages.Refused)
+    assert (refused.reason.isprintable(), len(refused.reason)) == (True, 4096)
+    assert clip("a\nb") == r"a\nb"
 
 
 GOOD = encode(Hello(protocol=1, replica_id="a"))

@@ -162,7 +162,7 @@ def broken_contribution(patch: pytest.MonkeyPatch) -> None:
 
 def broken_newest_step(patch: pytest.MonkeyPatch) -> None:
     """Nobody remembers the newest step."""
-    patch.setattr(Ledger, "note", lambda ledger, version: setattr(ledger, "newest_step", 0))
+    patch.setattr(Ledger, "note", lambda ledger, replica_id, version: setattr(ledger, "_own_step", 0))
 
 
 def broken_giving_up(patch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
 from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
-from torchft_ckpt.network import Host, choose_host, other_hosts, wildcard_for
+from torchft_ckpt.network import Host, choose_host, other_hosts, warn_if_open, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ssl_context=ssl_context,
             limits=_limits(max_connections, max_connections_per_client, max_requests_per_s, max_serve_bytes_per_s),
         )
+        warn_if_open("the checkpoint transport", bind or wildcard_for(host.address), token)
         end_at_exit(self.shutdown)
         self._host = host
         self._bind = bind or wildcard_for(host.address)

@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from torchft_ckpt import config
+from torchft_ckpt.cli.secret import add_token
 from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError, RefusedError
 from torchft_ckpt.network import join_host_port
 
@@ -52,7 +53,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="go on from an older state when every group that held the newest committed step is gone",
     )
-    _add_token(lighthouse)
+    add_token(lighthouse)
     lighthouse.set_defaults(run=_run_lighthouse)
 
     status = commands.add_parser("status", help="print what a lighthouse knows of its jobs, or of one, as JSON")
@@ -75,13 +76,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     forget.set_defaults(run=_run_forget_job)
 
 
-def _add_token(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--token", help="shared secret of the job (default: TORCHFT_CKPT_TOKEN)")
-
-
 def _add_lighthouse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_LIGHTHOUSE)")
-    _add_token(parser)
+    add_token(parser)
 
 
 def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
@@ -188,7 +185,7 @@ async def _tell(address: str, headers: dict[str, str], job: str | None, word: Al
 def _check_status(status: int, address: str) -> None:
     if status in (401, 403):
         raise AuthenticationError(
-            f"the lighthouse at {address} refused our token; pass --token or set TORCHFT_CKPT_TOKEN", address
+            f"the lighthouse at {address} refused our token; set TORCHFT_CKPT_TOKEN, or pass --token-file", address
         )
     if status != 200:
         raise LighthouseUnreachableError(f"what answers at {address} is no lighthouse of ours (HTTP {status})", address)

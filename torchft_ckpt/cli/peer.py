@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchft_ckpt.cli.secret import add_token
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_peer(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     more = "; of a model that is sharded over several ranks, of each of them" if nargs else ""
     parser.add_argument("url", metavar="URL", nargs=nargs, help=_URL_HELP + more)
-    parser.add_argument("--token", help="shared secret of the job (default: TORCHFT_CKPT_TOKEN)")
+    add_token(parser)
     parser.add_argument(
         "--ca", metavar="FILE", help="certificates to check the peer's with, PEM (default: the system's)"
     )

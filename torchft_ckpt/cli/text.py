@@ -1,13 +1,7 @@
-"""Text of others on this terminal: names of tensors and messages of peers may hold what is no text."""
+"""Text of others on this terminal: see `core.text`, which what is logged passes through as well."""
 
 from __future__ import annotations
 
+from torchft_ckpt.core.text import one_line, printable
 
-def printable(text: str) -> str:
-    """Return a text with what would move a terminal's cursor, or do more, written as an escape."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def one_line(text: str) -> str:
-    """Return a text of several lines as one, with blanks for what is no text: a reason, a path."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+__all__ = ["one_line", "printable"]

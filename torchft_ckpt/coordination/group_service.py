@@ -34,7 +34,15 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
 )
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, listen, wildcard_for
+from torchft_ckpt.network import (
+    advertised_host,
+    bearer_matches,
+    in_use_hint,
+    join_host_port,
+    listen,
+    warn_if_open,
+    wildcard_for,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +113,7 @@ class GroupService:
                 except OSError as error:
                     message = f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
                     raise AddressInUseError(message) from error
+                warn_if_open("the manager service", listeners[0].getsockname()[0], token)
                 self._thread.run(self._serve(listeners))
                 self._address = join_host_port(host, listeners[0].getsockname()[1])
             self._thread.run(self._client.start())

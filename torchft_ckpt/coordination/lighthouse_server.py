@@ -35,7 +35,7 @@ from torchft_ckpt.core.lighthouse import (
     Tick,
 )
 from torchft_ckpt.core.lighthouse_events import Opened
-from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, decode_to_lighthouse
+from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, MIN_HEARTBEAT_TIMEOUT_S, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
 from torchft_ckpt.network import (
     advertised_host,
@@ -43,6 +43,7 @@ from torchft_ckpt.network import (
     in_use_hint,
     join_host_port,
     listen,
+    warn_if_open,
 )
 from torchft_ckpt.threads import end_at_exit
 
@@ -89,6 +90,10 @@ class LighthouseServer:
         for name, value in (("join_timeout_ms", join_timeout_ms), ("heartbeat_timeout_ms", heartbeat_timeout_ms)):
             if value <= 0:
                 raise ConfigError(f"{name}={value}: expected a positive number of milliseconds", party=name)
+        if heartbeat_timeout_ms < MIN_HEARTBEAT_TIMEOUT_S * 1000:
+            message = f"heartbeat_timeout_ms={heartbeat_timeout_ms}: groups could not say so often that they live"
+            least = f"expected at least {MIN_HEARTBEAT_TIMEOUT_S * 1000:g}"
+            raise ConfigError(f"{message}; {least}", "heartbeat_timeout_ms")
         host, port = config.parse_host_port(bind, what="lighthouse bind address", default_host="0.0.0.0")
         self._token = config.resolve(token, config.TOKEN, "", str)
         self._settings = LighthouseSettings(
@@ -110,6 +115,7 @@ class LighthouseServer:
             raise AddressInUseError(
                 f"the lighthouse cannot listen on {address}: {in_use_hint(error)}", address
             ) from error
+        warn_if_open("the lighthouse", host, self._token)
         self._address = "http://" + join_host_port(advertised, listeners[0].getsockname()[1])
         self._thread = LoopThread("torchft_ckpt-lighthouse")
         self._thread.run(self._start(listeners))

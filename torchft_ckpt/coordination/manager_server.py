@@ -62,6 +62,7 @@ from torchft_ckpt.network import (
     in_use_hint,
     join_host_port,
     listen,
+    warn_if_open,
 )
 from torchft_ckpt.threads import end_at_exit
 
@@ -138,6 +139,7 @@ class ManagerServer:
         except OSError as error:
             message = f"the manager server of {replica_id} cannot listen on {join_host_port(host, port)}"
             raise AddressInUseError(f"{message}: {in_use_hint(error)}", join_host_port(host, port)) from error
+        warn_if_open(f"the manager server of {replica_id}", host, self._token)
         self._address = f"http://{join_host_port(advertised, listeners[0].getsockname()[1])}"
         self._thread = LoopThread("torchft_ckpt-coordination")
         try:

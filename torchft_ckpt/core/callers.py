@@ -39,7 +39,7 @@ from torchft_ckpt.core.messages import (
     size_of,
 )
 from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recollection import id_before_next_life
+from torchft_ckpt.core.recollection import id_before_next_life, why_no_quorum_id
 
 PENDING_NOTICE_S = 1.0
 MAX_CALLERS = 65536
@@ -163,6 +163,11 @@ class Callers:
 
     def _called(self, connection: str, call: QuorumCall, now: float) -> Iterator[Instruction]:
         replica_id = call.member.replica_id
+        no_id = why_no_quorum_id(call.last_quorum_id, self._quorum_id)
+        if no_id:
+            reason = f"{clip(replica_id, 200)} is not taken: {no_id}"
+            yield from _refuse(connection, Refused(code="quorum id", reason=reason))
+            return
         num_bytes = size_of(call.member)
         before = self.members.get(replica_id)
         total = self._num_bytes - (before.num_bytes if before is not None else 0) + num_bytes

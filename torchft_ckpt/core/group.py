@@ -16,6 +16,8 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - Ranks that fetch a state load it at one place of their programs, or none of them does (`arrivals`).
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
+- Whatever the ranks say, the lighthouse can take what becomes of it. Ranks whose addresses are together more than it takes
+  of one group end the group, with a reason that says so: without them nobody could be healed by it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import msgspec
 from torchft_ckpt.core.arrivals import Arrivals, Loading
 from torchft_ckpt.core.layouts import SEPARATOR, combine_layouts
 from torchft_ckpt.core.messages import (
+    MAX_ADDRESSES_BYTES,
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     CollectiveCleared,
     CollectiveWait,
@@ -66,6 +70,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     ToLighthouse,
     clip,
+    size_of,
 )
 
 
@@ -168,8 +173,11 @@ class GroupState:
 
     def introduce(self, hello: Hello) -> Hello:
         """Return rank 0's first message on a connection as the group's."""
-        addresses = [self._addresses.get(rank, "") for rank in range(self.world_size)] if self._addresses else []
+        addresses = self._all_addresses() if self._addresses and self.broken is None else []
         return msgspec.structs.replace(hello, checkpoint_addresses=addresses)
+
+    def _all_addresses(self) -> list[str]:
+        return [self._addresses.get(rank, "") for rank in range(self.world_size)]
 
     def waiting_for(self) -> str:
         """Name the ranks that the group's next request waits for; empty when it waits for none of them."""
@@ -221,6 +229,11 @@ class GroupState:
     def _asks(self, rank: int, request: QuorumRequest) -> Iterator[GroupInstruction]:
         for address in request.checkpoint_addresses or []:
             self._addresses[rank] = address
+            num_bytes = size_of(self._all_addresses())
+            if num_bytes > MAX_ADDRESSES_BYTES:
+                reason = f"the checkpoint addresses of its ranks are {num_bytes} bytes, at most {MAX_ADDRESSES_BYTES} are sent"
+                yield from self._break(f"group rank {rank} cannot be taken: {reason}")
+                return
         if self._asked is not None:
             # It does not wait for the answer any longer: the group's question becomes a new one.
             self._asked_by[rank] = request
@@ -365,10 +378,10 @@ class GroupState:
         versions = {request.version for request in requests}
         first = requests[0]
         version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
-        addresses = [self._addresses.get(rank, "") for rank in range(self.world_size)]
+        addresses = self._all_addresses()
         told = None if addresses == self._addresses_told else addresses
         self._addresses_told = addresses
-        text = f"{self.world_size} ranks{SEPARATOR}{first.layout_text or ''}"
+        text = clip(f"{self.world_size} ranks{SEPARATOR}{first.layout_text or ''}", MAX_TEXT_CHARS)
         news = None if text == self._layout_told else text
         self._layout_told = text
         return msgspec.structs.replace(
@@ -441,7 +454,7 @@ class GroupState:
 
     def _state_digests(self) -> list[str]:
         """Return one digest of each rank's state; empty where one of them has none."""
-        digests = [self._votes[rank].state_digests for rank in range(self.world_size) if rank in self._votes]
+        digests = [self._votes[rank].state_digests[:1] for rank in range(self.world_size) if rank in self._votes]
         return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
 
     def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress) -> bool:
@@ -451,7 +464,7 @@ class GroupState:
     def _break(self, reason: str) -> Iterator[GroupInstruction]:
         if self.broken is not None:
             return
-        self.broken = reason
+        self.broken = reason = clip(reason)
         yield Up(Leave(reason))
         for rank in range(self.world_size):
             yield ToRank(rank, GroupBroken(reason))
@@ -513,7 +526,7 @@ class GroupState:
             self._decided.popitem(last=False)
 
     def _say_again(self) -> Iterator[GroupInstruction]:
-        self._addresses_told = [self._addresses.get(rank, "") for rank in range(self.world_size)]
+        self._addresses_told = self._all_addresses()
         if self.broken is not None:
             yield Up(Leave(self.broken))
         elif self._asked is not None:

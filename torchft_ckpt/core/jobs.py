@@ -32,6 +32,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Tick,
 )
 from torchft_ckpt.core.messages import AllowStepLoss, Done, ForgetJob, Refused, clip, name_some
+from torchft_ckpt.core.text import printable
 
 DEFAULT_JOB = "default"
 JOB_NAME_RULE = "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-'"
@@ -108,7 +109,7 @@ class Jobs:
         """Hand an event to a job, and put the job away where that was the last of it."""
         state = self.states[name]
         instructions: list[Instruction] = [
-            Log(f"job {name}: {done.line}", done.is_warning) if isinstance(done, Log) else done
+            Log(printable(f"job {name}: {done.line}"), done.is_warning) if isinstance(done, Log) else done
             for done in state.handle(event, now)
         ]
         if name in self.finished and self.finished[name].step != state.newest_step:

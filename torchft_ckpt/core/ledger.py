@@ -3,8 +3,12 @@
 It knows neither quorums nor connections. The lighthouse asks it whether a state counts, whether the job may go back to an
 older one, and what to tell a member whose vote comes after the decision.
 
-- The *newest step* is the highest committed one that anybody here knows of.
-- The job may go back on purpose; later steps of earlier quorums are *void* from then on.
+- The *newest step* is the highest committed one that anybody here knows of. Until this life of the lighthouse has formed a
+  quorum that is what members say of earlier lives, be they here or gone. Then it is what came of that quorum: a later state of
+  an earlier life that a member still comes with counts while that member is here to give it, and its mere word for nothing.
+  The job has gone on without that state, and nobody can keep it from training by a claim that he leaves behind.
+- The job may go back on purpose; later steps of earlier quorums are *void* from then on. So is a state of this life that the job
+  has not reached in it.
 - A commit that nobody followed is none: where all who approved gave up waiting before they heard of it, the step is free.
 """
 
@@ -42,10 +46,20 @@ class Ledger:
 
     Args:
         members: who is connected, by replica id; looked at, and told what they hold by `told_to_commit`.
+        epoch: of this life of the lighthouse.
+        finished_step: the job was over at this step, and all else was forgotten.
     """
 
-    def __init__(self, members: Mapping[str, Member]) -> None:
-        self.newest_step = 0
+    def __init__(self, members: Mapping[str, Member], epoch: str, finished_step: int | None = None) -> None:
+        self._epoch = epoch
+        self._own_step = finished_step or 0
+        """The newest step but for what is in `_beyond`."""
+        self._beyond: dict[str, int] = {}
+        """By replica id: later steps of earlier lives that members showed when this life had formed a quorum."""
+        self._has_begun = False
+        """A quorum of this life was formed."""
+        self._highest_step = 0
+        """The highest that this life has given a name to."""
         self._reported_step = 0
         """The part of it that members have shown or reported, beyond what was only decided here."""
         self.rolled_back_to = StateVersion()
@@ -58,31 +72,48 @@ class Ledger:
 
     # --------------------------------------------------------------------------------------------------------- states
 
+    @property
+    def newest_step(self) -> int:
+        """The highest committed step that anybody here knows of."""
+        return max(self._own_step, *self._beyond.values()) if self._beyond else self._own_step
+
     def is_valid(self, version: StateVersion) -> bool:
         """Whether a state has a name, and one that the job has not gone back behind."""
         return version.proven and not self.is_void(version)
 
     def is_void(self, version: StateVersion) -> bool:
-        """Whether the job went back behind a state."""
+        """Whether the job went back behind a state, or never was at it."""
         back = self.rolled_back_to
+        if version.epoch == self._epoch and version.step > self._highest_step:
+            return True
         return version.quorum_id < back.quorum_id and version.step > back.step
 
-    def note(self, version: StateVersion) -> None:
+    def note(self, replica_id: str, version: StateVersion) -> None:
         """A member was seen with a state."""
+        self._beyond.pop(replica_id, None)
         if self.is_valid(version):
-            self._note_step(version.step)
+            if self._has_begun and version.epoch != self._epoch and version.step > self._own_step:
+                self._beyond[replica_id] = version.step
+            else:
+                self._note_step(version.step)
             if self._followers is not None and version == self._followers.version:
                 self._followers = None
 
-    def learn(self, hello: Hello, *, epoch: str, open_step: int) -> None:
+    def learn(self, hello: Hello, *, open_step: int) -> None:
         """Take what a member remembers of earlier lives of the lighthouse. `open_step`: of the present quorum, or 0."""
         if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
             self.rolled_back_to = hello.rolled_back_to
             known = [member.version.step for member in self._members.values() if self.is_valid(member.version)]
-            self.newest_step = self._reported_step = max([*known, open_step])
-        if hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != epoch:
+            self._own_step = self._reported_step = max([*known, open_step])
+            self._beyond.clear()
+        is_new = hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != self._epoch
+        if is_new and not self._has_begun:
             self._note_step(hello.newest_step)
-        self.note(hello.version)
+        self.note(hello.replica_id, hello.version)
+
+    def gone(self, replica_id: str) -> None:
+        """A member is gone, and what only it said of earlier lives with it."""
+        self._beyond.pop(replica_id, None)
 
     def goes_on_from(self, version: StateVersion, quorum_id: int, epoch: str) -> int:
         """A quorum trains from a state; returns the newest step before, which is beyond it if the job goes back."""
@@ -90,11 +121,14 @@ class Ledger:
         if version.step < before:
             self.rolled_back_to = StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch)
         self._followers = None
-        self.newest_step = self._reported_step = version.step
+        self._own_step = self._reported_step = version.step
+        self._beyond.clear()
+        self._has_begun = True
+        self._highest_step = max(self._highest_step, version.step)
         return before
 
     def _note_step(self, step: int) -> None:
-        self.newest_step = max(self.newest_step, step)
+        self._own_step = max(self._own_step, step)
         self._reported_step = max(self._reported_step, step)
 
     # ------------------------------------------------------------------------------------------------ who holds what
@@ -183,7 +217,8 @@ class Ledger:
 
     def committed(self, key: StepKey, followers: Iterable[str], *, others_may_know: bool = False) -> None:
         """A step is committed; these members are told, and wait to hear it."""
-        self.newest_step = max(self.newest_step, key[2] + 1)
+        self._own_step = max(self._own_step, key[2] + 1)
+        self._highest_step = max(self._highest_step, key[2] + 1)
         self._followers = None if others_may_know else Followers(key, set())
         for replica_id in followers:
             self._told_to_commit(replica_id, key)
@@ -229,8 +264,8 @@ class Ledger:
         """All who approved went on without waiting for the decision: the commit has no holder, so it is none."""
         self._followers = None
         step = key[2]
-        if self.newest_step == step + 1:
-            self.newest_step = max(step, self._reported_step)
+        if self._own_step == step + 1:
+            self._own_step = max(step, self._reported_step)
         self.remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
 
     def _told_to_commit(self, replica_id: str, key: StepKey) -> None:

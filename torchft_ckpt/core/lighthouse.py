@@ -58,6 +58,7 @@ from torchft_ckpt.core.lighthouse_events import (
 from torchft_ckpt.core.lighthouse_records import Member, Reach, Round
 from torchft_ckpt.core.locating import locate_state
 from torchft_ckpt.core.messages import (
+    MAX_GROUPS,
     PROTOCOL_VERSION,
     AllowStepLoss,
     CallerHello,
@@ -91,7 +92,7 @@ from torchft_ckpt.core.messages import (
     name_some,
 )
 from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recollection import Recollection, StepKey, id_before_next_life
+from torchft_ckpt.core.recollection import Recollection, StepKey, id_before_next_life, why_no_quorum_id
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.sequence import may_start, why_apart
 
@@ -162,9 +163,7 @@ class LighthouseState:
         self._incarnations: OrderedDict[str, str] = OrderedDict()
         """The latest incarnation of each group, also while it is away."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        self._ledger = Ledger(self.members)
-        if finished_step is not None:
-            self._ledger.newest_step = finished_step
+        self._ledger = Ledger(self.members, epoch, finished_step)
         self._finished_at_step = finished_step
         """The latest step at which a group said that it has finished; see `finished_step`."""
         self._left_at_step = -1
@@ -291,7 +290,11 @@ class LighthouseState:
         self.members.move_to_end(replica_id)
         if isinstance(message, Heartbeat):
             return
-        if isinstance(message, QuorumRequest):
+        if isinstance(message, QuorumRequest | LocateState) and (no_id := self._why_no_id(message.version)):
+            yield Send(connection, Refused(code="quorum id", reason=f"{clip(replica_id, 200)} is not taken: {no_id}"))
+            yield from self._lose(replica_id, "it named a quorum that there cannot have been", now, is_on_purpose=True)
+            yield Close(connection)
+        elif isinstance(message, QuorumRequest):
             yield from self._asked(member, message, now)
         elif isinstance(message, LocateState):
             yield from self._locates(member, message, now)
@@ -424,12 +427,27 @@ class LighthouseState:
             return Refused(code="job", reason=reason)
         if hello.replica_id in self._superseded:
             return _superseded(group_name(hello.replica_id))
+        last = StateVersion(quorum_id=hello.last_quorum_id, epoch=hello.last_epoch)
+        if no_id := self._why_no_id(last, hello.version, hello.rolled_back_to):
+            return Refused(code="quorum id", reason=f"{clip(hello.replica_id, 200)} is not taken: {no_id}")
+        if len(self.members) >= MAX_GROUPS and hello.replica_id not in self.members:
+            reason = f"{clip(hello.replica_id, 200)} would be one more than the {MAX_GROUPS} groups that a job may have"
+            return Refused(code="groups", reason=reason)
         return None
+
+    def _why_no_id(self, *versions: StateVersion) -> str:
+        """Say why there cannot have been a quorum that somebody names; empty: there can. Of this life all are known."""
+        for version in versions:
+            if version.epoch == self.epoch and version.quorum_id > self.quorum_id:
+                return f"it names quorum {version.quorum_id} of this lighthouse, whose latest is {self.quorum_id}"
+            if no_id := why_no_quorum_id(version.quorum_id, self.quorum_id):
+                return no_id
+        return ""
 
     def _learn(self, hello: Hello, now: float) -> None:
         """Take what a member remembers and this lighthouse may not."""
         open_step = self.round.step if self.round is not None else 0
-        self._ledger.learn(hello, epoch=self.epoch, open_step=open_step)
+        self._ledger.learn(hello, open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._recollection.heard(hello, now)
         is_last = self._begin_after(hello.last_quorum_id, hello.last_epoch)
@@ -557,7 +575,7 @@ class LighthouseState:
         member.version = version = self._equality.proven_of(member.replica_id, version)
         self._begin_after(version.quorum_id, version.epoch)
         self._recollection.asked(member.replica_id)
-        self._ledger.note(version)
+        self._ledger.note(member.replica_id, version)
         yield from self._declined(member.replica_id)
         yield from self._overtake_round(now)
 
@@ -1342,6 +1360,7 @@ class LighthouseState:
         del self._by_connection[member.connection]
         if not is_closed:
             self._dropped.add(member.connection)
+        self._ledger.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
             self._ledger.cut_off(group_name(replica_id), member.version, now)
         elif is_on_purpose and self._ledger.is_valid(member.version):

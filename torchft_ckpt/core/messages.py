@@ -1,41 +1,70 @@
 """What travels between ranks, groups and the lighthouse: typed, bounded, validated on decode.
 
 Every message is a JSON object whose `type` names its class. A message that does not decode is a `ProtocolError` of the
-peer that sent it, never an exception of another kind. Integers are bounded to 63 bits, texts and lists in length, so that
-no peer can make another allocate at will.
+peer that sent it, never an exception of another kind. Integers, texts and lists are bounded, so that no peer can make
+another allocate at will.
 
 Times on the wire are durations in seconds; no clock is ever compared across machines.
 
-What one party says is quoted to others (a reason, a name). `clip` keeps such a text short enough to be sent on, so that
-nobody can make the lighthouse send something that the others must refuse.
+What one party says is sent on to others, and nobody can make the lighthouse, or a group, send something that the others
+must refuse, because less is taken than is sent:
+- steps and ids of who trains are taken below 2**53. What the lighthouse makes of them (the next step, the next quorum's id)
+  may be larger, up to 2**62;
+- a text that is quoted (a reason, a name) passes `clip`, after whatever was put before it;
+- the addresses of a group are taken up to 256 KiB, in bytes of JSON: those of 64 ranks take 25. A message names at most four
+  groups with them, so it has about 1 MiB at most, of 4 MiB that a receiver takes, however many groups there are.
+
+Texts for people are made printable as they are taken, and a name that is not printable is not taken: an escape sequence or a
+line that somebody forged reaches no terminal and no log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from torchft_ckpt.core.arrivals import Loading
+from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
 PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_TEXT_CHARS = 4096
 MAX_QUOTE_CHARS = 600
+MAX_ADDRESSES_BYTES = 256 << 10
+"""For the addresses of a group's ranks, as JSON: 64 ranks with 4 KiB each, or 1,000 with 256 bytes."""
+MAX_GROUPS = 65536
+"""In a quorum."""
+MIN_HEARTBEAT_TIMEOUT_S = 0.01
+"""Three heartbeats are sent in that time."""
 MAX_DATA_BYTES = 64 << 10
 MAX_DATA_DEPTH = 64
 MAX_LEAVES = 4096
 MAX_LEAF_CHARS = 120
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""A number that somebody says of himself."""
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""A number that may be made of somebody's `Count`."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-ReplicaId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+_NOT_PRINTABLE = (
+    r"\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"
+)
+ReplicaId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=rf"^[^{_NOT_PRINTABLE}]+\Z")]
+"""It is compared, so it is not altered to be shown: control characters are refused, and what turns or hides text."""
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
+StorePlace: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=rf"^([^\s/{_NOT_PRINTABLE}]+:{_PORT})?\Z")]
+"""`host:port`, or nothing."""
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
 CollectivesByRank: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
+NumGroups: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUPS)]
+ReplicaRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_GROUPS)]
+"""Those who learn beside a quorum come after its members."""
 Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 
 
@@ -47,8 +76,8 @@ class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
     Versions of one step are ordered by quorum: the later quorum's is the one that the job went on with.
     """
 
-    step: Count = 0
-    quorum_id: Count = 0
+    step: Number = 0
+    quorum_id: Number = 0
     epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
@@ -95,7 +124,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A group to recover from. `checkpoint_addresses` has one entry for each of its group ranks."""
 
     replica_id: ReplicaId
-    replica_rank: Count
+    replica_rank: ReplicaRank
     checkpoint_addresses: Addresses
 
 
@@ -178,7 +207,7 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long it expects to need until it has received the state; None: it cannot say."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
-    store_address: Text = ""
+    store_address: StorePlace = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
     layout_text: Text | None = None
@@ -311,8 +340,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     protocol: Count
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
-    heartbeat_timeout_s: Seconds
-    store_address: Text = ""
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(ge=MIN_HEARTBEAT_TIMEOUT_S, le=1e9)]
+    store_address: StorePlace = ""
     """Where the present quorum meets: connect before asking, connecting can be slow."""
 
 
@@ -322,7 +351,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     code: Annotated[str, msgspec.Meta(max_length=64)]
     """`finished`: the job is over, at `step`."""
     reason: Text
-    step: Count = 0
+    step: Number = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -342,22 +371,22 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One member's view of a step. Its size does not depend on the number of members."""
 
     request_id: Count
-    quorum_id: Count
+    quorum_id: Number
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
     version: StateVersion
     """The state that all members train from; healing members load it, an unproven source takes its name."""
     role: Role
-    replica_rank: Count
-    replica_world_size: Count
-    contributor_rank: Count | None
+    replica_rank: ReplicaRank
+    replica_world_size: NumGroups
+    contributor_rank: ReplicaRank | None
     """Rank among those that contribute gradients, None for those that do not."""
-    num_contributors: Count
-    num_voters: Count
-    store_address: Text
-    standby_store_address: Text = ""
+    num_contributors: NumGroups
+    num_voters: NumGroups
+    store_address: StorePlace
+    standby_store_address: StorePlace = ""
     """Where the next quorum meets if the host of this one's store is lost: connect now, it will be wanted at once."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
-    destinations: Annotated[list[Count], msgspec.Meta(max_length=65536)] = []
+    destinations: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
     """Replica ranks that this member has to serve."""
     join_budget_s: Seconds | None = None
     """Set where members join: how long a collective may wait for them before `StallReport` is due."""
@@ -366,7 +395,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     joiner_waiting: bool = False
     """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
     member had captured its state."""
-    newest_step: Count = 0
+    newest_step: Number = 0
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
     gathers: bool = False
@@ -384,6 +413,12 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rolled_back_to: StateVersion = StateVersion()
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
     reason: Text = ""
+
+    def __post_init__(self) -> None:
+        if self.role is not Role.LEARNER and self.replica_rank >= self.replica_world_size:
+            raise ValueError(f"`replica_rank` is {self.replica_rank} in a quorum of {self.replica_world_size}")
+        if self.contributor_rank is not None and self.contributor_rank >= self.num_contributors:
+            raise ValueError(f"`contributor_rank` is {self.contributor_rank} of {self.num_contributors}")
 
 
 class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -410,9 +445,9 @@ class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
 class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The one decision on a step, for one member."""
 
-    quorum_id: Count
+    quorum_id: Number
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
-    step: Count
+    step: Number
     outcome: Outcome
     broken: bool = False
     """The collectives of this quorum cannot be used any more, not even between this step and the next one."""
@@ -441,7 +476,7 @@ class ReplicasDiffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class QuorumBroken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The collectives of this quorum cannot finish: abort what is in flight."""
 
-    quorum_id: Count
+    quorum_id: Number
     replica_id: ReplicaId
     """The member on whose account it broke."""
     lost: bool
@@ -452,8 +487,8 @@ class QuorumBroken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class CollectiveCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """All members ask to start the same collective: start it."""
 
-    quorum_id: Count
-    step: Count
+    quorum_id: Number
+    step: Number
     group_rank: Count
     index: Count
 
@@ -578,7 +613,7 @@ class Quorum(msgspec.Struct, frozen=True, kw_only=True):
         created: when it was formed.
     """
 
-    quorum_id: Count
+    quorum_id: Number
     participants: Annotated[list[QuorumMember], msgspec.Meta(min_length=1, max_length=65536)]
     created: Timestamp
 
@@ -675,16 +710,16 @@ class QuorumResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         replica_ids: all of the quorum.
     """
 
-    quorum_id: Count
-    replica_rank: Count
-    replica_world_size: Count
+    quorum_id: Number
+    replica_rank: ReplicaRank
+    replica_world_size: NumGroups
     recover_src_manager_address: Text = ""
-    recover_src_replica_rank: Count | None = None
-    recover_dst_replica_ranks: Annotated[list[Count], msgspec.Meta(max_length=65536)] = []
+    recover_src_replica_rank: ReplicaRank | None = None
+    recover_dst_replica_ranks: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
     store_address: Text
     max_step: Count
-    max_replica_rank: Count | None
-    max_world_size: Count
+    max_replica_rank: ReplicaRank | None
+    max_world_size: NumGroups
     heal: bool
     commit_failures: Count = 0
     replica_ids: Annotated[list[ReplicaId], msgspec.Meta(max_length=65536)]
@@ -771,6 +806,18 @@ ToManagerServer: TypeAlias = RankQuorumCall | RankVote | MetadataCall
 FromManagerServer: TypeAlias = QuorumResult | GroupDecision | RankMetadata | Refused
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank | ToManagerServer | FromManagerServer
 
+_FOR_PEOPLE = {
+    "reason": MAX_TEXT_CHARS,
+    "text": MAX_TEXT_CHARS,
+    "failure": MAX_TEXT_CHARS,
+    "layout_text": MAX_TEXT_CHARS,
+    "frozen": 256,
+    "what": 256,
+    "code": 64,
+}
+"""Fields whose text people read, with the most characters of each."""
+_Taken = TypeVar("_Taken", bound="ToLighthouse | RankToGroup")
+
 _encoder = msgspec.json.Encoder()
 _to_lighthouse: msgspec.json.Decoder[ToLighthouse] = msgspec.json.Decoder(ToLighthouse)
 _from_lighthouse: msgspec.json.Decoder[FromLighthouse] = msgspec.json.Decoder(FromLighthouse)
@@ -785,14 +832,14 @@ def encode(message: Message) -> str:
     return _encoder.encode(message).decode()
 
 
-def size_of(member: QuorumMember) -> int:
-    """Return how many bytes of a message a member of a quorum takes."""
-    return len(_encoder.encode(member))
+def size_of(part: QuorumMember | list[str]) -> int:
+    """Return how many bytes of a message a member of a quorum takes, or a group's addresses."""
+    return len(_encoder.encode(part))
 
 
 def decode_to_lighthouse(data: str | bytes, party: str) -> ToLighthouse:
     """Decode what a group sent. Raises `ProtocolError` naming `party`."""
-    return _decode(_to_lighthouse, data, party)
+    return _bounded(_decode(_to_lighthouse, data, party), party)
 
 
 def decode_from_lighthouse(data: str | bytes, party: str) -> FromLighthouse:
@@ -802,7 +849,7 @@ def decode_from_lighthouse(data: str | bytes, party: str) -> FromLighthouse:
 
 def decode_rank_to_group(data: str | bytes, party: str) -> RankToGroup:
     """Decode what a rank sent. Raises `ProtocolError` naming `party`."""
-    return _decode(_rank_to_group, data, party)
+    return _bounded(_decode(_rank_to_group, data, party), party)
 
 
 def decode_group_to_rank(data: str | bytes, party: str) -> GroupToRank:
@@ -824,9 +871,36 @@ def _decode(decoder: msgspec.json.Decoder, data: str | bytes, party: str):  # ty
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{party} sent {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are read", party=party)
     try:
-        return decoder.decode(data)
+        message = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ProtocolError(f"{party} sent a message that cannot be read: {error}", party=party) from error
+        text, _, place = clip(str(error)).rpartition(" - at ")
+        if "matching regex" in text:
+            text = "a name that is not printable, or a store's address that is not HOST:PORT"
+        text = f"{text} - at {place}" if text else place
+        raise ProtocolError(f"{party} sent a message that cannot be read: {text}", party=party) from error
+    for name, most in _FOR_PEOPLE.items():
+        said = getattr(message, name, None)
+        if isinstance(said, str) and not said.isprintable():
+            message = msgspec.structs.replace(message, **{name: clip(said, most)})
+    return message
+
+
+def _bounded(message: _Taken, party: str) -> _Taken:
+    """Return what was said to somebody who sends it on; ProtocolError where it leaves no room for what becomes of it."""
+    for name in ("version", "rolled_back_to"):
+        version = getattr(message, name, None)
+        if isinstance(version, StateVersion) and max(version.step, version.quorum_id) >= 1 << 53:
+            raise ProtocolError(
+                f"{party} sent a `{name}` of step {version.step} and quorum {version.quorum_id}; both have to be below 2**53",
+                party=party,
+            )
+    addresses = getattr(message, "checkpoint_addresses", None)
+    if addresses and (num_bytes := size_of(addresses)) > MAX_ADDRESSES_BYTES:
+        raise ProtocolError(
+            f"{party} sent {num_bytes} bytes of `checkpoint_addresses`, at most {MAX_ADDRESSES_BYTES} are taken of one group",
+            party=party,
+        )
+    return message
 
 
 def _is_deeper(value: object, most: int) -> bool:
@@ -850,7 +924,8 @@ def group_name(replica_id: str) -> str:
 
 
 def clip(text: str, most: int = MAX_QUOTE_CHARS) -> str:
-    """Return the text, shortened to `most` characters if it is longer."""
+    """Return the text, printable, and shortened to `most` characters if it is longer."""
+    text = printable(text)
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -24,6 +24,8 @@ StepKey: TypeAlias = tuple[int, str, int]
 """Quorum id, epoch and step: names one step of one quorum."""
 QuorumKey: TypeAlias = tuple[int, str]
 QUORUM_IDS_PER_LIFE = 1000
+MAX_IDS_AHEAD = 10**9
+MAX_FIRST_ID = 1 << 52
 
 
 def id_before_next_life(quorum_id: int) -> int:
@@ -32,6 +34,18 @@ def id_before_next_life(quorum_id: int) -> int:
     Half a thousand at least lie between that one and the first that is given: those that were not heard of any more.
     """
     return ((quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1) * QUORUM_IDS_PER_LIFE - 1
+
+
+def why_no_quorum_id(quorum_id: int, ours: int) -> str:
+    """Say why no quorum can have had an id that somebody names; empty: one can.
+
+    What is heard of becomes the ids that follow, and those of others have to stay far below what a message carries. A
+    lighthouse that knows of no quorum (`ours` is 0: it has just started) goes by what it hears first.
+    """
+    most = ours + MAX_IDS_AHEAD if ours else MAX_FIRST_ID
+    if quorum_id <= most:
+        return ""
+    return f"it names quorum {quorum_id}, and the latest that is known here is {ours}: no job has had so many since"
 
 
 @dataclass(frozen=True, slots=True)

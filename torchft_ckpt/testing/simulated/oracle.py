@@ -9,7 +9,8 @@
   of an earlier life is not given again by a life that has heard of it.
 - No two states that were committed differ at one step, but for histories that the job went back from on purpose, and for
   what a lighthouse without memory could not know: a commit of an earlier life none of whose holders has reached it.
-- Below what a life has been told of no quorum is formed, unless a restored state or the operator's word is behind it.
+- Below what a life has been told of no quorum is formed, unless a restored state or the operator's word is behind it. What
+  it is told of earlier lives when it has formed a quorum counts while somebody is connected who shows it.
 - Who is found not to hold the state that a strict majority of the compared groups holds does not commit, serves nobody and
   contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
@@ -57,6 +58,9 @@ class _Life:
 
     def __init__(self) -> None:
         self.reported: set[StateVersion] = set()
+        self.shown: dict[str, StateVersion] = {}
+        """By connection: of an earlier life, shown when this one had formed a quorum."""
+        self.has_formed = False
         self.told_to_commit: set[StateVersion] = set()
         self.highest_quorum_id = 0
         self.heard_quorum_id = 0
@@ -249,7 +253,7 @@ class Oracle:
             if isinstance(message, Hello) and any(
                 isinstance(i, Send) and isinstance(i.message, Welcome) for i in instructions
             ):
-                self._learn(life, message.version)
+                self._learn(state, life, event.connection, message.version)
                 if message.last_epoch != state.epoch:
                     life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
             elif isinstance(message, QuorumRequest):
@@ -257,9 +261,9 @@ class Oracle:
                 asker = next((m for m in state.members.values() if m.connection == event.connection), None)
                 if asker is not None:
                     self._asked[asker.replica_id] = message
-                self._learn(life, message.version)
+                self._learn(state, life, event.connection, message.version)
             elif isinstance(message, LocateState):
-                self._learn(life, message.version)
+                self._learn(state, life, event.connection, message.version)
             elif isinstance(message, AllowStepLoss):
                 life.may_lose_steps = True
         if state.quorum_id < life.highest_quorum_id:
@@ -277,7 +281,7 @@ class Oracle:
                 elif isinstance(instruction.message, Refused) and instruction.message.code == "finished":
                     self._check_late(instruction.connection, instruction.message)
                 elif isinstance(instruction.message, CommitDecided):
-                    self._check_decided(life, instruction.message)
+                    self._check_decided(state, life, instruction.message)
                     self._check_apart(state, instruction.connection, instruction.message)
         life.finished_step = state.finished_step
         self._check_stood_still(state, life)
@@ -321,9 +325,19 @@ class Oracle:
         if version.proven and version.step >= refused.step and not self._is_void(version):
             self.fail(f"a group that holds {version} is refused: the job is finished at step {refused.step}")
 
-    def _learn(self, life: _Life, version: StateVersion) -> None:
-        if version.proven:
+    def _learn(self, state: LighthouseState, life: _Life, connection: str, version: StateVersion) -> None:
+        life.shown.pop(connection, None)
+        if version.proven and life.has_formed and version.epoch != state.epoch:
+            life.shown[connection] = version
+        elif version.proven:
             life.reported.add(version)
+
+    @staticmethod
+    def _told(state: LighthouseState, life: _Life) -> set[StateVersion]:
+        """Return the states that a life has been told of and may not go back from."""
+        here = {member.connection for member in state.members.values()}
+        life.shown = {connection: version for connection, version in life.shown.items() if connection in here}
+        return life.reported | set(life.shown.values())
 
     def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
         key = (formed.quorum_id, formed.epoch)
@@ -340,7 +354,8 @@ class Oracle:
             return
         self._formed.add((*key, formed.version))
         followed = {version for version in life.told_to_commit if version in self._parents}
-        known = max((v.step for v in life.reported | followed if not self._is_void(v)), default=0)
+        told = self._told(state, life)
+        known = max((v.step for v in told | followed if not self._is_void(v)), default=0)
         if formed.version.step < known:
             sources = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY]
             is_restored = formed.names_state and all(self._requests[source].restored for source in sources)
@@ -350,13 +365,16 @@ class Oracle:
             # On purpose, for all that was checked. Members may have told of more than they were seen to hold.
             self._rollbacks.append(formed.rolled_back_to)
         life.may_lose_steps = state.settings.allow_step_loss
+        life.has_formed = life.has_formed or not formed.gathers
+        if formed.version.proven and not formed.gathers:
+            life.reported.add(formed.version)
 
-    def _check_decided(self, life: _Life, decided: CommitDecided) -> None:
+    def _check_decided(self, state: LighthouseState, life: _Life, decided: CommitDecided) -> None:
         version = StateVersion(step=decided.step + 1, quorum_id=decided.quorum_id, epoch=decided.epoch)
         if decided.outcome is not Outcome.COMMIT or version in life.told_to_commit:
             return
         life.told_to_commit.add(version)
-        for known in life.reported:
+        for known in self._told(state, life):
             if known.step >= version.step and not self._is_void(known) and version not in self._history(known):
                 self.fail(f"{version} is committed, although {known} was reported")
 

@@ -192,7 +192,7 @@ class OuterRank(Trainer):
             allow_heal=True,
             shrink_only=False,
             can_serve=True,
-            store_address="store",
+            store_address="store:1",
             contributes=contributes,
             patience_s=self._patience_s if contributes else 0.0,
             waits=not contributes,

@@ -161,7 +161,7 @@ class Trainer:
             allow_heal=self._rng.random() >= self._moods.no_heal,
             shrink_only=False,
             can_serve=can_serve,
-            store_address="store",
+            store_address="store:1",
             compares=self.uses_state,
             reach_s=0.05 if self._settings.tells_reach and self.replica.is_behind else None,
         )

@@ -1,0 +1,268 @@
+"""Whatever is said that can be taken: what is sent because of it can be taken too, by its receiver, in kind and in size.
+
+What is said is random and of every kind, with the largest numbers and the longest texts that are allowed, from members that
+otherwise take their part in the quorums: else little of it would come to anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from support.thoroughness import by_default
+
+from torchft_ckpt.core import messages
+from torchft_ckpt.core.group import GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
+from torchft_ckpt.core.jobs import Jobs
+from torchft_ckpt.core.lighthouse_events import ConnectionClosed, LighthouseSettings, Log, Opened, Received, Send, Tick
+from torchft_ckpt.core.messages import (
+    MAX_ADDRESSES_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    CallerHello,
+    CommitDecided,
+    CommitVote,
+    FromLighthouse,
+    Hello,
+    LocateState,
+    Outcome,
+    QuorumFormed,
+    QuorumRequest,
+    RankToGroup,
+    Role,
+    StateLocated,
+    StateVersion,
+    ToLighthouse,
+    decode_from_lighthouse,
+    decode_group_to_rank,
+    decode_rank_to_group,
+    decode_to_lighthouse,
+    encode,
+)
+from torchft_ckpt.errors import ProtocolError
+
+NUM_EVENTS = by_default(8_000, thorough=1_000_000)
+WIDE = "\N{GRINNING FACE}"
+"""A character that takes four bytes."""
+MOST_ADDRESSES = ["\x01" * 680] * 64
+assert len(msgspec.json.encode(MOST_ADDRESSES)) <= MAX_ADDRESSES_BYTES
+
+
+class Chatter:
+    """Makes up messages of given classes, of fields that are allowed each by itself.
+
+    Args:
+        rng: makes them.
+        pools: by the name of a field, what it is chosen from; called anew for each.
+    """
+
+    def __init__(self, rng: random.Random, pools: dict[str, Callable[[], Any]]) -> None:
+        self.rng = rng
+        self.pools = pools
+        self._fields: dict[type, list[tuple[str, Any]]] = {}
+
+    def message(self, kind: type) -> Any:
+        fields = self._fields.get(kind)
+        if fields is None:
+            described = msgspec.inspect.type_info(kind)
+            fields = self._fields[kind] = [(field.name, field.type) for field in described.fields]  # type: ignore[attr-defined]
+        made = {name: self.pools[name]() if name in self.pools else self.value(about) for name, about in fields}
+        try:
+            return kind(**made)
+        except ValueError:  # fields that do not fit each other
+            return self.message(kind)
+
+    def value(self, about: Any) -> Any:
+        rng = self.rng
+        if isinstance(about, msgspec.inspect.UnionType):
+            return self.value(rng.choice(about.types))
+        if isinstance(about, msgspec.inspect.IntType):
+            most = min(value for value in (about.le, about.lt and about.lt - 1, 2**53 - 1) if value is not None)
+            return rng.choice([about.ge or 0, min(1, most), min(2, most), most - 1, most])
+        if isinstance(about, msgspec.inspect.FloatType):
+            return rng.choice([about.ge or 0.0, 0.5, about.le or 1.0])
+        if isinstance(about, msgspec.inspect.StrType):
+            most = about.max_length or 8
+            return rng.choice(["", "a", "b"]) if rng.random() < 0.9 else rng.choice(["a", WIDE, "\x1b", "\n"]) * most
+        if isinstance(about, msgspec.inspect.ListType):
+            length = rng.choice([0, 1, 2]) if rng.random() < 0.999 else about.max_length or 2
+            return [self.value(about.item_type)] * length
+        if isinstance(about, msgspec.inspect.StructType):
+            return self.message(about.cls)
+        if isinstance(about, msgspec.inspect.EnumType):
+            return rng.choice(list(about.cls))
+        if isinstance(about, msgspec.inspect.BoolType):
+            return rng.random() < 0.5
+        return None
+
+
+def check(message: Any, decode: Callable[[str, str], Any]) -> None:
+    text = encode(message)
+    assert len(text.encode()) <= MAX_MESSAGE_BYTES, type(message).__name__
+    assert decode(text, "the sender") == message
+
+
+NAMES = ["a:1", "a:2", "b:1", "c:1", WIDE * 510 + ":1", "d:" + "1" * 510]
+
+
+def pools_of(rng: random.Random, epochs: list[str], ids: list[int]) -> dict[str, Callable[[], Any]]:
+    """What a few fields are chosen from, so that they refer to each other now and then."""
+
+    def number() -> int:
+        near = rng.choice(ids)
+        return rng.choice([0, 0, 1, 1, 2, near, near + 1, min(near + 10**9, 2**53 - 1), 2**52, 2**53 - 1])
+
+    def version() -> StateVersion:
+        return StateVersion(step=rng.choice([0, 1, 2, 2**53 - 1]), quorum_id=number(), epoch=rng.choice(epochs))
+
+    return {
+        "protocol": lambda: PROTOCOL_VERSION if rng.random() < 0.95 else 1,
+        "replica_id": lambda: rng.choice(NAMES),
+        "store_address": lambda: rng.choice(["", "host:1", "h" * 500 + ":65535"]),
+        "checkpoint_addresses": lambda: MOST_ADDRESSES if rng.random() < 0.02 else rng.choice([[], ["x"], ["x", "y"]]),
+        "version": version,
+        "rolled_back_to": lambda: StateVersion() if rng.random() < 0.9 else version(),
+        "epoch": lambda: rng.choice(epochs),
+        "last_epoch": lambda: rng.choice(epochs),
+        "quorum_id": number,
+        "last_quorum_id": number,
+        "group_world_size": lambda: rng.choice([1, 2, 3]),
+        "last_quorum_size": lambda: rng.choice([0, 1, 2, 2**53 - 1]),
+        "min_contributors": lambda: rng.choice([0, 1, 2]),
+        "allow_heal": lambda: rng.random() < 0.9,
+        "torn": lambda: rng.random() < 0.1,
+        "data": lambda: rng.choice([None, {"a": WIDE * 100}]),
+    }
+
+
+OF_MEMBERS = {"QuorumFormed", "CommitDecided", "QuorumBroken", "StateLocated", "Refused", "QuorumPending"}
+
+
+@pytest.mark.parametrize("seed", range(4), ids=lambda seed: "callers" if seed == 3 else f"members {seed}")
+def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: int) -> None:
+    rng, of_callers = random.Random(seed), seed == 3
+    jobs = Jobs(LighthouseSettings(min_replicas=1 + seed % 2, join_timeout_s=5.0), epoch="now")
+    epochs, ids = ["now.1", "old", "older", ""], [0]
+    chatter = Chatter(rng, pools_of(rng, epochs, ids))
+    kinds = [*get_args(ToLighthouse), Hello, QuorumRequest, QuorumRequest, QuorumRequest, CommitVote, LocateState]
+    kinds = [kind for kind in kinds if kind is not messages.ForgetJob]
+    if of_callers:
+        kinds = [messages.QuorumCall] * 3 + [messages.CallerHeartbeat, messages.CallGivenUp, messages.CallerHello]
+    now, seen = 0.0, set[str]()
+    connections: list[str] = []
+    for number in range(NUM_EVENTS // 4):
+        now += rng.choice([0.0, 0.0, 0.01, 0.01, 0.5, 4.0])
+        event: Any
+        pending: list[Any] = []
+        if len(connections) < 6 or rng.random() < 0.02:
+            connections = [*connections[-7:], f"c{number}"]
+            pending = [
+                Opened(connections[-1], None),
+                Received(connections[-1], CallerHello(protocol=PROTOCOL_VERSION)),
+                Received(connections[-1], Hello(protocol=PROTOCOL_VERSION, replica_id=rng.choice(NAMES))),
+            ]
+            del pending[2 if of_callers else 1]
+        elif rng.random() < 0.02:
+            pending = [ConnectionClosed(connections.pop(rng.randrange(len(connections))))]
+        elif rng.random() < 0.05:
+            pending = [Tick()]
+        else:
+            said = chatter.message(rng.choice(kinds))
+            try:
+                pending = [Received(rng.choice(connections), decode_to_lighthouse(encode(said), "a member"))]
+            except ProtocolError:
+                seen.add("refused at the door")
+        while pending:
+            event = pending.pop(0)
+            for done in jobs.handle(event, now):
+                if isinstance(done, Log):
+                    assert done.line.isprintable()
+                if not isinstance(done, Send):
+                    continue
+                message = done.message
+                seen.add(type(message).__name__)
+                check(message, decode_from_lighthouse)
+                if isinstance(message, QuorumFormed):
+                    ids[0] = message.quorum_id
+                    epochs[0] = message.epoch
+                    if not message.gathers and message.role is not Role.LEARNER and rng.random() < 0.8:
+                        vote = msgspec.structs.replace(
+                            chatter.message(CommitVote),
+                            quorum_id=message.quorum_id,
+                            epoch=message.epoch,
+                            step=message.version.step,
+                            num_voters=message.num_voters,
+                        )
+                        if rng.random() < 0.8:
+                            digests = [rng.choice("aaab")] if seed else []
+                            vote = msgspec.structs.replace(
+                                vote, approve=True, broken=False, collectives="", state_digests=digests
+                            )
+                        pending.append(Received(done.connection, decode_to_lighthouse(encode(vote), "a member")))
+                elif isinstance(message, CommitDecided) and message.outcome is Outcome.COMMIT and rng.random() < 0.8:
+                    version = StateVersion(step=message.step + 1, quorum_id=message.quorum_id, epoch=message.epoch)
+                    asked = msgspec.structs.replace(chatter.message(QuorumRequest), version=version)
+                    if version.step < 2**53:
+                        pending.append(Received(done.connection, decode_to_lighthouse(encode(asked), "a member")))
+    assert not ({"QuorumCalled", "CallerHeard"} if of_callers else OF_MEMBERS) - seen
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_group_sends_can_be_taken_whatever_its_ranks_and_the_lighthouse_say(seed: int) -> None:
+    rng = random.Random(seed)
+    pools = pools_of(rng, ["now", "old"], [3])
+    pools["checkpoint_addresses"] = lambda: ["x"] if rng.random() < 0.97 else ["\x01" * 4096]
+    pools["quorum_id"] = lambda: rng.choice([1, 1, 1, 2**53 - 1])
+    pools["step"] = lambda: rng.choice([0, 0, 1])
+    pools["replica_rank"] = lambda: 0
+    pools["contributor_rank"] = lambda: rng.choice([None, 0])
+    chatter = Chatter(rng, pools)
+    kinds_of_ranks, kinds_of_lighthouse = get_args(RankToGroup), get_args(FromLighthouse)
+    seen = set[str]()
+    state, formed, life = GroupState(3), None, 0
+    for _ in range(NUM_EVENTS // 4):
+        life += 1
+        if (state.broken is not None and rng.random() < 0.2) or life > 200:
+            state, formed, life = GroupState(3), None, 0
+        chance, event = rng.random(), None
+        try:
+            if chance < 0.02:
+                event = LighthouseUp()
+                check(state.introduce(Hello(protocol=PROTOCOL_VERSION, replica_id="g:1")), decode_to_lighthouse)
+            elif chance < 0.03:
+                event = RankLost(rng.randrange(3), "r" * 4096)
+            elif chance < 0.5 and state._asked is not None:
+                said = chatter.message(QuorumFormed if rng.random() < 0.8 else rng.choice(kinds_of_lighthouse))
+                if isinstance(said, QuorumFormed):
+                    formed = said = msgspec.structs.replace(said, request_id=state._asked.request_id)
+                event = LighthouseSaid(decode_from_lighthouse(encode(said), "the lighthouse"))
+            elif chance < 0.1:
+                said = chatter.message(rng.choice(kinds_of_lighthouse))
+                if isinstance(said, StateLocated) and state._located_for is not None:
+                    said = msgspec.structs.replace(said, request_id=state._located_for.request_id)
+                event = LighthouseSaid(decode_from_lighthouse(encode(said), "the lighthouse"))
+            else:
+                asks = rng.random() < 0.5
+                votes = not asks and formed is not None and rng.random() < 0.7
+                said = chatter.message(QuorumRequest if asks else CommitVote if votes else rng.choice(kinds_of_ranks))
+                if isinstance(said, CommitVote) and formed is not None:
+                    said = msgspec.structs.replace(
+                        said, quorum_id=formed.quorum_id, epoch=formed.epoch, step=formed.version.step
+                    )
+                if isinstance(said, messages.Leave) and rng.random() < 0.9:
+                    continue
+                event = RankSaid(rng.randrange(3), decode_rank_to_group(encode(said), "a rank"))
+        except ProtocolError:
+            seen.add("refused at the door")
+            continue
+        for done in state.handle(event):
+            seen.add(type(done.message).__name__)
+            if isinstance(done, Up):
+                check(done.message, decode_to_lighthouse)
+            elif isinstance(done, ToRank):
+                check(done.message, decode_group_to_rank)
+    missing = {"QuorumRequest", "CommitVote", "QuorumFormed", "Leave", "GroupBroken", "CommitUnknown"} - seen
+    assert not missing

@@ -1,0 +1,109 @@
+"""Where the token comes from, who may read it, and what is said where there is none."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from torchft_ckpt import LighthouseServer, config, network
+from torchft_ckpt.__main__ import main
+from torchft_ckpt.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text("from the file\n")
+    return path
+
+
+def token(argument: str | None, **environ: str) -> str:
+    return config.resolve(argument, config.TOKEN, "", str, environ)
+
+
+def test_the_argument_is_taken_then_the_variable_then_the_file(file: Path) -> None:
+    both = {"TORCHFT_CKPT_TOKEN": "variable", "TORCHFT_CKPT_TOKEN_FILE": str(file)}
+    assert token("argument", **both) == "argument"
+    assert token(None, **both) == "variable"
+    assert token(None, TORCHFT_CKPT_TOKEN_FILE=str(file)) == "from the file"
+    assert token(None, TORCHFT_CKPT_TOKEN="", TORCHFT_CKPT_TOKEN_FILE=str(file)) == "from the file"
+    assert token(None) == ""
+    assert config.resolve(None, config.JOB, "default", str, {"TORCHFT_CKPT_TOKEN_FILE": str(file)}) == "default"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"\n", "it is empty"),
+        (b"one\ntwo\n", "more than one line"),
+        (b"a" * 5000, "more than one line"),
+        (b"\xff\xfe", "it is no text"),
+        (None, "No such file"),
+    ],
+    ids=["empty", "a newline", "two lines", "long", "bytes", "absent"],
+)
+def test_a_file_that_cannot_be_used_is_named_with_what_named_it(file: Path, content: bytes | None, why: str) -> None:
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError, match=why) as raised:
+        token(None, TORCHFT_CKPT_TOKEN_FILE=str(file))
+    assert str(file) in str(raised.value)
+    assert "TORCHFT_CKPT_TOKEN_FILE" in str(raised.value)
+
+
+def test_a_file_that_others_may_read_is_named_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert config.read_secret(str(file), "--token-file") == "from the file"
+    assert not caplog.records
+    file.chmod(0o640)
+    for _ in range(2):
+        assert config.read_secret(str(file), "--token-file") == "from the file"
+    (record,) = caplog.records
+    assert f"others than its owner may read the token in {file}" in record.message
+
+
+def test_a_command_reads_it_from_a_file_and_says_that_ps_shows_an_argument(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, token="from the file")
+    asks = ["status", "--lighthouse", server.address()]
+    assert main([*asks, "--token-file", str(file)]) == 0
+    assert main(asks) == 1
+    capsys.readouterr()
+    for arguments in (["--token-file", os.devnull], ["--token-file", str(file), "--token", "x"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*asks, *arguments])
+        assert ended.value.code == 2
+    assert "it is empty" in capsys.readouterr().err
+    for command in ("lighthouse", "status", "inspect"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "sees it in `ps`" in " ".join(capsys.readouterr().out.split())
+    server.shutdown()
+
+
+def test_a_service_that_is_open_to_all_is_named_once_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(network, "_told_that_open", False)
+    caplog.set_level(logging.WARNING)
+    for host, secret in (("127.0.0.1", ""), ("::1", None), ("localhost", ""), ("0.0.0.0", "secret")):
+        network.warn_if_open("the lighthouse", host, secret)
+    assert not caplog.records
+    for host in ("0.0.0.0", "::", "", "10.0.0.1", "trainer-7"):
+        network.warn_if_open("the lighthouse", host, "")
+    (record,) = caplog.records
+    assert "the lighthouse listens on 0.0.0.0 without a token: whoever can connect" in record.message
+    assert "TORCHFT_CKPT_TOKEN_FILE" in record.message
+
+
+def test_a_lighthouse_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(network, "_told_that_open", False)
+    monkeypatch.delenv("TORCHFT_CKPT_TOKEN", raising=False)
+    LighthouseServer("127.0.0.1:0", min_replicas=1).shutdown()
+    assert "without a token" not in caplog.text
+    LighthouseServer("0.0.0.0:0", min_replicas=1).shutdown()
+    assert "the lighthouse listens on 0.0.0.0 without a token" in caplog.text
