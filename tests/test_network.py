@@ -25,6 +25,7 @@ from torchft_ckpt.network import (
     join_host_port,
     leave_to_parent,
     listen,
+    max_descriptors,
     other_hosts,
     route_source,
     wildcard_for,
@@ -282,3 +283,22 @@ def test_the_commands_refuse_it_too_and_name_the_variable_where_there_is_none(
     assert "TLS is not spoken there" in capsys.readouterr().err
     assert main([command]) == 2
     assert "pass --lighthouse or set TORCHFT_LIGHTHOUSE" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(network.resource is None, reason="no limits of descriptors here")
+@pytest.mark.parametrize(
+    ("limits", "wanted", "allowed"),
+    [
+        ((64, 300), 0, 64),
+        ((64, 300), 200, 200),
+        ((64, 300), 8192, 300),
+        ((64, network.resource.RLIM_INFINITY), 8192, 8192),
+    ],
+)
+def test_a_process_may_open_as_many_files_as_it_wants_and_is_allowed(
+    limits: tuple[int, int], wanted: int, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [limits]
+    monkeypatch.setattr(network.resource, "getrlimit", lambda what: now[0])
+    monkeypatch.setattr(network.resource, "setrlimit", lambda what, limits: now.__setitem__(0, limits))
+    assert (max_descriptors(wanted), max_descriptors(), now[0]) == (allowed, allowed, (allowed, limits[1]))

@@ -30,6 +30,11 @@ from torchft_ckpt.core.interfaces import (
 )
 from torchft_ckpt.errors import ConfigError
 
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None  # type: ignore[assignment]
+
 # Routed like any outside address; nothing is ever sent to them (RFC 5737 and RFC 3849, documentation addresses).
 _OUTSIDE = ("192.0.2.1", 9)
 _OUTSIDE_IPV6 = ("2001:db8::1", 9)
@@ -266,6 +271,19 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+def bind_for(host: str) -> str:
+    """Return the address to listen on so that peers reach this process at `host`, and at no other address where that can be.
+
+    An address of this machine is listened on alone; a name, or an address that is translated on the way, by all of its family.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (OSError, ValueError):
+        return wildcard_for(host)
+    return host
+
+
 def wildcard_for(host: str) -> str:
     """Return the address to listen on so that peers reach this process at `host`: a name may be of either family."""
     try:
@@ -313,6 +331,19 @@ def keep_from_forked_children(sock: socket.socket) -> None:
     come to mean something else to the objects that still refer to it.
     """
     _not_for_children[sock.fileno()] = os.fstat(sock.fileno()).st_ino
+
+
+def max_descriptors(wanted: int = 0) -> int:
+    """Return how many files and connections this process may have open, after making it as many as wanted, if it may."""
+    if resource is None:
+        return sys.maxsize
+    soft, hard = (
+        sys.maxsize if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if soft < min(wanted, hard):
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return soft
 
 
 _for_the_parent: weakref.WeakSet[object] = weakref.WeakSet()
