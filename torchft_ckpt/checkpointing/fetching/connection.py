@@ -29,6 +29,7 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_refusal,
 )
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
+from torchft_ckpt.network import keep_from_forked_children
 
 _CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
@@ -114,6 +115,7 @@ class SourceConnection:
         for family, kind, protocol, _, address in candidates:
             deadline = time.monotonic() + self._connect_timeout_s
             sock: socket.socket = socket.socket(family, kind, protocol)
+            keep_from_forked_children(sock)
             with self._lock:
                 if self._closed:
                     sock.close()

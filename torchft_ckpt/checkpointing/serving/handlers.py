@@ -60,7 +60,7 @@ from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
-from torchft_ckpt.network import bearer_matches, without_mapping
+from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
@@ -517,6 +517,7 @@ class CheckpointHandlers:
         """
         loop = asyncio.get_running_loop()
         sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        keep_from_forked_children(sock)
         stop = threading.Event()
         turn: asyncio.Future[Turn] | None = None
         try:
