@@ -39,6 +39,10 @@ _SMALLEST_PIECE_BYTES = 16 * 1024
 _LARGEST_PIECE_BYTES = 1024 * 1024
 
 
+class UnansweredError(ConnectionError):
+    """The source closed a connection that it had accepted before it answered anything: perhaps it had no place for it."""
+
+
 class _OpenSocketConnection(http.client.HTTPConnection):
     """An `HTTPConnection` over a socket that was connected before."""
 
@@ -220,8 +224,9 @@ class SourceConnection:
             except _CLOSED_BY_PEER as error:
                 if self._closed:
                     raise
+                self._drop()
                 doubt = ", or accepts no certificate of ours" if self._source.scheme == "https" else ""
-                raise ConnectionError(
+                raise UnansweredError(
                     f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
                 ) from error
 
@@ -272,7 +277,7 @@ class SourceConnection:
                 self.party,
             ) from error
         except _CLOSED_BY_PEER as error:
-            raise ConnectionAbortedError(
+            raise UnansweredError(
                 f"it closed the connection during the TLS handshake ({error}); perhaps it accepts no certificate of ours"
             ) from error
         except ssl.SSLError as error:
