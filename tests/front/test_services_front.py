@@ -14,14 +14,18 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
+from aiohttp import web
 from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.coordination import ManagerServer, group_service, lighthouse_server, manager_server
 from torchft_ckpt.coordination.group_service import GroupService
+from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, RankHello, encode
-from torchft_ckpt.front.limits import FrontLimits
+from torchft_ckpt.front.limits import FrontLimits, showed_token
+from torchft_ckpt.front.serving import Front
+from torchft_ckpt.network import listen
 
 LONG = timedelta(seconds=20)
 TOKEN = "secret"
@@ -254,3 +258,31 @@ def test_the_manager_service_listens_where_its_ranks_are_told_to_come(hostname: 
         except ConnectionRefusedError:
             is_elsewhere = False
     assert (host, is_elsewhere) == (hostname, elsewhere)
+
+
+def test_a_handler_that_is_shown_the_token_in_a_way_of_its_own_has_a_place_kept() -> None:
+    """A token that is proved, and not sent, is not seen by the front."""
+
+    async def prove(request: web.Request) -> web.Response:
+        showed_token(request)
+        return web.Response()
+
+    async def serve(listeners: list[socket.socket]) -> Front:
+        app = web.Application()
+        app.add_routes([web.get("/", prove)])
+        limits = FrontLimits(max_connections=4, max_connections_per_client=2)
+        front = Front(app, listeners, name="the server", token=TOKEN, limits=limits)
+        await front.start()
+        return front
+
+    thread = LoopThread("front")
+    listeners = listen("127.0.0.1", 0, 16)
+    address = listeners[0].getsockname()
+    front = thread.run(serve(listeners))
+    with contextlib.ExitStack() as opened:
+        socks = [opened.enter_context(connected(address)) for _ in range(2)]
+        socks[0].sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert socks[0].recv(12) == b"HTTP/1.1 200"
+        socks += [opened.enter_context(connected(address)) for _ in range(3)]
+        wait_until(lambda: list(map(is_open, socks)) == [True, False, False, True, True])
+    thread.finish(front.close)

@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Message, encode
+from torchft_ckpt.front.limits import becomes_websocket, showed_token
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout, without_mapping
 
@@ -52,7 +53,8 @@ async def open_websocket(request: web.Request, front: Front) -> web.WebSocketRes
     except ValueError as error:  # of a key that is not ASCII, say
         front.log.warning("refused %s: not the handshake of a WebSocket", client_of(request))
         raise web.HTTPBadRequest(text="not the handshake of a WebSocket") from error
-    front.clients.becomes_websocket(request)
+    showed_token(request)
+    becomes_websocket(request)
     return websocket
 
 

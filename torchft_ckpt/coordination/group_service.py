@@ -34,7 +34,7 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
 )
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
-from torchft_ckpt.front.limits import FrontLimits
+from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bearer_matches, bind_for, in_use_hint, join_host_port, listen
 
@@ -223,7 +223,7 @@ class GroupService:
                             refusal or Refused(code="config", reason=f"rank {message.group_rank} is connected")
                         )
                         break
-                    front.clients.introduced(request)
+                    introduced(request)
                     rank, party = message.group_rank, f"group rank {message.group_rank} at {client_of(request)}"
                     self._channels[rank] = channel
                     self._heard_at[rank] = asyncio.get_running_loop().time()

@@ -37,7 +37,7 @@ from torchft_ckpt.core.lighthouse import (
 from torchft_ckpt.core.lighthouse_events import Opened
 from torchft_ckpt.core.messages import CallerHello, Hello, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
-from torchft_ckpt.front.limits import FrontLimits
+from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import (
     advertised_host,
@@ -159,7 +159,7 @@ class LighthouseServer:
             async for data in channel.messages():
                 message = decode_to_lighthouse(data, party)
                 if isinstance(message, Hello | CallerHello):
-                    self._front.clients.introduced(request)
+                    introduced(request)
                 self._handle(Received(name, message))
         except ProtocolError as error:
             self._front.log.warning("%s", error)

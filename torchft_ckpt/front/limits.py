@@ -138,7 +138,7 @@ class ClientLimits:
             )
         )
         self._num_connections = 0
-        self._connections: dict[asyncio.Protocol, GuardedConnection] = {}
+        self._connections: set[GuardedConnection] = set()
         self._emptied = asyncio.Event()
 
     def admit(self, connection: GuardedConnection) -> bool:
@@ -163,30 +163,16 @@ class ClientLimits:
         if self._num_connections == 0:
             self._emptied.set()
 
-    def showed_token(self, request: web.Request) -> None:
-        """Keep a place for the connection of a request from now on: its client has shown that it knows the token."""
-        connection = self._connections.get(request.protocol)
-        if connection is not None:
-            self._admission.show(connection)
-
-    def becomes_websocket(self, request: web.Request) -> None:
-        """What comes on the connection of a request is no request any more. It is closed if `introduced` does not follow."""
-        connection = self._connections.get(request.protocol)
-        if connection is not None:
-            connection.begin_messages()
-
-    def introduced(self, request: web.Request) -> None:
-        """It is known who speaks on the WebSocket that a request became: it may be silent for as long as its handler lets it."""
-        connection = self._connections.get(request.protocol)
-        if connection is not None:
-            connection.end_wait()
+    def show(self, connection: GuardedConnection) -> None:
+        """Keep a place for a connection whose client has shown the token."""
+        self._admission.show(connection)
 
     def opened(self, connection: GuardedConnection) -> None:
         """A connection carries requests from now on, until `closed`."""
-        self._connections[connection.inner] = connection
+        self._connections.add(connection)
 
     def closed(self, connection: GuardedConnection) -> None:
-        self._connections.pop(connection.inner, None)
+        self._connections.discard(connection)
 
     async def abort_all(self, timeout_s: float) -> None:
         """Cut every connection that carries requests; return when every one that was admitted is closed.
@@ -194,7 +180,7 @@ class ClientLimits:
         Raises:
             asyncio.TimeoutError: some are not.
         """
-        for connection in list(self._connections.values()):
+        for connection in list(self._connections):
             connection.abort()
         self._emptied.clear()
         if self._num_connections:
@@ -205,15 +191,16 @@ class ClientLimits:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuse what is over a limit, before the token is looked at; note what is being answered."""
-        connection = self._connections.get(request.protocol)
+        connection = _connection_of(request)
         if connection is None:
             return refuse(400, "lost", "the connection was lost before its request was looked at")
-        if bearer_matches(request.headers.get("Authorization"), self._token):
-            self._admission.show(connection)
+        is_known = self._admission.knows(connection)
+        if not is_known and bearer_matches(request.headers.get("Authorization"), self._token):
+            is_known = True
+            self.show(connection)
         with connection.answering(lambda: request.content.is_eof()):
             # Who is known has a rate of its own: strangers behind the same address do not use it up.
-            by = (connection.client, self._admission.knows(connection))
-            wait_s = self._rates.take(by, self.loop.time())
+            wait_s = self._rates.take((connection.client, is_known), self.loop.time())
             if wait_s > 0:
                 # A little late, so that who asks again at once gets little of this thread for it.
                 await asyncio.sleep(_REFUSAL_DELAY_S)
@@ -278,6 +265,10 @@ class GuardedConnection(asyncio.Protocol):
             self._transport.abort()
         elif self.opening is not None:
             self.opening.cancel()
+
+    def show_token(self) -> None:
+        """Its client has shown that it knows the token, in whichever way: it keeps its place."""
+        self._clients.show(self)
 
     def begin_messages(self) -> None:
         """Count bytes no more; close it if `end_wait` does not follow in time."""
@@ -396,6 +387,36 @@ class GuardedConnection(asyncio.Protocol):
         status = "413 Content Too Large" if head_is_whole else "431 Request Header Fields Too Large"
         self._transport.write(raw_refusal(status, "too_large", message))
         self._transport.close()
+
+
+def showed_token(request: web.Request) -> None:
+    """Keep a place for the connection of a request: its client has shown that it knows the token.
+
+    For handlers to whom it is shown in another way than as `Authorization: Bearer`, which the front sees for itself.
+    """
+    connection = _connection_of(request)
+    if connection is not None:
+        connection.show_token()
+
+
+def becomes_websocket(request: web.Request) -> None:
+    """What comes on the connection of a request is no request any more. It is closed if `introduced` does not follow in time."""
+    connection = _connection_of(request)
+    if connection is not None:
+        connection.begin_messages()
+
+
+def introduced(request: web.Request) -> None:
+    """It is known who speaks on the WebSocket that a request became: it may be silent for as long as its handler lets it."""
+    connection = _connection_of(request)
+    if connection is not None:
+        connection.end_wait()
+
+
+def _connection_of(request: web.Request) -> GuardedConnection | None:
+    """Return the connection that a request came in on; None where it is lost."""
+    protocol = None if request.transport is None else request.transport.get_protocol()
+    return protocol if isinstance(protocol, GuardedConnection) else None
 
 
 def refuse(status: int, error: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -32,7 +32,6 @@ class Front:
         shutdown_timeout_s: how long handlers may take to end at `close`.
 
     Attributes:
-        clients: keeps count of connections; handlers tell it what they find out about theirs.
         log: for what clients do wrong.
     """
 
@@ -51,9 +50,9 @@ class Front:
         self._name = name
         self._listeners = listeners
         self._ssl_context = ssl_context
-        self.clients = ClientLimits(limits, asyncio.get_running_loop(), token=token, name=name)
-        self.log = self.clients.log
-        app.middlewares.insert(0, self.clients.middleware)
+        self._clients = ClientLimits(limits, asyncio.get_running_loop(), token=token, name=name)
+        self.log = self._clients.log
+        app.middlewares.insert(0, self._clients.middleware)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -72,7 +71,7 @@ class Front:
         await self._runner.setup()
         if self._runner.server is None:  # only before `setup`
             raise OSError("aiohttp gave no server")
-        self._acceptor = Acceptor(self._listeners, self._runner.server, self.clients, self._ssl_context)
+        self._acceptor = Acceptor(self._listeners, self._runner.server, self._clients, self._ssl_context)
         self._acceptor.start()
 
     def stop_accepting(self) -> None:
