@@ -7,6 +7,7 @@ import socket
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from torchft_ckpt.network import (
     choose_host,
     interfaces,
     join_host_port,
+    keep_from_forked_children,
     leave_to_parent,
     listen,
     max_descriptors,
@@ -302,3 +304,21 @@ def test_a_process_may_open_as_many_files_as_it_wants_and_is_allowed(
     monkeypatch.setattr(network.resource, "getrlimit", lambda what: now[0])
     monkeypatch.setattr(network.resource, "setrlimit", lambda what, limits: now.__setitem__(0, limits))
     assert (max_descriptors(wanted), max_descriptors(), now[0]) == (allowed, allowed, (allowed, limits[1]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_keeps_what_has_the_number_of_a_connection_that_was_closed(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("kept")
+    sock = socket.socket()
+    keep_from_forked_children(sock)
+    number = sock.detach()
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    os.dup2(fd, number)
+    # As if the file had by chance the connection's inode, in another file system.
+    network._not_for_children[number] = (network._not_for_children[number][0], os.fstat(number).st_ino)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(os.read(number, 4) != b"kept")
+    assert os.waitpid(pid, 0)[1] == 0
+    for each in {fd, number}:
+        os.close(each)

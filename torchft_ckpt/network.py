@@ -319,8 +319,9 @@ def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
 
 
-_not_for_children: dict[int, int] = {}
-"""Descriptors, with their inodes, that a forked child must not keep open."""
+_not_for_children: dict[int, tuple[int, int]] = {}
+"""Descriptors that a forked child must not keep open, with what they were then: another one's number may be used again. So there
+is at most one entry for each number, however many connections there have been."""
 
 
 def keep_from_forked_children(sock: socket.socket) -> None:
@@ -330,7 +331,13 @@ def keep_from_forked_children(sock: socket.socket) -> None:
     hear nothing as long as a child of it lives. In the child the descriptor is replaced, not closed: its number may not
     come to mean something else to the objects that still refer to it.
     """
-    _not_for_children[sock.fileno()] = os.fstat(sock.fileno()).st_ino
+    _not_for_children[sock.fileno()] = _identity(sock.fileno())
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """Return what tells an open file or connection from all others that are open."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def max_descriptors(wanted: int = 0) -> int:
@@ -366,9 +373,9 @@ def _let_go_in_child() -> None:
     for resource in list(_for_the_parent):
         keep_for_ever(resource)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd, inode in _not_for_children.items():
+    for fd, identity in _not_for_children.items():
         try:
-            if os.fstat(fd).st_ino == inode:
+            if _identity(fd) == identity:
                 os.dup2(null, fd, inheritable=False)
         except OSError:
             continue  # closed meanwhile
