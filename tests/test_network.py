@@ -7,6 +7,7 @@ import socket
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,10 @@ from torchft_ckpt.network import (
     choose_host,
     interfaces,
     join_host_port,
+    keep_from_forked_children,
     leave_to_parent,
     listen,
+    max_descriptors,
     other_hosts,
     route_source,
     wildcard_for,
@@ -282,3 +285,40 @@ def test_the_commands_refuse_it_too_and_name_the_variable_where_there_is_none(
     assert "TLS is not spoken there" in capsys.readouterr().err
     assert main([command]) == 2
     assert "pass --lighthouse or set TORCHFT_LIGHTHOUSE" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(network.resource is None, reason="no limits of descriptors here")
+@pytest.mark.parametrize(
+    ("limits", "wanted", "allowed"),
+    [
+        ((64, 300), 0, 64),
+        ((64, 300), 200, 200),
+        ((64, 300), 8192, 300),
+        ((64, network.resource.RLIM_INFINITY), 8192, 8192),
+    ],
+)
+def test_a_process_may_open_as_many_files_as_it_wants_and_is_allowed(
+    limits: tuple[int, int], wanted: int, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [limits]
+    monkeypatch.setattr(network.resource, "getrlimit", lambda what: now[0])
+    monkeypatch.setattr(network.resource, "setrlimit", lambda what, limits: now.__setitem__(0, limits))
+    assert (max_descriptors(wanted), max_descriptors(), now[0]) == (allowed, allowed, (allowed, limits[1]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_keeps_what_has_the_number_of_a_connection_that_was_closed(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("kept")
+    sock = socket.socket()
+    keep_from_forked_children(sock)
+    number = sock.detach()
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    os.dup2(fd, number)
+    # As if the file had by chance the connection's inode, in another file system.
+    network._not_for_children[number] = (network._not_for_children[number][0], os.fstat(number).st_ino)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(os.read(number, 4) != b"kept")
+    assert os.waitpid(pid, 0)[1] == 0
+    for each in {fd, number}:
+        os.close(each)

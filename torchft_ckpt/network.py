@@ -31,6 +31,11 @@ from torchft_ckpt.core.interfaces import (
 )
 from torchft_ckpt.errors import ConfigError
 
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 # Routed like any outside address; nothing is ever sent to them (RFC 5737 and RFC 3849, documentation addresses).
@@ -296,6 +301,19 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+def bind_for(host: str) -> str:
+    """Return the address to listen on so that peers reach this process at `host`, and at no other address where that can be.
+
+    An address of this machine is listened on alone; a name, or an address that is translated on the way, by all of its family.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (OSError, ValueError):
+        return wildcard_for(host)
+    return host
+
+
 def wildcard_for(host: str) -> str:
     """Return the address to listen on so that peers reach this process at `host`: a name may be of either family."""
     try:
@@ -331,8 +349,9 @@ def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
 
 
-_not_for_children: dict[int, int] = {}
-"""Descriptors, with their inodes, that a forked child must not keep open."""
+_not_for_children: dict[int, tuple[int, int]] = {}
+"""Descriptors that a forked child must not keep open, with what they were then: another one's number may be used again. So there
+is at most one entry for each number, however many connections there have been."""
 
 
 def keep_from_forked_children(sock: socket.socket) -> None:
@@ -342,7 +361,26 @@ def keep_from_forked_children(sock: socket.socket) -> None:
     hear nothing as long as a child of it lives. In the child the descriptor is replaced, not closed: its number may not
     come to mean something else to the objects that still refer to it.
     """
-    _not_for_children[sock.fileno()] = os.fstat(sock.fileno()).st_ino
+    _not_for_children[sock.fileno()] = _identity(sock.fileno())
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """Return what tells an open file or connection from all others that are open."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def max_descriptors(wanted: int = 0) -> int:
+    """Return how many files and connections this process may have open, after making it as many as wanted, if it may."""
+    if resource is None:
+        return sys.maxsize
+    soft, hard = (
+        sys.maxsize if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if soft < min(wanted, hard):
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return soft
 
 
 _for_the_parent: weakref.WeakSet[object] = weakref.WeakSet()
@@ -365,9 +403,9 @@ def _let_go_in_child() -> None:
     for resource in list(_for_the_parent):
         keep_for_ever(resource)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd, inode in _not_for_children.items():
+    for fd, identity in _not_for_children.items():
         try:
-            if os.fstat(fd).st_ino == inode:
+            if _identity(fd) == identity:
                 os.dup2(null, fd, inheritable=False)
         except OSError:
             continue  # closed meanwhile

@@ -28,10 +28,11 @@ from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
-from torchft_ckpt.checkpointing.serving.limits import ClientLimits, GuardedConnection, ServerLimits, SparseLog
+from torchft_ckpt.checkpointing.serving.limits import ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import ConfigError, SourceLostError
+from torchft_ckpt.front.limits import ClientLimits, GuardedConnection, SparseLog
 
 PATH = "/v1/checkpoint/3/manifest"
 HEAD = f"GET {PATH} HTTP/1.1\r\nHost: h\r\n".encode()
@@ -494,9 +495,9 @@ class HeldTransport(asyncio.Transport):
 def guarded() -> tuple[GuardedConnection, HeldTransport, HandedTime]:
     loop, transport = HandedTime(), HeldTransport()
     transport.loop = loop
-    clients = ClientLimits(ServerLimits(head_timeout_s=10), loop)  # type: ignore[arg-type]
-    clients.admit("client")
+    clients = ClientLimits(ServerLimits(head_timeout_s=10), loop, token="", name="the server")  # type: ignore[arg-type]
     connection = GuardedConnection(asyncio.Protocol(), clients, "client")
+    clients.admit(connection)
     connection.connection_made(transport)
     return connection, transport, loop
 

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from torchft_ckpt import config
 from torchft_ckpt.cli.secret import add_token
 from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError, RefusedError
-from torchft_ckpt.network import join_host_port
+from torchft_ckpt.network import join_host_port, max_descriptors
 
 if TYPE_CHECKING:
     from torchft_ckpt.core.messages import AllowStepLoss, ForgetJob
+
+_DESCRIPTORS = 8192  # twice as many as a lighthouse takes connections
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,6 +93,7 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    max_descriptors(_DESCRIPTORS)
     server = LighthouseServer(
         bind=options.bind,
         min_replicas=options.min_replicas,

@@ -1,4 +1,4 @@
-"""One WebSocket: messages out in order and bounded, messages in until it closes. It knows no protocol above that.
+"""One WebSocket: how it begins, messages out in order and bounded, messages in until it closes. It knows no protocol above that.
 
 A peer that does not read cannot make us hold its messages without limit, nor hold up anybody else: what is to be sent
 waits in a queue of its own, and a queue that runs over closes the connection.
@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from torchft_ckpt.core.messages import Message, encode
+from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Message, encode
+from torchft_ckpt.front.limits import becomes_websocket, showed_token
+from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout, without_mapping
 
 logger = logging.getLogger(__name__)
@@ -28,33 +30,32 @@ def request_socket(request: web.Request) -> socket.socket | None:
     return request.transport.get_extra_info("socket") if request.transport is not None else None
 
 
-async def serve(
-    app: web.Application, listeners: list[socket.socket], backlog: int, handler_cancellation: bool = False
-) -> web.AppRunner:
-    """Begin to serve on sockets that listen; the caller cleans the runner up.
-
-    Args:
-        app: with its routes.
-        listeners: of `network.listen`.
-        backlog: as given there.
-        handler_cancellation: a handler whose client has gone away is cancelled.
-    """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=handler_cancellation)
-    await runner.setup()
-    for listener in listeners:
-        await web.SockSite(runner, listener, backlog=backlog).start()
-    return runner
-
-
 def client_of(request: web.Request) -> str:
     """Return the address that a request came from, for people."""
     return without_mapping(request.remote or "an unknown address")
 
 
-def refuse_token(request: web.Request) -> web.Response:
+def refuse_token(request: web.Request, front: Front) -> web.Response:
     """Answer a request that does not carry the token."""
-    logger.warning("refused %s: wrong or missing token", client_of(request))
+    front.log.warning("refused %s: wrong or missing token", client_of(request))
     return web.json_response({"error": "wrong or missing token"}, status=401)
+
+
+async def open_websocket(request: web.Request, front: Front) -> web.WebSocketResponse:
+    """Shake hands with a client that may come in; who then does not introduce itself in time is cut by the front.
+
+    Raises:
+        web.HTTPBadRequest: it is no handshake of a WebSocket.
+    """
+    websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
+    try:
+        await websocket.prepare(request)
+    except ValueError as error:  # of a key that is not ASCII, say
+        front.log.warning("refused %s: not the handshake of a WebSocket", client_of(request))
+        raise web.HTTPBadRequest(text="not the handshake of a WebSocket") from error
+    showed_token(request)
+    becomes_websocket(request)
+    return websocket
 
 
 class Channel:

@@ -11,6 +11,7 @@ there are such ranks. All of it runs on one event-loop thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Callable
@@ -18,13 +19,12 @@ from datetime import timedelta
 
 from aiohttp import web
 
-from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket, serve
+from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
 from torchft_ckpt.core.messages import (
-    MAX_MESSAGE_BYTES,
     GroupToRank,
     Heartbeat,
     Hello,
@@ -34,20 +34,23 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
 )
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
+from torchft_ckpt.front.limits import FrontLimits, introduced
+from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import (
     advertised_host,
     bearer_matches,
+    bind_for,
     in_use_hint,
     join_host_port,
     listen,
     warn_if_open,
-    wildcard_for,
 )
 
 logger = logging.getLogger(__name__)
 
 DEAD_PEER_TIMEOUT_S = 10.0
 _BACKLOG = 128
+_MAX_STRANGERS = 64
 
 
 class GroupService:
@@ -91,7 +94,7 @@ class GroupService:
         self._channels: dict[int, Channel] = {}
         self._heard_at: dict[int, float] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
+        self._front: Front | None = None
         self._client = LighthouseConnection(
             lighthouse_addr,
             job=job,
@@ -109,12 +112,12 @@ class GroupService:
             if world_size > 1:
                 host = advertised_host(hostname, towards=self._client.address)
                 try:
-                    listeners = listen(wildcard_for(host), port, _BACKLOG)
+                    listeners = listen(bind_for(host), port, _BACKLOG)
                 except OSError as error:
                     message = f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
                     raise AddressInUseError(message) from error
                 warn_if_open("the manager service", listeners[0].getsockname()[0], token)
-                self._thread.run(self._serve(listeners))
+                self._thread.run(self._serve(listeners, world_size + _MAX_STRANGERS))
                 self._address = join_host_port(host, listeners[0].getsockname()[1])
             self._thread.run(self._client.start())
         except BaseException:  # an interrupt too: nobody else could end the thread
@@ -148,10 +151,14 @@ class GroupService:
 
     # --------------------------------------------------------------------------------------------------- on the loop
 
-    async def _serve(self, listeners: list[socket.socket]) -> None:
+    async def _serve(self, listeners: list[socket.socket], max_connections: int) -> None:
         app = web.Application()
-        app.add_routes([web.get("/v1/ranks", self._serve_rank)])
-        self._runner = await serve(app, listeners, _BACKLOG)
+        limits = FrontLimits(
+            max_connections=max_connections, max_connections_per_client=max_connections, max_strangers=_MAX_STRANGERS
+        )
+        self._front = front = Front(app, listeners, name="the manager service", token=self._token, limits=limits)
+        app.add_routes([web.get("/v1/ranks", functools.partial(self._serve_rank, front))])
+        await front.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_ranks())
 
     async def _watch_ranks(self) -> None:
@@ -184,8 +191,8 @@ class GroupService:
         for channel in channels:
             channel.close()
         await asyncio.gather(*(channel.wait_closed() for channel in channels))
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._front is not None:
+            await self._front.close()
 
     def _refused(self, error: CoordinationError) -> None:
         self._user_on_refused(error)
@@ -205,11 +212,10 @@ class GroupService:
                 elif instruction.rank in self._channels:
                     self._channels[instruction.rank].send(instruction.message)
 
-    async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_rank(self, front: Front, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return refuse_token(request)
-        websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
-        await websocket.prepare(request)
+            return refuse_token(request, front)
+        websocket = await open_websocket(request, front)
         party = f"a rank at {client_of(request)}"
         channel = Channel(websocket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
         rank: int | None = None
@@ -226,13 +232,14 @@ class GroupService:
                             refusal or Refused(code="config", reason=f"rank {message.group_rank} is connected")
                         )
                         break
+                    introduced(request)
                     rank, party = message.group_rank, f"group rank {message.group_rank} at {client_of(request)}"
                     self._channels[rank] = channel
                     self._heard_at[rank] = asyncio.get_running_loop().time()
                 elif rank is not None and not isinstance(message, Heartbeat):
                     self._handle(RankSaid(rank, message))
         except ProtocolError as error:
-            logger.warning("%s", error)
+            front.log.warning("%s", error)
             reason = "it broke the protocol"
             channel.send(refuse_unreadable(data, error, ours="the manager service", party=party))
         finally:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel, client_of, refuse_token, request_socket, serve
+from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.jobs import Jobs
@@ -35,8 +35,10 @@ from torchft_ckpt.core.lighthouse import (
     Tick,
 )
 from torchft_ckpt.core.lighthouse_events import Opened
-from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, MIN_HEARTBEAT_TIMEOUT_S, decode_to_lighthouse
+from torchft_ckpt.core.messages import MIN_HEARTBEAT_TIMEOUT_S, CallerHello, Hello, decode_to_lighthouse
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
+from torchft_ckpt.front.limits import FrontLimits, introduced
+from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import (
     advertised_host,
     bearer_matches,
@@ -50,6 +52,8 @@ from torchft_ckpt.threads import end_at_exit
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
+# A thousand groups may stand behind one address, and come at once: each has one connection for its life, and perhaps an old one.
+_LIMITS = FrontLimits(max_connections=4096, max_connections_per_client=4096, max_strangers=2048)
 
 
 class LighthouseServer:
@@ -138,20 +142,20 @@ class LighthouseServer:
     async def _start(self, listeners: list[socket.socket]) -> None:
         app = web.Application()
         app.add_routes([web.get("/v1/groups", self._serve_group), web.get("/", self._serve_status)])
-        self._runner = await serve(app, listeners, _BACKLOG)
+        self._front = Front(app, listeners, name="the lighthouse", token=self._token, limits=_LIMITS)
+        await self._front.start()
 
     async def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for channel in list(self._channels.values()):
             channel.close()
-        await self._runner.cleanup()
+        await self._front.close()
 
     async def _serve_group(self, request: web.Request) -> web.StreamResponse:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return refuse_token(request)
-        websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
-        await websocket.prepare(request)
+            return refuse_token(request, self._front)
+        websocket = await open_websocket(request, self._front)
         name, party = next(self._names), f"the group at {client_of(request)}"
         channel = Channel(websocket, request_socket(request), party, self._settings.heartbeat_timeout_s)
         self._channels[name] = channel
@@ -159,9 +163,12 @@ class LighthouseServer:
         reason = "its connection closed"
         try:
             async for data in channel.messages():
-                self._handle(Received(name, decode_to_lighthouse(data, party)))
+                message = decode_to_lighthouse(data, party)
+                if isinstance(message, Hello | CallerHello):
+                    introduced(request)
+                self._handle(Received(name, message))
         except ProtocolError as error:
-            logger.warning("%s", error)
+            self._front.log.warning("%s", error)
             reason = "it broke the protocol"
             channel.send(refuse_unreadable(data, error, ours="the lighthouse", party=party))
         finally:
@@ -197,7 +204,7 @@ class LighthouseServer:
 
     async def _serve_status(self, request: web.Request) -> web.Response:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return refuse_token(request)
+            return refuse_token(request, self._front)
         now, name = asyncio.get_running_loop().time(), request.query.get("job")
         finished = {
             job: {"step": over.step, "finished_at": round(over.finished_at + self._unix_time_of_zero, 3)}

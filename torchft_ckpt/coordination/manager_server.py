@@ -9,6 +9,7 @@ group decides for itself, and a survivor may be a step behind another. `Manager`
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import itertools
 import logging
@@ -21,7 +22,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import client_of, refuse_token, serve
+from torchft_ckpt.coordination.channel import client_of, refuse_token
 from torchft_ckpt.coordination.lighthouse_calls import OpenCalls
 from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.coordination.loop_thread import LoopThread
@@ -56,6 +57,8 @@ from torchft_ckpt.errors import (
     QuorumTimeoutError,
     RefusedError,
 )
+from torchft_ckpt.front.limits import FrontLimits
+from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import (
     bearer_matches,
     choose_host,
@@ -71,6 +74,7 @@ logger = logging.getLogger(__name__)
 _PATH = "/v1/calls"
 _BACKLOG = 1024
 _MAX_CALL_BYTES = 64 << 10
+_MAX_STRANGERS = 256
 _FOR_EVER_S = 1e9
 _A = TypeVar("_A", bound=FromManagerServer)
 
@@ -124,7 +128,7 @@ class ManagerServer:
         self._answers: dict[int, asyncio.Future[FromManagerServer]] = {}
         """By number: what an open call's answer is told."""
         self._asking: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
+        self._front: Front | None = None
         self._calls = OpenCalls(
             lighthouse_addr,
             job=resolve_job(None),
@@ -165,9 +169,20 @@ class ManagerServer:
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
         app = web.Application(client_max_size=_MAX_CALL_BYTES)
-        app.add_routes([web.post(_PATH, self._serve_call)])
+        # Each call is a connection, and a rank's next may come before its last is closed.
+        most = 2 * self._world_size + _MAX_STRANGERS
+        limits = FrontLimits(
+            max_connections=most,
+            max_connections_per_client=most,
+            max_strangers=_MAX_STRANGERS,
+            max_body_bytes=_MAX_CALL_BYTES,
+        )
         # A call whose rank has gone away is cancelled, so that it does not count.
-        self._runner = await serve(app, listeners, _BACKLOG, handler_cancellation=True)
+        self._front = front = Front(
+            app, listeners, name="the manager server", token=self._token, limits=limits, handler_cancellation=True
+        )
+        app.add_routes([web.post(_PATH, functools.partial(self._serve_call, front))])
+        await front.start()
 
     async def _stop(self) -> None:
         if self._asking is not None:
@@ -175,16 +190,16 @@ class ManagerServer:
         for answer in self._answers.values():
             answer.cancel()
         await self._calls.stop("its manager server was shut down")
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._front is not None:
+            await self._front.close()
 
-    async def _serve_call(self, request: web.Request) -> web.Response:
+    async def _serve_call(self, front: Front, request: web.Request) -> web.Response:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return refuse_token(request)
+            return refuse_token(request, front)
         try:
             message = decode_to_manager_server(await request.read(), f"a rank at {client_of(request)}")
         except ProtocolError as error:
-            logger.warning("%s", error)
+            front.log.warning("%s", error)
             return web.Response(text=encode(Refused(code="protocol", reason=clip(str(error)))))
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()

@@ -29,6 +29,7 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_refusal,
 )
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
+from torchft_ckpt.network import keep_from_forked_children
 
 _CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
@@ -36,6 +37,10 @@ _CLOSED_BY_PEER = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _PIECE_S = 0.05
 _SMALLEST_PIECE_BYTES = 16 * 1024
 _LARGEST_PIECE_BYTES = 1024 * 1024
+
+
+class UnansweredError(ConnectionError):
+    """The source closed a connection that it had accepted before it answered anything: perhaps it had no place for it."""
 
 
 class _OpenSocketConnection(http.client.HTTPConnection):
@@ -114,6 +119,7 @@ class SourceConnection:
         for family, kind, protocol, _, address in candidates:
             deadline = time.monotonic() + self._connect_timeout_s
             sock: socket.socket = socket.socket(family, kind, protocol)
+            keep_from_forked_children(sock)
             with self._lock:
                 if self._closed:
                     sock.close()
@@ -218,8 +224,9 @@ class SourceConnection:
             except _CLOSED_BY_PEER as error:
                 if self._closed:
                     raise
+                self._drop()
                 doubt = ", or accepts no certificate of ours" if self._source.scheme == "https" else ""
-                raise ConnectionError(
+                raise UnansweredError(
                     f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
                 ) from error
 
@@ -270,7 +277,7 @@ class SourceConnection:
                 self.party,
             ) from error
         except _CLOSED_BY_PEER as error:
-            raise ConnectionAbortedError(
+            raise UnansweredError(
                 f"it closed the connection during the TLS handshake ({error}); perhaps it accepts no certificate of ours"
             ) from error
         except ssl.SSLError as error:

@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from torchft_ckpt.checkpointing.address import Route, SourceAddress
-from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection
+from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection, UnansweredError
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
@@ -43,6 +43,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.errors import (
     DigestMismatchError,
     LeaseRevokedError,
+    SourceLostError,
     SourceRefusedError,
     StateFormatError,
     TransferCancelledError,
@@ -50,6 +51,7 @@ from torchft_ckpt.errors import (
 
 DONE_TIMEOUT_S = 1.0
 _PAUSE_S = 0.1
+_UNANSWERED_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
 _BUSY_S = 0.5
 _MAX_ATTEMPTS = 20
 _MARGIN_S = 0.2
@@ -109,6 +111,9 @@ class SourceClient:
     ) -> Manifest:
         """Return the checked manifest of the step; wait while the source does not serve it yet.
 
+        A source that is flooded with connections may close ours before it has read what we ask: then it is asked again, at most
+        four times.
+
         Args:
             deadline: on the monotonic clock; a source is not made to wait longer.
             pause: waits for some seconds; returns False where the fetch is over.
@@ -122,10 +127,18 @@ class SourceClient:
         """
         step = LATEST if self._step is None else self._step
         pause_s = 0.0
+        pauses_s = iter(_UNANSWERED_PAUSES_S)
         while pause(pause_s):
             asked_at = time.monotonic()
             wait_s = max(min(MAX_WAIT_S, self._options.stall_timeout_s / 2, deadline - asked_at - _MARGIN_S), 0.0)
-            answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}", self._manifest_headers)
+            try:
+                answer = self._connection.get(f"{PREFIX}/{step}/manifest?wait_s={wait_s:.3f}", self._manifest_headers)
+            except SourceLostError as error:
+                again_s = next(pauses_s, None) if isinstance(error.__cause__, UnansweredError) else None
+                if again_s is None:
+                    raise
+                pause_s = again_s
+                continue
             if answer.status == 200:
                 return self._read_manifest(answer)
             refusal = answer.refusal()

@@ -67,7 +67,7 @@ from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
-from torchft_ckpt.network import bearer_matches, without_mapping
+from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
@@ -574,6 +574,7 @@ class CheckpointHandlers:
             self._lacks_descriptors = True
             return None
         self._lacks_descriptors = False
+        keep_from_forked_children(sock)
         sock.setblocking(False)
         return sock
 

@@ -18,14 +18,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
-from aiohttp import web
-
-from torchft_ckpt.checkpointing.serving.acceptor import Acceptor
 from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
-from torchft_ckpt.checkpointing.serving.limits import ClientLimits, ServerLimits, SparseLog
+from torchft_ckpt.checkpointing.serving.limits import ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
+from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
 from torchft_ckpt.threads import Thread, Threads, end_at_exit
 
@@ -33,7 +31,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
-_LINGER_S = 1.0
 _BACKLOG = 1024  # one more than fits waits a second for its next attempt
 _TOUCH_AFTER_S = 0.25
 _TOUCH_PAUSE_S = 0.001
@@ -76,7 +73,6 @@ class CheckpointServer:
         self._ssl_context = ssl_context
         self._limits = limits
         self.proof_key = secrets.token_hex(16)
-        self._acceptor: Acceptor | None = None
         self._listeners = _listen(bind, port)
         self.port: int = self._listeners[0].getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -93,7 +89,8 @@ class CheckpointServer:
         )
         self._touching: set[Snapshot] = set()
         """Whose buffers a thread touches or is about to: one for each snapshot, however many receivers come."""
-        self._runner: web.AppRunner | None = None
+        self._token = token or ""
+        self._front: Front | None = None
         self._stop_lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = Thread(self._run, "torchft_ckpt-serve")
@@ -155,38 +152,26 @@ class CheckpointServer:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> None:
-        clients = ClientLimits(self._limits, self._loop)
-        app = self._handlers.application()
-        app.middlewares.insert(0, clients.middleware)
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=SparseLog(logger),
+        self._front = Front(
+            self._handlers.application(),
+            self._listeners,
+            name="the checkpoint server",
+            token=self._token,
+            limits=self._limits,
+            ssl_context=self._ssl_context,
             handler_cancellation=True,
-            shutdown_timeout=0.1,
-            max_line_size=self._limits.max_header_bytes,
-            max_field_size=self._limits.max_header_bytes,
-            lingering_time=min(_LINGER_S, self._limits.head_timeout_s),
-            auto_decompress=False,
+            shutdown_timeout_s=0.1,
         )
-        await self._runner.setup()
         self._loop.call_later(_SILENT_S / 4, self._lapse)
-        if self._runner.server is None:  # only before `setup`
-            raise OSError("aiohttp gave no server")
-        self._acceptor = Acceptor(self._listeners, self._runner.server, clients, self._ssl_context)
-        self._acceptor.start()
+        await self._front.start()
 
     async def _finish(self) -> None:
         try:
-            if self._acceptor is not None:
-                self._acceptor.stop()
+            if self._front is not None:
+                self._front.stop_accepting()
             self._handlers.cancel_all()
-            if self._acceptor is not None:
-                await self._acceptor.close(_STOP_TIMEOUT_S / 4)
-            if self._runner is not None:
-                await asyncio.wait_for(self._runner.cleanup(), _STOP_TIMEOUT_S / 2)
-        except asyncio.TimeoutError:
-            logger.warning("connections of the checkpoint server did not close in time")
+            if self._front is not None:
+                await self._front.close()
         finally:
             for listener in self._listeners:
                 listener.close()

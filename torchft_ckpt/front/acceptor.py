@@ -14,11 +14,12 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 
-from torchft_ckpt.checkpointing.serving.limits import ClientLimits, GuardedConnection, raw_refusal
-from torchft_ckpt.network import without_mapping
+from torchft_ckpt.core.admission import client_of_address
+from torchft_ckpt.front.limits import ClientLimits, GuardedConnection, raw_refusal
+from torchft_ckpt.network import keep_from_forked_children
 
 logger = logging.getLogger(__name__)
-_ACCEPTS_AT_ONCE = 32
+_ACCEPTS_AT_ONCE = 8  # so few that who has just come is heard before many others have come
 _PAUSE_S = 1.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _TLS_HANDSHAKE = b"\x16"
@@ -89,19 +90,19 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
-                self._clients.log.error("the checkpoint server cannot accept connections: %s", error)
+                self._clients.log.error("%s cannot accept connections: %s", self._clients.name, error)
                 self._stop_reading()
                 if self._resuming is not None:
                     self._resuming.cancel()
                 self._resuming = self._loop.call_later(_PAUSE_S, self.start)
                 return
-            client = without_mapping(str(address[0]))
-            if not self._clients.admit(client):
+            connection = GuardedConnection(self._make_protocol(), self._clients, client_of_address(str(address[0])))
+            if not self._clients.admit(connection):
                 sock.close()
                 continue
+            keep_from_forked_children(sock)
             sock.setblocking(False)
-            connection = GuardedConnection(self._make_protocol(), self._clients, client)
-            task = self._loop.create_task(self._open(sock, connection))
+            task = connection.opening = self._loop.create_task(self._open(sock, connection))
             self._opening.add(task)
             task.add_done_callback(functools.partial(self._opened, sock, connection))
 

@@ -1,0 +1,106 @@
+"""A source that strangers crowd serves those who have the token all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from support.waiting import wait_until
+
+from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.fetching import source as asking
+from torchft_ckpt.config import parse_host_port
+
+LONG = timedelta(seconds=20)
+TOKEN = "secret"
+Address = tuple[str, int]
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        while sock.recv(65536):
+            pass
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@needs_linux
+def test_strangers_on_all_places_do_not_keep_a_receiver_out() -> None:
+    source: HTTPTransport[object] = HTTPTransport(
+        hostname="127.0.0.1", bind="127.0.0.1", token=TOKEN, max_connections=8, max_connections_per_client=4
+    )
+    receiver: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(hostname="127.0.0.1", token=TOKEN)
+    state = {"w": torch.arange(1000)}
+    source.send_checkpoint([1], 3, state, LONG)
+    address = parse_host_port(source.metadata(), what="address")
+    with contextlib.ExitStack() as opened:
+        hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+        squatting = [
+            opened.enter_context(socket.create_connection(address, timeout=20, source_address=(host, 0)))
+            for host in hosts
+            for _ in range(4)
+        ]
+        wait_until(lambda: sum(map(is_open, squatting)) == 8)
+        received = receiver.recv_checkpoint(0, source.metadata(), 3, LONG)
+    assert torch.equal(received["w"], state["w"])
+    for transport in (receiver, source):
+        transport.shutdown()
+
+
+def test_a_receiver_whose_first_connection_is_cut_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_UNANSWERED_PAUSES_S", (0.01, 0.01))
+    source: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    receiver: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(hostname="127.0.0.1")
+    state = {"w": torch.arange(1000)}
+    source.send_checkpoint([1], 3, state, LONG)
+    with cutting(parse_host_port(source.metadata(), what="address"), num_cut=2) as (address, num_seen):
+        received = receiver.recv_checkpoint(0, f"http://{address[0]}:{address[1]}", 3, LONG)
+    assert torch.equal(received["w"], state["w"]) and num_seen[0] >= 3
+    for transport in (receiver, source):
+        transport.shutdown()
+
+
+@contextlib.contextmanager
+def cutting(to: Address, num_cut: int) -> Iterator[tuple[Address, list[int]]]:
+    """Accept connections in front of a server; cut the first ones unanswered, carry the others there and back."""
+    listener, num_seen = socket.create_server(("127.0.0.1", 0)), [0]
+
+    def carry(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                num_seen[0] += 1
+                if num_seen[0] <= num_cut:
+                    client.recv(65536)
+                    client.close()
+                    continue
+                server = socket.create_connection(to, timeout=20)
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=carry, args=ends, daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield listener.getsockname()[:2], num_seen
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(20)
