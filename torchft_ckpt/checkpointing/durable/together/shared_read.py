@@ -46,7 +46,6 @@ from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
-from torchft_ckpt.config import TOKEN, resolve
 from torchft_ckpt.core.boxes import Box, contains, fits, relative_to
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError
@@ -104,7 +103,7 @@ class SharedRead:
         patience: how long a member is waited for that says nothing. One that is slow at reading is waited for three times as
             long as this member took, if that is longer.
         timeout: how long fetching from the others may take.
-        token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
+        token: shared secret of the job, which is proved to the others, not sent; default: the transport's.
         stall_timeout: a member is given up when a connection to it gets no byte for so long.
         client_ssl_context: whom to believe where members speak https.
     """
@@ -135,7 +134,7 @@ class SharedRead:
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
             max_total_bytes=physical_memory_bytes(),
-            token=resolve(token, TOKEN, "", str) or None,
+            token=(transport.token if token is None else token) or None,
             receiver=uuid.uuid4().hex,
             ssl_context=client_ssl_context,
         )
@@ -164,7 +163,12 @@ class SharedRead:
         checkpoint: Checkpoint
         try:
             self._agreement = agree(
-                self._storages, self._meeting, address=self._transport.metadata(), step=step, but=but
+                self._storages,
+                self._meeting,
+                address=self._transport.metadata(),
+                identity=self._transport.identity,
+                step=step,
+                but=but,
             )
             checkpoint = self._agreement.checkpoint
         except (SourceLostError, SourceRefusedError) as error:
@@ -347,7 +351,11 @@ class SharedRead:
                 [[parse_metadata(address)]],
                 step=agreement.checkpoint.name.step,
                 deadline=time.monotonic() + self._timeout_s,
-                options=replace(self._options, receiver=uuid.uuid4().hex),
+                options=replace(
+                    self._options,
+                    receiver=uuid.uuid4().hex,
+                    server_identity=agreement.identities.get(member, "unknown"),
+                ),
                 want=lambda group: wants,
             ).run()
         except CheckpointError as error:
