@@ -23,7 +23,9 @@ from torchft_ckpt.checkpointing.durable.names import CheckpointName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.together import shared_read
 from torchft_ckpt.checkpointing.durable.together.agreement import _decode_shown, _settle_whole, _show, _Union
+from torchft_ckpt.checkpointing.durable.together.boxed import BoxedTensor
 from torchft_ckpt.checkpointing.durable.together.dealing import deal_reading
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
@@ -692,3 +694,33 @@ def test_what_was_said_at_an_earlier_start_of_the_same_name_counts_for_nothing(
     victim.reads()
     victim.check(state)
     assert victim.shared.members == (0,)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_piece_that_another_gives_is_what_was_saved_or_is_read_again(
+    tmp_path: Path,
+    job_of: Callable[[int], Job],
+    token: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One of the members has bad memory: what it serves has a right digest, of other values."""
+    state = state_of()
+    double = save(tmp_path, state)
+    job = job_of(2)
+    parts = job.starts(lambda _: [double.storage], transport_token=token)
+    read_share = shared_read._read_share
+
+    def reads(reader: CheckpointReader, *arguments: Any) -> dict[str, BoxedTensor]:
+        served = read_share(reader, *arguments)
+        if reader is parts[1].reader:
+            for boxed in served.values():
+                boxed.pieces = [(box, data + 1) for box, data in boxed.pieces]
+        return served
+
+    monkeypatch.setattr(shared_read, "_read_share", reads)
+    job.reads()
+    for part in parts:
+        part.check(state)
+    assert "by others that are not as they were written, and reads them by itself" in caplog.text
+    assert parts[0].shared.statistics().bytes_from_peers > 0
