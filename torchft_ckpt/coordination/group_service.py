@@ -33,8 +33,9 @@ from torchft_ckpt.core.messages import (
     Refused,
     decode_rank_to_group,
 )
+from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
-from torchft_ckpt.network import advertised_host, bearer_matches, in_use_hint, join_host_port, listen, wildcard_for
+from torchft_ckpt.network import advertised_host, in_use_hint, join_host_port, listen, wildcard_for
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class GroupService:
         port: for the other ranks, 0 for any.
         job: its name.
         token: shared secret, empty for none.
+        replica_id: of the group; the other ranks prove under it that they know the token.
         heartbeat_interval, connect_timeout: towards the lighthouse.
 
     Raises:
@@ -75,11 +77,15 @@ class GroupService:
         token: str,
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
+        replica_id: str = "",
     ) -> None:
         self._state = GroupState(world_size)
         self._on_message = on_message
         self._user_on_refused = on_refused
         self._token = token
+        self._replica_id = replica_id
+        self._proofs_used: set[str] = set()
+        """Of ranks: who listens on the way cannot use one again."""
         self._channels: dict[int, Channel] = {}
         self._heard_at: dict[int, float] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -197,9 +203,13 @@ class GroupService:
                     self._channels[instruction.rank].send(instruction.message)
 
     async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
-        if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return refuse_token(request)
         websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
+        if self._token:
+            shown = RankProof.of(request.headers.get("Authorization", ""), self._token, self._replica_id)
+            if shown is None or shown.authorization in self._proofs_used:
+                return refuse_token(request)
+            self._proofs_used.add(shown.authorization)
+            websocket.headers[PROOF_HEADER] = shown.answer
         await websocket.prepare(request)
         party = f"a rank at {client_of(request)}"
         channel = Channel(websocket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
