@@ -9,11 +9,9 @@ Whoever reaches the store may write there. Where the job has a token a rank 0 pr
 
 from __future__ import annotations
 
-import hmac
-
 import msgspec
 
-from torchft_ckpt.core.proofs import key_for, proof
+from torchft_ckpt.core.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import ConfigError
 
 
@@ -58,16 +56,16 @@ def decode_claim(text: str, place: str) -> Claim:
 
 def with_proof(claim: Claim, token: str, job: str, key: str) -> Claim:
     """Return a claim with its proof; as it is where there is no token. `key`: of the store, under which it is written."""
-    return msgspec.structs.replace(claim, proof=_proof(claim, token, job, key) if token else "")
+    return msgspec.structs.replace(claim, proof=proof(*_words(claim, token, job, key)) if token else "")
 
 
 def is_believed(claim: Claim, token: str, job: str, key: str) -> bool:
     """Whether a claim comes from who knows the token; every claim does where there is none."""
-    return not token or hmac.compare_digest(claim.proof.encode(), _proof(claim, token, job, key).encode())
+    return not token or is_proof(claim.proof, *_words(claim, token, job, key))
 
 
-def _proof(claim: Claim, token: str, job: str, key: str) -> str:
-    return proof(key_for(token, _PURPOSE), job, key, encode_claim(msgspec.structs.replace(claim, proof="")))
+def _words(claim: Claim, token: str, job: str, key: str) -> tuple[bytes, str, str, bytes]:
+    return key_for(token, _PURPOSE), job, key, encode_claim(msgspec.structs.replace(claim, proof=""))
 
 
 def claim_key(run_id: str) -> str:

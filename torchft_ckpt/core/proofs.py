@@ -41,7 +41,11 @@ def proof(key: bytes, *words: str | bytes) -> str:
 
 def is_proof(claimed: str, key: bytes, *words: str | bytes) -> bool:
     """Whether a text is the proof of these words; compared in constant time."""
-    return hmac.compare_digest(claimed.encode(errors="replace"), proof(key, *words).encode())
+    return _is_same(claimed, proof(key, *words))
+
+
+def _is_same(claimed: str, right: str) -> bool:
+    return hmac.compare_digest(claimed.encode(errors="replace"), right.encode(errors="replace"))
 
 
 class RankProof:
@@ -72,14 +76,11 @@ class RankProof:
         """Return the proof that an `Authorization` header carries; None where it is none of this group and token."""
         scheme, _, rest = authorization.partition(" ")
         claimed = cls(token, replica_id, rest.partition(" ")[0])
-        is_right = hmac.compare_digest(
-            authorization.encode(errors="replace"), claimed.authorization.encode(errors="replace")
-        )
-        return claimed if scheme == cls.SCHEME and is_right else None
+        return claimed if scheme == cls.SCHEME and _is_same(authorization, claimed.authorization) else None
 
     def is_answer(self, claimed: str) -> bool:
         """Whether what came beside the answer is the service's proof."""
-        return hmac.compare_digest(claimed.encode(errors="replace"), self.answer.encode())
+        return _is_same(claimed, self.answer)
 
 
 class PartDigest(Protocol):
@@ -110,7 +111,7 @@ class Session:
 
     def is_server(self, claimed: str) -> bool:
         """Whether what came as the server's proof is it."""
-        return hmac.compare_digest(claimed.encode(errors="replace"), self.server_proof.encode())
+        return _is_same(claimed, self.server_proof)
 
     def prove_request(self, method: str, path: str, headers: Iterable[str], body: bytes) -> str:
         """Return what the client sends beside its next request: a number, which grows, and the proof."""
@@ -122,7 +123,7 @@ class Session:
         number_text, _, claimed_proof = claimed.partition(" ")
         number = int(number_text) if number_text.isascii() and number_text.isdigit() and len(number_text) < 19 else 0
         wanted = self._request(number, method, path, headers, body)
-        if number <= self._number or not hmac.compare_digest(claimed_proof.encode(errors="replace"), wanted.encode()):
+        if number <= self._number or not _is_same(claimed_proof, wanted):
             return False
         self._number = number
         return True
@@ -141,8 +142,7 @@ class Session:
 
     def is_answer(self, claimed: str, request: str, status: int, headers: Iterable[str], body: bytes | None) -> bool:
         """Whether what came beside an answer proves it; arguments as of `prove_answer`."""
-        wanted = self.prove_answer(request, status, headers, body)
-        return hmac.compare_digest(claimed.encode(errors="replace"), wanted.encode())
+        return _is_same(claimed, self.prove_answer(request, status, headers, body))
 
     def part_digest(self, request: str, seed: int) -> PartDigest:
         """Begin the digest of a part of the answer to a request; `seed` is its number there."""
