@@ -44,6 +44,7 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback
@@ -52,7 +53,7 @@ from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.config import not_negative
+from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals
 from torchft_ckpt.core.saving import Member
@@ -530,6 +531,7 @@ class Checkpointer:
         if gathering is not None and gathering.store is not None and isinstance(manager.transport, HTTPTransport):
             place = MeetingPlace(
                 store=gathering.store,
+                run=gathering.run,
                 member=gathering.member,
                 num_members=gathering.num_members,
                 transport=manager.transport,
@@ -612,9 +614,11 @@ class Checkpointer:
             return
         self._num_loads += 1
         transport: HTTPTransport[Any] = HTTPTransport()
+        run = f"torchft_ckpt/load/{alone.save_id}/{self._num_loads}"
         try:
             yield MeetingPlace(
-                store=torch.distributed.PrefixStore(f"torchft_ckpt/load/{alone.save_id}/{self._num_loads}", store),
+                store=torch.distributed.PrefixStore(run, store),
+                run=run,
                 member=alone.rank,
                 num_members=alone.num_ranks,
                 transport=transport,
@@ -680,7 +684,12 @@ _num_alone = 0
 
 
 def _identity_alone() -> SaveIdentity:
-    """Return the place of this rank in torch.distributed's default group, and a name for this run that all its ranks share."""
+    """Return the place of this rank in torch.distributed's default group, and a name for this run that all its ranks share.
+
+    Raises:
+        SourceRefusedError: there is a token, and the name in the store is of somebody who does not know it.
+        SourceLostError: the store is gone.
+    """
     global _num_alone
     store = _default_store()
     if store is None:
@@ -688,5 +697,6 @@ def _identity_alone() -> SaveIdentity:
     _num_alone += 1
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
-    agreed = store.compare_set(f"torchft_ckpt/run/{_num_alone}", "", proposal)
-    return SaveIdentity(0, bytes(agreed).decode(), 0, 1, rank, num_ranks, "")
+    exchange = StoreExchange(store, token=resolve(None, TOKEN, "", str))
+    agreed = exchange.settle(f"torchft_ckpt/run/{_num_alone}", proposal.encode())
+    return SaveIdentity(0, agreed.decode(), 0, 1, rank, num_ranks, "")

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import torchft_ckpt.checkpointer as checkpointer_module
 from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in, load_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
@@ -41,6 +42,7 @@ from torchft_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     SaveInFlightError,
+    SourceRefusedError,
     StateMismatchError,
     StorageError,
     UnsupportedValueError,
@@ -762,8 +764,25 @@ def test_a_fresh_optimizer_of_sharded_parameters_gets_its_shards(tmp_path: Path,
         dist.destroy_process_group()
 
 
+def test_a_run_is_not_named_by_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
+    store = dist.HashStore()
+    monkeypatch.setattr(checkpointer_module, "_default_store", lambda: store)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store.set(f"torchft_ckpt/run/{checkpointer_module._num_alone + 1}", "../elsewhere")
+        with pytest.raises(SourceRefusedError, match="not put into the store in this run by who knows our token"):
+            Checkpointer(tmp_path)
+        Checkpointer(tmp_path).shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.processes
-def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(tmp_path: Path) -> None:
+def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
     script = (
         "import sys, numpy, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer, Tier; "
         "place, meeting, rank = sys.argv[1:]; "

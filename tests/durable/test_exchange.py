@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -109,3 +110,86 @@ def test_a_store_that_is_gone_is_a_lost_source(store: TCPStore) -> None:
 def test_a_member_has_a_number_of_the_job(store: TCPStore) -> None:
     with pytest.raises(ConfigError):
         Meeting(StoreExchange(store), 2, 2, 1.0)
+
+
+def sealed(store: TCPStore, *, token: str = "secret", run: str = "run", prefix: str = "") -> StoreExchange:
+    return StoreExchange(store, prefix, token=token, run=run)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        lambda store: StoreExchange(store).put("seen/1", b"mine"),
+        lambda store: sealed(store, token="guess").put("seen/1", b"mine"),
+        lambda store: copied(store, "seen/2", "seen/1"),
+        lambda store: copied(store, "earlier/seen/1", "seen/1"),
+        lambda store: sealed(store, run="earlier run").put("seen/1", b"old"),
+        lambda store: copied(store, "wants/1", "seen/1"),
+        lambda store: store.set("seen/1/chunk0", zlib.compress(b"altered")),
+        lambda store: store.set("seen/1", store.get("seen/1").replace(b'"proof"', b'"Proof"')),
+    ],
+    ids=[
+        "no token",
+        "another token",
+        "another member",
+        "another start",
+        "another run",
+        "another topic",
+        "bytes",
+        "form",
+    ],
+)
+def test_what_no_member_said_here_and_now_is_not_believed(
+    store: TCPStore, stranger: Callable[[TCPStore], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    member = sealed(store)
+    for key in ("seen/1", "seen/2", "wants/1"):
+        member.put(key, f"of {key}".encode())
+    sealed(store, prefix="earlier/").put("seen/1", b"old")
+    assert member.get("seen/1", 0.0) == b"of seen/1"
+    stranger(store)
+    assert sealed(store).get("seen/1", 0.0) is None
+    member.put("seen/1", b"of seen/1")
+    assert sealed(store).get("seen/1", 0.0) == b"of seen/1", "what takes its place is believed again"
+
+
+def copied(store: TCPStore, source: str, target: str) -> None:
+    for suffix in ("", "/chunk0"):
+        store.set(target + suffix, store.get(source + suffix))  # type: ignore[arg-type]
+
+
+def test_a_member_says_its_word_over_what_a_stranger_wrote(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+    StoreExchange(store).put("topic/1", b'{"word": "false"}')
+    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    timer = threading.Timer(0.2, lambda: Meeting(sealed(client), 1, 2, 9.0).say("topic", Word("true")))
+    timer.start()
+    listening = sealed(store)
+    assert listening.get("topic/1", 9.0) == b'{"word":"true"}', "what was there before is not the last word"
+    timer.join()
+    assert Meeting(listening, 0, 2, 9.0).hear("topic", decode, [1]) == {1: Word("true")}
+    assert [record.getMessage() for record in caplog.records if "topic/1" in record.getMessage()] == [
+        "what is in the store about topic/1 is not believed: it was not put there in this run by who knows our token"
+    ], "it was said once"
+
+
+@pytest.mark.parametrize("settled", ['{"members":[0],"word":""}', "", "x" * 64, "é" * 64])
+def test_what_a_stranger_settled_binds_nobody(store: TCPStore, settled: str) -> None:
+    store.set("who", settled or "0" * 64 + '{"members":[0],"word":""}')
+    with pytest.raises(SourceRefusedError, match="not put into the store in this run by who knows our token"):
+        Meeting(sealed(store), 0, 2, 0.1).settle("who", [0, 1])
+    assert sealed(store).settle("other", b"mine") == b"mine" == sealed(store).settle("other", b"later")
+    with pytest.raises(SourceRefusedError):
+        sealed(store, run="later run").settle("other", b"mine")
+
+
+def test_what_was_said_before_the_members_met_is_said_to_nobody(store: TCPStore) -> None:
+    """The run may have the name of an earlier one: who can write to the store may have chosen it."""
+    meetings = [Meeting(sealed(store), member, 2, 0.1) for member in range(2)]
+    meetings[1].say("topic", Word("old"))
+    for meeting in meetings:
+        meeting.bind({0: "a", 1: "b"})
+    assert meetings[0].hear("topic", decode, [1]) == {}
+    meetings[1].say("topic", Word("new"))
+    assert meetings[0].hear("topic", decode, [1]) == {1: Word("new")}
+    meetings[0].bind({0: "a", 1: "c"})
+    assert meetings[0].hear("topic", decode, [1]) == {}

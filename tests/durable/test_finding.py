@@ -89,7 +89,11 @@ def members_read(
         transport: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
         try:
             place = MeetingPlace(
-                store=PrefixStore("test", client), member=member, num_members=num_members, transport=transport
+                store=PrefixStore("test", client),
+                run="test",
+                member=member,
+                num_members=num_members,
+                transport=transport,
             )
             outcomes[member] = read(directory, place, unreadable)
         except BaseException as error:

@@ -23,11 +23,14 @@ from torchft_ckpt.checkpointing.durable.names import CheckpointName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.together import shared_read
 from torchft_ckpt.checkpointing.durable.together.agreement import _decode_shown, _settle_whole, _show, _Union
+from torchft_ckpt.checkpointing.durable.together.boxed import BoxedTensor
 from torchft_ckpt.checkpointing.durable.together.dealing import deal_reading
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
 from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
@@ -37,6 +40,7 @@ from torchft_ckpt.errors import (
     StorageError,
 )
 
+TOKEN = "a secret"
 PATIENCE = timedelta(seconds=20)
 SHORT = timedelta(seconds=1)
 ROWS, COLUMNS = 1024, 512
@@ -65,13 +69,25 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class Part:
     """One member."""
 
-    def __init__(self, job: Job, number: int, storages: Sequence[Storage], **options: Any) -> None:
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        storages: Sequence[Storage],
+        *,
+        transport_token: str | None = None,
+        start: str = "read",
+        run: str = "run",
+        **options: Any,
+    ) -> None:
         self.number = number
-        self.transport: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", block_bytes=64 * 1024)
+        self.transport: HTTPTransport[Any] = HTTPTransport(
+            hostname="127.0.0.1", block_bytes=64 * 1024, token=transport_token
+        )
         self.store = TCPStore("127.0.0.1", job.store.port, is_master=False, wait_for_workers=False)
         self.shared = SharedRead(
             storages,
-            exchange=StoreExchange(PrefixStore("read", self.store)),
+            exchange=StoreExchange(PrefixStore(start, self.store), token=transport_token or "", run=run),
             member=number,
             num_members=job.num_members,
             transport=self.transport,
@@ -625,3 +641,86 @@ def test_one_who_heard_less_than_the_others_comes_to_what_they_settled(
     assert members == (1, 2) and reason == first.reason
     with pytest.raises(SourceRefusedError, match="did not wait for member 0"):
         _settle_whole(meetings[0], [0, 1, 2], _Union(views[0], 0, {}))
+
+
+def test_members_with_a_token_read_each_byte_once_too_and_show_it_to_nobody(
+    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token is the transport's where the read is given none."""
+    shown: list[str | None] = []
+    matches = handlers.bearer_matches
+    monkeypatch.setattr(
+        handlers, "bearer_matches", lambda header, token: shown.append(header) or matches(header, token)
+    )
+    state = state_of()
+    double = save(tmp_path, state)
+    job = job_of(3)
+    parts = job.starts(lambda _: [double.storage], transport_token=TOKEN)
+    job.reads()
+    for part in parts:
+        part.check(state)
+    assert sum(part.num_read for part in parts) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024
+    assert shown == []
+
+
+def test_what_was_said_at_an_earlier_start_of_the_same_name_counts_for_nothing(
+    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: set[str] = set()
+    put, settle = StoreExchange.put, StoreExchange.settle
+
+    def puts(exchange: StoreExchange, key: str, data: bytes) -> None:
+        keys.update((key, f"{key}/chunk0"))
+        put(exchange, key, data)
+
+    def settles(exchange: StoreExchange, key: str, proposal: bytes) -> bytes:
+        keys.add(key)
+        return settle(exchange, key, proposal)
+
+    monkeypatch.setattr(StoreExchange, "put", puts)
+    monkeypatch.setattr(StoreExchange, "settle", settles)
+    state = state_of()
+    double = save(tmp_path, state)
+    job = job_of(2)
+    earlier = job.starts(lambda _: [double.storage], transport_token=TOKEN, start="first")
+    job.reads()
+    assert earlier[0].shared.members == (0, 1)
+    old, again = PrefixStore("first", job.store), PrefixStore("second", job.store)
+    for key in keys:
+        if not key.removesuffix("/chunk0").endswith("/0"):
+            again.set(key, old.get(key))
+    victim = Part(job, 0, [double.storage], transport_token=TOKEN, start="second", patience=SHORT)
+    job.parts.append(victim)
+    victim.reads()
+    victim.check(state)
+    assert victim.shared.members == (0,)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_piece_that_another_gives_is_what_was_saved_or_is_read_again(
+    tmp_path: Path,
+    job_of: Callable[[int], Job],
+    token: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One of the members has bad memory: what it serves has a right digest, of other values."""
+    state = state_of()
+    double = save(tmp_path, state)
+    job = job_of(2)
+    parts = job.starts(lambda _: [double.storage], transport_token=token)
+    read_share = shared_read._read_share
+
+    def reads(reader: CheckpointReader, *arguments: Any) -> dict[str, BoxedTensor]:
+        served = read_share(reader, *arguments)
+        if reader is parts[1].reader:
+            for boxed in served.values():
+                boxed.pieces = [(box, data + 1) for box, data in boxed.pieces]
+        return served
+
+    monkeypatch.setattr(shared_read, "_read_share", reads)
+    job.reads()
+    for part in parts:
+        part.check(state)
+    assert "by others that are not as they were written, and reads them by itself" in caplog.text
+    assert parts[0].shared.statistics().bytes_from_peers > 0

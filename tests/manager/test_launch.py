@@ -8,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
 
+import msgspec
 import pytest
 from support.ports import reserved_port
 from support.stores import hosted_store
 from torch.distributed import TCPStore
 
-from torchft_ckpt.errors import ConfigError, GroupBrokenError
+from torchft_ckpt.core.meeting import Claim, encode_claim, with_proof
+from torchft_ckpt.errors import AuthenticationError, ConfigError, GroupBrokenError
+from torchft_ckpt.manager import group_store
 from torchft_ckpt.manager.launch import Launch, resolve_launch
 
 TIMEOUT = timedelta(seconds=20)
@@ -30,7 +33,15 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield number
 
 
-def launch(name: str | None, rank: int = 0, world_size: int = 2, *, timeout: timedelta = TIMEOUT) -> Launch:
+def launch(
+    name: str | None,
+    rank: int = 0,
+    world_size: int = 2,
+    *,
+    timeout: timedelta = TIMEOUT,
+    token: str | None = None,
+    job: str | None = None,
+) -> Launch:
     return resolve_launch(
         rank=rank,
         world_size=world_size,
@@ -40,8 +51,8 @@ def launch(name: str | None, rank: int = 0, world_size: int = 2, *, timeout: tim
         replica_id=name,
         port=None,
         hostname="127.0.0.1",
-        job=None,
-        token=None,
+        job=job,
+        token=token,
         connect_timeout=timeout,
         beside_nccl=False,
     )
@@ -194,3 +205,65 @@ def test_what_is_no_claim_of_this_version_is_named(port: int) -> None:
     launcher.set("torchft_ckpt//group", "what?")
     with pytest.raises(ConfigError, match=rf"the store at 127.0.0.1:{port} holds of its group is of another version"):
         launch("group")
+
+
+STRANGER = Claim(
+    name="group", replica_id="group:x", process="x", store_address="127.0.0.1:9", manager_address="127.0.0.1:9"
+)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        STRANGER,
+        with_proof(STRANGER, "guess", "default", "torchft_ckpt//group"),
+        with_proof(STRANGER, "secret", "another", "torchft_ckpt//group"),
+        with_proof(STRANGER, "secret", "default", "torchft_ckpt/an earlier run/group"),
+        msgspec.structs.replace(
+            with_proof(STRANGER, "secret", "default", "torchft_ckpt//group"), manager_address="127.0.0.1:8"
+        ),
+    ],
+    ids=["no token", "another token", "another job", "another run", "altered"],
+)
+def test_a_rank_goes_to_no_address_that_a_stranger_wrote_down(
+    port: int, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = hosted_store(port)
+    rank_0 = launch("group", token="secret")
+    announced = announces(rank_0)
+    right = launcher.get("torchft_ckpt//group")
+    launcher.set("torchft_ckpt//group", encode_claim(claim).decode())
+    asked: list[tuple[str, int]] = []
+    listens_at = group_store._listens
+    monkeypatch.setattr(group_store, "_listens", lambda *place: asked.append(place) or listens_at(*place))
+    with closing(announced):
+        with pytest.raises(
+            AuthenticationError, match=r"names 'group'.*knows this rank's token.*somebody else writes to"
+        ):
+            rank_0_found_by(hasty(launch("group", 1, token="secret")))
+        with ThreadPoolExecutor(1) as pool:
+            finding = pool.submit(rank_0_found_by, launch("group", 1, token="secret"))
+            assert not finding.done()
+            launcher.set("torchft_ckpt//group", right.decode())
+            assert finding.result(20) == rank_0.replica_id
+    assert all(place[1] not in (8, 9) for place in asked), "nobody is asked anything there"
+    del launcher
+
+
+def test_where_there_is_no_token_every_claim_is_believed(port: int) -> None:
+    rank_0 = launch("group", token="")
+    with closing(announces(rank_0)):
+        assert rank_0_found_by(launch("group", 1, token="")) == rank_0.replica_id
+
+
+def test_a_rank_without_the_token_of_its_group_is_told_so_and_not_led_on(port: int) -> None:
+    rank_0 = launch("group", token="secret")
+    with closing(announces(rank_0)), pytest.raises(AuthenticationError, match="Set the same TORCHFT_CKPT_TOKEN"):
+        rank_0_found_by(hasty(launch("group", 1, token="guess")))
+
+
+def hasty(started: Launch) -> Launch:
+    """A rank that does not wait for its rank 0."""
+    assert started.group_store is not None
+    started.group_store._timeout = timedelta(seconds=0.1)
+    return started

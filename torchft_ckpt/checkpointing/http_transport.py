@@ -194,6 +194,16 @@ class HTTPTransport(CheckpointTransport[T]):
         """Connections that a receive uses to each source."""
         return self._options.num_streams
 
+    @property
+    def token(self) -> str | None:
+        """What is wanted of those who ask, and shown to those who are asked."""
+        return self._options.token
+
+    @property
+    def identity(self) -> str:
+        """A random name of the server here. Who asks at an address that anybody may have written down has this one proved."""
+        return self._server.identity
+
     def is_wished_for(self, step: int) -> bool:
         """Whether somebody waits for the state of this step, or for whatever is newest, and it is not served: serve it."""
         return self._shelf.is_wished_for(step, time.monotonic(), _WISH_S)

@@ -5,6 +5,8 @@
 | `GET /v1/checkpoint`                                      | `Index`: what is served now                                   |
 | `GET /v1/checkpoint/proof?nonce=HEX`                      | 64 hex digits, which prove that it is the source of a         |
 |                                                           | manifest (`address.proof_of`); to everybody, without a token  |
+| `GET /v1/checkpoint/proof?nonce=HEX&of=token`             | 32 hex digits of its own, and 64 which prove that it knows    |
+|                                                           | the token: from here on this connection is a session          |
 | `GET /v1/checkpoint/{step}/manifest?wait_s=N`             | the manifest; held up to N s while the step is not served yet |
 | `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, or it was left |
 |                                                           | long ago, the owner is asked to serve one when it next can    |
@@ -28,7 +30,9 @@ the receiver to others; `X-Ckpt-Address` says where it serves them. A receiver o
 nothing of; `X-Ckpt-Group: 4` of its request for a manifest says that four ranks of its group come for this snapshot.
 `X-Ckpt-Share: 2/8` of a manifest says which part of the blocks a receiver, one of several, should ask for first. A receiver
 that serves blocks on does so under the id of the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128
-in hex, taken before it was compressed, as it is where the request has `Accept-Encoding: deflate`. A refusal has a JSON body
+in hex, taken before it was compressed, as it is where the request has `Accept-Encoding: deflate`. In a session
+(`core/proofs.py`) a request has no `Authorization` but `X-Ckpt-Proof: NUMBER HEX`, and each answer an `X-Ckpt-Proof: HEX`; the
+digests behind parts are HMACs of it, and blocks and raw bytes are refused, as nothing proves theirs. A refusal has a JSON body
 `{error, message, serving_step}`:
 
 | status | error               | may the receiver try again?                                    |
@@ -67,6 +71,18 @@ DIGEST_HEADER = "X-Ckpt-Digest"
 ADDRESS_HEADER = "X-Ckpt-Address"
 SHARE_HEADER = "X-Ckpt-Share"
 GROUP_HEADER = "X-Ckpt-Group"
+PROVED_REQUEST_HEADERS = (
+    "If-Match",
+    "Accept-Encoding",
+    "Range",
+    "If-Range",
+    RECEIVER_HEADER,
+    RECEIVED_HEADER,
+    ADDRESS_HEADER,
+    GROUP_HEADER,
+)
+"""What counts of a request beside its path and body; one that is absent is proved as an empty text."""
+PROVED_ANSWER_HEADERS = ("ETag", "Content-Encoding", DIGEST_HEADER, SHARE_HEADER)
 MAX_WAIT_S = 10.0
 MAX_REFUSAL_BYTES = 64 * 1024
 MAX_DIGESTS = 4096

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 from aiohttp import web
@@ -41,13 +41,21 @@ def refuse_token(request: web.Request, front: Front) -> web.Response:
     return web.json_response({"error": "wrong or missing token"}, status=401)
 
 
-async def open_websocket(request: web.Request, front: Front) -> web.WebSocketResponse:
+async def open_websocket(
+    request: web.Request, front: Front, headers: Mapping[str, str] | None = None
+) -> web.WebSocketResponse:
     """Shake hands with a client that may come in; who then does not introduce itself in time is cut by the front.
+
+    Args:
+        request: has shown the token, where there is one.
+        front: before the service.
+        headers: of the answer, besides those of a handshake.
 
     Raises:
         web.HTTPBadRequest: it is no handshake of a WebSocket.
     """
     websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
+    websocket.headers.update(headers or {})
     try:
         await websocket.prepare(request)
     except ValueError as error:  # of a key that is not ASCII, say

@@ -33,12 +33,12 @@ from torchft_ckpt.core.messages import (
     Refused,
     decode_rank_to_group,
 )
+from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
 from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import (
     advertised_host,
-    bearer_matches,
     bind_for,
     in_use_hint,
     join_host_port,
@@ -66,6 +66,7 @@ class GroupService:
         port: for the other ranks, 0 for any.
         job: its name.
         token: shared secret, empty for none.
+        replica_id: of the group; the other ranks prove under it that they know the token.
         heartbeat_interval, connect_timeout: towards the lighthouse.
 
     Raises:
@@ -86,11 +87,15 @@ class GroupService:
         token: str,
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
+        replica_id: str = "",
     ) -> None:
         self._state = GroupState(world_size)
         self._on_message = on_message
         self._user_on_refused = on_refused
         self._token = token
+        self._replica_id = replica_id
+        self._proofs_used: set[str] = set()
+        """Of ranks: who listens on the way cannot use one again."""
         self._channels: dict[int, Channel] = {}
         self._heard_at: dict[int, float] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -213,9 +218,14 @@ class GroupService:
                     self._channels[instruction.rank].send(instruction.message)
 
     async def _serve_rank(self, front: Front, request: web.Request) -> web.StreamResponse:
-        if not bearer_matches(request.headers.get("Authorization"), self._token):
-            return refuse_token(request, front)
-        websocket = await open_websocket(request, front)
+        headers: dict[str, str] = {}
+        if self._token:
+            shown = RankProof.of(request.headers.get("Authorization", ""), self._token, self._replica_id)
+            if shown is None or shown.authorization in self._proofs_used:
+                return refuse_token(request, front)
+            self._proofs_used.add(shown.authorization)
+            headers[PROOF_HEADER] = shown.answer
+        websocket = await open_websocket(request, front, headers)
         party = f"a rank at {client_of(request)}"
         channel = Channel(websocket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
         rank: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -23,6 +24,7 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     decode_group_to_rank,
 )
+from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -37,13 +39,15 @@ class RankSession:
         address: of the manager service, `host:port`.
         group_rank: this rank.
         on_message: gets the messages, on the event-loop thread; must not block.
-        token: shared secret, empty for none.
+        token: shared secret, empty for none. It is proved to the service, and by it, and not sent: anybody may have written down
+            the address.
+        replica_id: of the group.
         heartbeat_interval: how often to say that this rank lives.
         connect_timeout: for the one attempt.
 
     Raises:
         GroupBrokenError: rank 0 cannot be reached.
-        AuthenticationError: it refused our token.
+        AuthenticationError: it refused our token, or does not prove that it knows it.
     """
 
     def __init__(
@@ -55,11 +59,12 @@ class RankSession:
         token: str,
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
+        replica_id: str = "",
     ) -> None:
         self._address = address
         self._group_rank = group_rank
         self._on_message = on_message
-        self._token = token
+        self._proof = RankProof(token, replica_id, secrets.token_hex(16)) if token else None
         self._interval_s = max(heartbeat_interval.total_seconds(), 0.1)
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._channel: Channel | None = None
@@ -107,14 +112,27 @@ class RankSession:
             self._channel.send(message)
 
     async def _start(self) -> None:
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        self._session = aiohttp.ClientSession()
+        headers = {"Authorization": self._proof.authorization} if self._proof is not None else {}
+        answers: list[str] = []
+
+        async def note(session: object, context: object, ended: aiohttp.TraceRequestEndParams) -> None:
+            answers.append(ended.response.headers.get(PROOF_HEADER, ""))
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(note)
+        self._session = aiohttp.ClientSession(trace_configs=[trace])
         socket = await asyncio.wait_for(
             self._session.ws_connect(
                 f"http://{self._address}/v1/ranks", headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0
             ),
             self._connect_timeout_s,
         )
+        if self._proof is not None and not (answers and self._proof.is_answer(answers[-1])):
+            message = (
+                f"who answers at {self._address} does not prove that it is the manager service of this group: group rank"
+                f" {self._group_rank} told it nothing; that address was found at the group's store"
+            )
+            raise AuthenticationError(message, self._address)
         self._channel = Channel(
             socket, socket.get_extra_info("socket"), f"the manager service at {self._address}", DEAD_PEER_TIMEOUT_S
         )

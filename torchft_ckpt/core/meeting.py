@@ -3,12 +3,15 @@
 Rank 0 writes a `Claim` at the store where the ranks of its group find each other; the others read it. Several groups may have
 been given one store by mistake (one `MASTER_PORT` in every shell): the second rank 0 is refused while the first lives, and a rank
 that was started as one of another group is refused too. What a dead process has left is written over, and waited out.
+
+Whoever reaches the store may write there. Where the job has a token a rank 0 proves its claim, and the others believe no other.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from torchft_ckpt.core.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import ConfigError
 
 
@@ -24,6 +27,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """`host:port` of the store that it hosts."""
     manager_address: str = ""
     """`host:port` of its manager service; empty: that has not started yet."""
+    proof: str = ""
+    """That who knows the token wrote all of this under this key, in this job; empty: there is no token."""
 
     @property
     def listens_at(self) -> str:
@@ -32,6 +37,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 encode_claim = msgspec.json.Encoder().encode
+_PURPOSE = "claim of a group"
 _decoder = msgspec.json.Decoder(Claim)
 
 
@@ -46,6 +52,20 @@ def decode_claim(text: str, place: str) -> Claim:
     except msgspec.MsgspecError as error:
         message = f"what the store at {place} holds of its group is of another version of torchft_ckpt: {error}"
         raise ConfigError(message, party=place) from error
+
+
+def with_proof(claim: Claim, token: str, job: str, key: str) -> Claim:
+    """Return a claim with its proof; as it is where there is no token. `key`: of the store, under which it is written."""
+    return msgspec.structs.replace(claim, proof=proof(*_words(claim, token, job, key)) if token else "")
+
+
+def is_believed(claim: Claim, token: str, job: str, key: str) -> bool:
+    """Whether a claim comes from who knows the token; every claim does where there is none."""
+    return not token or is_proof(claim.proof, *_words(claim, token, job, key))
+
+
+def _words(claim: Claim, token: str, job: str, key: str) -> tuple[bytes, str, str, bytes]:
+    return key_for(token, _PURPOSE), job, key, encode_claim(msgspec.structs.replace(claim, proof=""))
 
 
 def claim_key(run_id: str) -> str:

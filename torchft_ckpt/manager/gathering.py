@@ -35,6 +35,8 @@ class Gathering:
     group_world_size: int
     store: Store | None
     """Fresh, and the same for all ranks of all groups that gather; None where this rank is alone."""
+    run: str
+    """Names this time that they gather, over all jobs and lighthouses."""
     step_of_others: int | None
     """Others hold a state of this step, or are about to train from one: ask for a quorum, and heal. None: nobody does."""
 
@@ -102,6 +104,7 @@ def gather(
         group_rank=launch.group_rank,
         group_world_size=launch.group_world_size,
         store=store,
+        run=f"{launch.job}/{formed.epoch}/gathering/{formed.quorum_id}",
         step_of_others=formed.version.step if formed.role is Role.JOINER else None,
     )
 

@@ -20,11 +20,14 @@ from torchft_ckpt.core.meeting import (
     claim_key,
     decode_claim,
     encode_claim,
+    group_of,
+    is_believed,
     is_own_earlier,
     why_another_group,
     why_taken,
+    with_proof,
 )
-from torchft_ckpt.errors import ConfigError, GroupBrokenError, ProcessGroupConfigureError
+from torchft_ckpt.errors import AuthenticationError, ConfigError, GroupBrokenError, ProcessGroupConfigureError
 from torchft_ckpt.network import join_host_port, leave_to_parent
 from torchft_ckpt.process_group.store import probe
 
@@ -41,16 +44,20 @@ class GroupStore:
         addr, port: where; a launcher, rank 0's script (`init_process_group`) or rank 0 itself hosts it.
         group_rank: this rank.
         timeout: for all that is done here.
+        job: its name.
+        token: shared secret of the job; empty: what is found is believed.
 
     Raises:
         GroupBrokenError: it cannot be reached.
     """
 
-    def __init__(self, addr: str, port: int, group_rank: int, timeout: timedelta) -> None:
+    def __init__(self, addr: str, port: int, group_rank: int, timeout: timedelta, job: str, token: str) -> None:
         self._place = join_host_port(addr, port)
         self._group_rank = group_rank
         self._timeout = timeout
         self._claim: Claim | None = None
+        self._job = job
+        self._token = token
         self._key = claim_key(config.resolve(None, config.RUN_ID, "", str))
         try:
             hosted = self._host(addr, port) if group_rank == 0 else None
@@ -83,11 +90,11 @@ class GroupStore:
             ConfigError: another group has it, and lives; the message names both.
             GroupBrokenError: it cannot be reached any more.
         """
-        text = encode_claim(claim).decode()
+        text = self._text_of(claim)
         self._claim = claim
         with self._named():
             while True:
-                found = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+                found = self._store.get(self._key).decode(errors="replace") if self._store.check([self._key]) else ""
                 earlier = decode_claim(found, self._place) if found else None
                 if earlier is not None and not is_own_earlier(earlier, claim) and _lives(earlier):
                     raise ConfigError(why_taken(earlier, self._place), party=self._place)
@@ -104,7 +111,7 @@ class GroupStore:
             raise RuntimeError("internal error: the store was not taken")
         told = msgspec.structs.replace(self._claim, manager_address=manager_address)
         with self._named():
-            self._store.set(self._key, encode_claim(told).decode())
+            self._store.set(self._key, self._text_of(told))
 
     def find_rank_0(self, name: str) -> Claim:
         """Wait until the rank 0 of this group has announced its manager service; what a dead one has left is waited out.
@@ -114,30 +121,45 @@ class GroupStore:
 
         Raises:
             ConfigError: another group is there.
+            AuthenticationError: what is there was written by somebody who does not know the token.
             GroupBrokenError: it did not come in time.
         """
         give_up_at = time.monotonic() + self._timeout.total_seconds()
         with self._named():
             self._store.wait([self._key], self._timeout)
             while True:
-                claim = decode_claim(self._store.get(self._key).decode(), self._place)
-                lives = _lives(claim)
+                claim = decode_claim(self._store.get(self._key).decode(errors="replace"), self._place)
+                is_believed_claim = is_believed(claim, self._token, self._job, self._key)
+                lives = is_believed_claim and _lives(claim)
                 apart = why_another_group(claim, name, self._group_rank, self._place) if lives else ""
                 if apart:
                     raise ConfigError(apart, party=self._place)
                 if lives and claim.manager_address:
                     return claim
+                if time.monotonic() >= give_up_at and not is_believed_claim:
+                    raise AuthenticationError(
+                        f"group rank {self._group_rank} does not believe what the store at {self._place} holds of its group (it"
+                        f" names {group_of(claim)[:120]}): it was not written in this job by a process that knows this rank's"
+                        " token. Set the same TORCHFT_CKPT_TOKEN and TORCHFT_CKPT_JOB for all ranks, and another MASTER_PORT for"
+                        " each group; if they are set so, somebody else writes to that store",
+                        party=self._place,
+                    )
                 if time.monotonic() >= give_up_at:
                     raise TimeoutError(
                         "its manager service does not run" if lives else "the one that was there is gone"
                     )
                 time.sleep(_LOOK_AGAIN_S)
 
+    def _text_of(self, claim: Claim) -> str:
+        return encode_claim(with_proof(claim, self._token, self._job, self._key)).decode()
+
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         """Say of what torch's store raises who is concerned."""
         try:
             yield
+        except AuthenticationError:
+            raise
         except (TimeoutError, RuntimeError) as error:
             who = "it cannot write there" if self._group_rank == 0 else "group rank 0 has not created its Manager"
             message = (

@@ -116,7 +116,10 @@ def resolve_launch(
         )
     name, incarnation = replica_id or "", str(uuid.uuid4())
     replica_id = f"{name}:{incarnation}" if name else incarnation
-    group_store = GroupStore(store_addr, store_port, group_rank, connect_timeout) if group_world_size > 1 else None
+    token = config.resolve(token, config.TOKEN, "", str)
+    group_store = None
+    if group_world_size > 1:
+        group_store = GroupStore(store_addr, store_port, group_rank, connect_timeout, job, token)
     store = _host_store() if group_rank == 0 else None
     store_address = join_host_port(host.address, store.port) if store is not None else ""
     if group_store is not None and group_rank == 0:
@@ -129,7 +132,7 @@ def resolve_launch(
         lighthouse_addr=lighthouse,
         host=host,
         job=job,
-        token=config.resolve(token, config.TOKEN, "", str),
+        token=token,
         manager_port=config.resolve(port, config.MANAGER_PORT, 0, config.parse_port),
         store=store,
         store_address=store_address,

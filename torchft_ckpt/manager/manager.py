@@ -374,6 +374,7 @@ class Manager:
                 port=launch.manager_port,
                 job=launch.job,
                 token=launch.token,
+                replica_id=launch.replica_id,
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=self._timeouts.connect,
             )
@@ -391,6 +392,7 @@ class Manager:
             group_rank=launch.group_rank,
             on_message=self._talk.hear,
             token=launch.token,
+            replica_id=rank_0.replica_id,
             heartbeat_interval=heartbeat_interval,
             connect_timeout=self._timeouts.connect,
         )

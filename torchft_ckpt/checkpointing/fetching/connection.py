@@ -2,6 +2,8 @@
 
 It turns what sockets, TLS and HTTP do into the named transfer errors; it does not know blocks or deadlines. `close` may be
 called from any thread and ends whatever the connection is waiting for.
+
+Where the token is to be proved and not sent (`core/proofs.py`), nothing of an answer is handed out that is not proved.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
+import xxhash
 
 from torchft_ckpt.checkpointing.address import Route, SourceAddress, proof_of
 from torchft_ckpt.checkpointing.protocol import (
@@ -25,9 +28,12 @@ from torchft_ckpt.checkpointing.protocol import (
     NONCE_DIGITS,
     PROOF_DIGITS,
     PROOF_PATH,
+    PROVED_ANSWER_HEADERS,
+    PROVED_REQUEST_HEADERS,
     Refusal,
     decode_refusal,
 )
+from torchft_ckpt.core.proofs import PROOF_HEADER, PartDigest, Session
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 from torchft_ckpt.network import keep_from_forked_children
 
@@ -56,6 +62,9 @@ class SourceConnection:
     Args:
         source: where to connect, or another route to a source: then it has to prove first, over each connection, that it is it.
         headers: sent with every request.
+        proved_to: identity of the server that has to be there: over each connection the token is proved to it, and by it.
+            Empty: nothing is proved beside what `headers` say.
+        token: what is proved.
         connect_timeout_s: limit for the connection to be accepted, TLS handshake included; for each address of the host.
         stall_timeout_s: limit for each wait for a byte.
         ssl_context: for clients; whom to believe, and who we are, where the source speaks https. Default: the certificate
@@ -70,6 +79,8 @@ class SourceConnection:
         source: SourceAddress | Route,
         *,
         headers: Mapping[str, str],
+        proved_to: str = "",
+        token: str = "",
         connect_timeout_s: float,
         stall_timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
@@ -82,6 +93,9 @@ class SourceConnection:
         self._name = source.source.host if isinstance(source, Route) else source.host
         """That its certificate has."""
         self._headers = dict(headers)
+        self._proved_to = proved_to
+        self._token = token
+        self._session: Session | None = None
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._ssl_context = ssl_context
@@ -145,6 +159,8 @@ class SourceConnection:
             http_connection.sock = sock
             if self._route is not None:
                 self._have_it_proved(http_connection, self._route)
+            if self._proved_to:
+                self._session = self._begin_session(http_connection)
             self._http = http_connection
             self._answered = False
             return
@@ -169,6 +185,25 @@ class SourceConnection:
                     f"{self.party} does not prove that it is source {route.source}; nothing was asked of it", self.party
                 )
             response.close()
+
+    def _begin_session(self, http_connection: _OpenSocketConnection) -> Session:
+        nonce = secrets.token_hex(NONCE_DIGITS // 2)
+        with self._named_failures("waiting for its proof"):
+            path = f"{PROOF_PATH}?nonce={nonce}&of=token"
+            http_connection.request("GET", path, headers={"Accept-Encoding": "identity"})
+            response = http_connection.getresponse()
+            said = response.read(NONCE_DIGITS + PROOF_DIGITS + 1).decode(errors="replace")
+            if response.status == 429:
+                raise SourceLostError(f"{self.party} is asked too often to prove that it knows our token", self.party)
+            session = Session(self._token, self._proved_to, nonce, said[:NONCE_DIGITS])
+            if response.status != 200 or not session.is_server(said[NONCE_DIGITS:]):
+                raise SourceRefusedError(
+                    f"{self.party} does not prove that it knows our token, or is another server than was there; nothing was "
+                    "asked of it",
+                    self.party,
+                )
+            response.close()
+        return session
 
     def close(self) -> None:
         """Wake and fail whatever is waiting on this connection. From any thread; the owner still calls `release`."""
@@ -238,10 +273,15 @@ class SourceConnection:
         headers: Mapping[str, str] | None,
         body: bytes | None,
     ) -> Answer:
-        http_connection.request(method, path, body=body, headers={**self._headers, **(headers or {})})
+        sent = {"Accept-Encoding": "identity", **self._headers, **(headers or {})}  # as `http.client` would send it
+        session, claimed = self._session, ""
+        if session is not None:
+            proved = [sent.get(name, "") for name in PROVED_REQUEST_HEADERS]
+            claimed = sent[PROOF_HEADER] = session.prove_request(method, path, proved, body or b"")
+        http_connection.request(method, path, body=body, headers=sent)
         response = http_connection.getresponse()
         self._answered = True
-        return Answer(self, response, path)
+        return Answer(self, response, path, session, claimed)
 
     def _drop(self) -> None:
         """Close the socket and forget it. By the thread that uses the connection."""
@@ -249,6 +289,7 @@ class SourceConnection:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
+        self._session = None
         if self._http is not None:
             self._http.close()
             self._http = None
@@ -331,12 +372,30 @@ def _default_context() -> ssl.SSLContext:
 
 
 class Answer:
-    """The answer to one request. Must be read to its end before the next request."""
+    """The answer to one request. Must be read to its end before the next request.
 
-    def __init__(self, connection: SourceConnection, response: http.client.HTTPResponse, path: str) -> None:
+    Args:
+        connection: that it comes over.
+        response: its head was read.
+        path: what was asked for.
+        session: in which it has to be proved; None: it is taken as it is.
+        request: what was sent as the proof of the request.
+    """
+
+    def __init__(
+        self,
+        connection: SourceConnection,
+        response: http.client.HTTPResponse,
+        path: str,
+        session: Session | None = None,
+        request: str = "",
+    ) -> None:
         self._connection = connection
         self._response = response
         self._path = path
+        self._session = session
+        self._request = request
+        self._is_proved = session is None
         self.status = response.status
 
     @property
@@ -354,6 +413,7 @@ class Answer:
         Raises:
             StateFormatError: it is longer than `max_bytes`.
             SourceLostError: it ended early, or before its length was announced.
+            SourceRefusedError: it is to be proved, and is not.
             TransferStalledError: no byte came for the stall timeout.
         """
         length = self.length
@@ -367,8 +427,37 @@ class Answer:
                 f"source {party}: the answer to {self._path} has {length} bytes, the limit is {max_bytes}", party
             )
         body = bytearray(length)
-        self.read_into(memoryview(body))
+        self._fill(memoryview(body), None)
+        # That it is asked too often the source says before it looks at a proof; nothing follows from that but a wait.
+        if self._session is not None and self.status != 429:
+            self._check(bytes(body))
         return bytes(body)
+
+    def check_parts_follow(self) -> None:
+        """See that parts are what was answered, by who knows the token where that is to be proved; each is proved by its digest.
+
+        Raises:
+            SourceRefusedError: it is not.
+        """
+        if self._session is not None:
+            self._check(None)
+            self._is_proved = True
+
+    def start_part_digest(self, seed: int) -> PartDigest:
+        """Begin the digest that has to follow a part; `seed` is the one that was asked for."""
+        return xxhash.xxh3_128(seed=seed) if self._session is None else self._session.part_digest(self._request, seed)
+
+    def _check(self, body: bytes | None) -> None:
+        proved = [self.header(name) for name in PROVED_ANSWER_HEADERS]
+        if self._session is None or not self._session.is_answer(
+            self.header(PROOF_HEADER), self._request, self.status, proved, body
+        ):
+            party = self._connection.party
+            raise SourceRefusedError(
+                f"the answer of {party} to {self._path} ({self.status}) does not prove that it comes from who knows our token, "
+                "unaltered; it is not used",
+                party,
+            )
 
     def read_into(self, target: memoryview, on_bytes: Callable[[int], None] | None = None) -> None:
         """Fill `target` from the body.
@@ -379,8 +468,14 @@ class Answer:
 
         Raises:
             SourceLostError: the body ended early.
+            SourceRefusedError: it is to be proved, and nothing proves what is in it.
             TransferStalledError: no byte came for the stall timeout.
         """
+        if not self._is_proved:
+            self._check(None)
+        self._fill(target, on_bytes)
+
+    def _fill(self, target: memoryview, on_bytes: Callable[[int], None] | None) -> None:
         filled = 0
         with self._connection._named_failures(f"reading {self._path}"):
             while filled < len(target):

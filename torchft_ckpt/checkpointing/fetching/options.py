@@ -40,6 +40,9 @@ class FetchOptions:
     token: str | None
     receiver: str
     address: str | None = None
+    server_identity: str = ""
+    """Of the one server that is asked, where its address was found in a place that anybody may write to: the token is proved
+    to it and never sent, and its answers are proved. Of tensors, only parts can be had so."""
     ssl_context: ssl.SSLContext | None = None
     group_size: int = 1
     """How many ranks of the receiver's group come to the same source."""

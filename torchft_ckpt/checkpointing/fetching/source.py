@@ -87,7 +87,12 @@ class SourceClient:
         self._closed = threading.Event()
         self._connection = SourceConnection(
             route or address,
-            headers={RECEIVER_HEADER: options.receiver, **request_headers(options.token)},
+            headers={
+                RECEIVER_HEADER: options.receiver,
+                **request_headers(None if options.server_identity else options.token),
+            },
+            proved_to=options.server_identity if options.token else "",
+            token=options.token or "",
             connect_timeout_s=options.connect_timeout_s,
             stall_timeout_s=options.stall_timeout_s,
             ssl_context=options.ssl_context,
@@ -215,6 +220,7 @@ class SourceClient:
     def open_parts(self, manifest: Manifest, parts: Sequence[Part], num_bytes: int, received: str = "") -> Answer:
         """Ask for parts of `num_bytes` in all; the caller reads each part and its digest from the answer, in order."""
         answer = self._post(manifest, "parts", parts, received)
+        answer.check_parts_follow()
         expected = num_bytes + DIGEST_BYTES * len(parts)
         if answer.length != expected or answer.header("ETag") != f'"{manifest.snapshot}"':
             raise StateFormatError(

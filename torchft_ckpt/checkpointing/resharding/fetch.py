@@ -15,8 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import xxhash
-
 from torchft_ckpt.checkpointing.address import Route, SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
@@ -487,7 +485,7 @@ class ShardedFetch:
         def came(num_bytes: int) -> None:
             transfer.gave(client.path, num_bytes)
 
-        hasher = xxhash.xxh3_128(seed=part)
+        hasher = answer.start_part_digest(part)
         self.has_written = True
         for piece in slices(where.region, _SLICE_BYTES, 1 << 62):
             memory = where.memory[piece.start : piece.stop]

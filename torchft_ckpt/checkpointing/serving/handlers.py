@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -38,6 +39,8 @@ from torchft_ckpt.checkpointing.protocol import (
     NONCE_DIGITS,
     PREFIX,
     PROOF_PATH,
+    PROVED_ANSWER_HEADERS,
+    PROVED_REQUEST_HEADERS,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
@@ -65,12 +68,16 @@ from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
+from torchft_ckpt.core.proofs import PROOF_HEADER, Session
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
+from torchft_ckpt.front.limits import showed_token
 from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
+_LONG_BYTES = 1024 * 1024
+"""A longer answer is proved beside the event loop."""
 MAX_GROUP = 4096
 _MAX_TOLD_RUNS = 4096
 _LONG_LOOK_S = 0.001
@@ -101,8 +108,9 @@ class CheckpointHandlers:
         shelf: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
         num_threads: of the executor; clients have them by turns.
-        token: what clients must present, or None.
+        token: what clients must present or prove, or None.
         proof_key: by which it proves at other addresses that it is the server of its manifests.
+        identity: under which it proves that it knows the token.
         on_registered: called on the loop when a receiver has started on a snapshot.
         max_bytes_per_s: of all bodies of blocks, parts and raw bytes together; None: no bound.
     """
@@ -115,6 +123,7 @@ class CheckpointHandlers:
         num_threads: int,
         token: str | None,
         proof_key: str,
+        identity: str,
         on_registered: Callable[[Snapshot], None],
         max_bytes_per_s: float | None = None,
     ) -> None:
@@ -122,6 +131,9 @@ class CheckpointHandlers:
         self._threads = FairThreads(executor, num_threads)
         self._token = token or ""
         self._proof_key = proof_key
+        self._identity = identity
+        self._sessions: weakref.WeakKeyDictionary[asyncio.BaseTransport, Session] = weakref.WeakKeyDictionary()
+        """Of the connections over which the token is proved, and not sent."""
         self._on_registered = on_registered
         self._pace = Pace(max_bytes_per_s)
         self._waiting: set[asyncio.Future[None]] = set()
@@ -174,10 +186,46 @@ class CheckpointHandlers:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         # It is asked for a proof before it is told the token.
-        if request.match_info.handler != self._prove and not bearer_matches(
-            request.headers.get("Authorization"), self._token
-        ):
-            return self._refuse("unauthorized", "the token is missing or another one")
+        if request.match_info.handler == self._prove:
+            return await handler(request)
+        session = self._session_of(request)
+        if session is None:
+            if not bearer_matches(request.headers.get("Authorization"), self._token):
+                return self._refuse("unauthorized", "the token is missing or another one")
+            return await self._answer(request, handler)
+        try:
+            body = await request.read()
+        except web.HTTPException as error:
+            return self._refuse("not_found", f"{error.status}: no such request here", status=error.status)
+        proved = [request.headers.get(name, "") for name in PROVED_REQUEST_HEADERS]
+        claimed = request.headers.get(PROOF_HEADER, "")
+        if not session.is_next_request(claimed, request.method, request.raw_path, proved, body):
+            return self._refuse("unauthorized", "this request does not prove that you know the token")
+        showed_token(request)
+        response = await self._answer(request, handler)
+        if isinstance(response, web.Response):
+            content = response.body if isinstance(response.body, bytes) else b""
+            prove = functools.partial(self._prove_answer, request, response, content)
+            if len(content) > _LONG_BYTES:
+                await self._threads.run(_client(request), prove)
+            else:
+                prove()
+        return response
+
+    def _session_of(self, request: web.Request) -> Session | None:
+        return None if request.transport is None else self._sessions.get(request.transport)
+
+    def _prove_answer(self, request: web.Request, response: web.StreamResponse, body: bytes | None) -> None:
+        """Prove an answer before its head is sent, where the token is proved over this connection. `body`: None: parts follow."""
+        session = self._session_of(request)
+        if session is not None:
+            proved = [response.headers.get(name, "") for name in PROVED_ANSWER_HEADERS]
+            claimed = request.headers.get(PROOF_HEADER, "")
+            response.headers[PROOF_HEADER] = session.prove_answer(claimed, response.status, proved, body)
+
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -200,6 +248,12 @@ class CheckpointHandlers:
         nonce = request.query.get("nonce", "")
         if not _NONCE.match(nonce) or request.transport is None:
             return self._refuse("bad_range", f"a nonce of {NONCE_DIGITS} hex digits is wanted", status=416)
+        if request.query.get("of") == "token":
+            if not self._token:
+                return self._refuse("not_found", "there is no token here to be proved")
+            own_nonce = secrets.token_hex(NONCE_DIGITS // 2)
+            session = self._sessions[request.transport] = Session(self._token, self._identity, nonce, own_nonce)
+            return web.Response(text=own_nonce + session.server_proof)
         host, port = request.transport.get_extra_info("sockname")[:2]
         return web.Response(text=proof_of(self._proof_key, nonce, without_mapping(host), port))
 
@@ -330,7 +384,11 @@ class CheckpointHandlers:
         if isinstance(asked, web.Response):
             return asked
         snapshot, regions, seeds = asked
-        return await self._send(request, snapshot, 200, PartsBody(snapshot, regions, seeds))
+        session = self._session_of(request)
+        if session is None:
+            return await self._send(request, snapshot, 200, PartsBody(snapshot, regions, seeds))
+        start_digest = functools.partial(session.part_digest, request.headers.get(PROOF_HEADER, ""))
+        return await self._send(request, snapshot, 200, PartsBody(snapshot, regions, seeds, start_digest))
 
     async def _part_digests(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked_parts(request)
@@ -511,10 +569,15 @@ class CheckpointHandlers:
         headers: dict[str, str] | None = None,
     ) -> web.StreamResponse:
         """Send a body; where it ends early the connection is cut, so that the client cannot take it for the end."""
+        if self._session_of(request) is not None and not isinstance(body, PartsBody):
+            return self._refuse(
+                "not_found", "over a connection on which the token is proved, tensors are served in parts"
+            )
         response = web.StreamResponse(status=status, headers={"ETag": _etag(served), "Accept-Ranges": "bytes"})
         response.headers.update(headers or {})
         response.content_type = "application/octet-stream"
         response.content_length = body.length
+        self._prove_answer(request, response, None)
         receiver = _receiver(request)
         client = _client(request)
         task = asyncio.current_task()

@@ -45,12 +45,13 @@ class CheckpointServer:
         shelf: what is served.
         bind: address to listen on; `::` is that of both families.
         port: port to listen on; 0 lets the system choose.
-        token: what clients must present as `Authorization: Bearer`; None lets everybody in.
+        token: what clients must present as `Authorization: Bearer`, or prove; None lets everybody in.
         ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
         limits: what clients may take.
 
     Attributes:
         proof_key: by which this server, and no other, proves itself to who has one of its manifests.
+        identity: a random name, no secret, under which it proves that it knows the token.
 
     Raises:
         AddressInUseError: the port is taken.
@@ -73,6 +74,7 @@ class CheckpointServer:
         self._ssl_context = ssl_context
         self._limits = limits
         self.proof_key = secrets.token_hex(16)
+        self.identity = secrets.token_hex(16)
         self._listeners = _listen(bind, port)
         self.port: int = self._listeners[0].getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -84,6 +86,7 @@ class CheckpointServer:
             num_threads=_NUM_THREADS,
             token=token,
             proof_key=self.proof_key,
+            identity=self.identity,
             on_registered=self._touch_buffers,
             max_bytes_per_s=limits.max_serve_bytes_per_s,
         )

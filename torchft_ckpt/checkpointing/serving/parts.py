@@ -19,6 +19,7 @@ from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, slices
 from torchft_ckpt.core.boxes import Box, contains, relative_to
+from torchft_ckpt.core.proofs import PartDigest
 
 SLICE_BYTES = 1024 * 1024
 _MAX_SPAN_BYTES = 4 * 1024 * 1024
@@ -67,13 +68,20 @@ class PartsBody:
         served: where they come from.
         regions: where they lie.
         seeds: of their digests.
+        start_digest: begins the digest of a part, given its seed; it has `DIGEST_BYTES`.
     """
 
-    def __init__(self, served: Served, regions: Sequence[Region], seeds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        served: Served,
+        regions: Sequence[Region],
+        seeds: Sequence[int],
+        start_digest: Callable[[int], PartDigest] = lambda seed: xxhash.xxh3_128(seed=seed),
+    ) -> None:
         self._served = served
         self.length = sum(region.num_bytes + DIGEST_BYTES for region in regions)
         self._left = self.length
-        self._hashers = iter([xxhash.xxh3_128(seed=seed) for seed in seeds])
+        self._hashers = map(start_digest, seeds)
         self._slices = _with_ends(regions)
         self._next: Region | _End | None = next(self._slices, _END)
         self._scratch = memoryview(bytearray(SLICE_BYTES))
@@ -81,7 +89,7 @@ class PartsBody:
         """Bytes of our own that wait to be sent."""
         self._at = self._end = self._hashed = 0
         """The contiguous slice that is being sent."""
-        self._hasher: xxhash.xxh3_128 | None = None
+        self._hasher: PartDigest | None = None
 
     @property
     def done(self) -> bool:

@@ -10,6 +10,7 @@ It reads and compares manifests; no tensor is read here.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -40,6 +41,10 @@ class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a member sees of checkpoints, and where it serves what it reads."""
 
     address: Annotated[str, msgspec.Meta(max_length=300)]
+    identity: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    """Of the server there: who does not prove the token under this name is another."""
+    nonce: Annotated[str, msgspec.Meta(max_length=64)]
+    """Made up for this meeting."""
     checkpoints: dict[_Name, list[_Name]]
     """By the name of the directory, the names of the manifests in it."""
 
@@ -66,6 +71,8 @@ class Agreement:
     """Who takes part, ascending."""
     readers: Mapping[PartName, frozenset[int]] | None
     """Who can read which part; None where all of them can read everything."""
+    identities: Mapping[int, str]
+    """Of the servers of the others."""
 
 
 def agree(
@@ -73,6 +80,7 @@ def agree(
     meeting: Meeting,
     *,
     address: str,
+    identity: str,
     step: int | None = None,
     but: Collection[str] = (),
     read_parts: Callable[[Sequence[Storage], CheckpointName], Checkpoint] = read_checkpoint,
@@ -83,6 +91,7 @@ def agree(
         storages: what this member can read.
         meeting: with the others; it knows their addresses from then on.
         address: where this member will serve what it reads.
+        identity: of the server there.
         step: only checkpoints of this step.
         but: names of checkpoints that are known to be damaged; the same for all members.
         read_parts: reads the manifests of a checkpoint.
@@ -91,13 +100,14 @@ def agree(
         CheckpointNotFoundError: there is none; the message says what was skipped, and why. All members come to the same.
         SourceLostError, SourceRefusedError: this member is not with the others any more.
     """
-    own = _look(storages, address, step)
+    own = Seen(address, identity, secrets.token_hex(16), _look(storages, step))
     meeting.say("seen", own)
     heard = meeting.hear("seen", _decode_seen, range(meeting.num_members))
     members, _ = meeting.settle("seen settled", heard)
     heard.update(meeting.hear("seen", _decode_seen, [member for member in members if member not in heard]))
     meeting.addresses.update({member: one.address for member, one in heard.items()})
     seen = {member: one for member, one in {**heard, meeting.member: own}.items() if member in members}
+    meeting.bind({member: one.nonce for member, one in seen.items()})
     _say_who_is_absent(meeting, members)
     skipped: list[str] = []
     for name in _candidates(seen.values(), step):
@@ -107,7 +117,8 @@ def agree(
         union = _Union(mine, meeting.member, _show(mine, _seen_by_all(seen.values(), name), meeting, members))
         members, reason = _settle_whole(meeting, members, union)
         if reason is None:
-            return Agreement(union.checkpoint, members, union.readers_of(members))
+            identities = {member: one.identity for member, one in seen.items()}
+            return Agreement(union.checkpoint, members, union.readers_of(members), identities)
         logger.warning("checkpoint %s is skipped: over all %d members %s", name, len(members), reason)
         skipped.append(f"{name}: {reason}")
     what = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
@@ -207,7 +218,8 @@ def _settle_whole(meeting: Meeting, members: Sequence[int], union: _Union) -> tu
     return members, union.reason
 
 
-def _look(storages: Sequence[Storage], address: str, step: int | None) -> Seen:
+def _look(storages: Sequence[Storage], step: int | None) -> dict[str, list[str]]:
+    """Return, by the name of a checkpoint, the names of the manifests that can be read here."""
     found: dict[str, set[str]] = {}
     for storage in storages:
         try:
@@ -218,7 +230,7 @@ def _look(storages: Sequence[Storage], address: str, step: int | None) -> Seen:
         except StorageError as error:
             logger.warning("storage %s is left aside: %s", storage.location, error)
     newest = sorted(found, reverse=True)[:MAX_CANDIDATES]
-    return Seen(address, {name: sorted(found[name]) for name in newest})
+    return {name: sorted(found[name]) for name in newest}
 
 
 def _candidates(seen: Iterable[Seen], step: int | None) -> list[CheckpointName]:

@@ -2,6 +2,10 @@
 
 Nothing that is read here is executed: blobs are JSON of types that are checked, bounded in length, and whoever sends another
 is taken for absent. Every wait has a limit. It knows a store of torch; it does not know checkpoints.
+
+Whoever reaches the store may write to it. So members who have a token prove what they put there: by an HMAC of the value, of the
+run and of the whole key, which names the topic and the member. What another wrote, or was written for another run, topic or
+member, is as if it were not there. That the store loses or withholds something cannot be told from a member that says nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import logging
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated, Protocol, TypeVar
 
@@ -19,6 +23,7 @@ import msgspec
 from torch.distributed import DistError, DistNetworkError, Store
 
 from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.core.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +33,8 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 """torch's store closes the connection of who sends a value of more than 8 MiB."""
 _WAIT_SLICE_S = 2.0
 _PROBE_S = 1.0
+_LOOK_AGAIN_S = 0.1
+_PROOF_DIGITS = 64
 
 
 class Exchange(Protocol):
@@ -43,7 +50,11 @@ class Exchange(Protocol):
         """Return a blob, waiting for it; None where it has not come in time, or is none."""
 
     def settle(self, key: str, proposal: bytes) -> bytes:
-        """Propose something small; return what the first who proposed something under that key did, the same for all."""
+        """Propose something small; return what the first who proposed something under that key did, the same for all.
+
+        Raises:
+            SourceRefusedError: it is no member's.
+        """
 
 
 class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +63,8 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_chunks: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOB_BYTES // _CHUNK_BYTES + 1)]
     num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOB_BYTES)]
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    proof: Annotated[str, msgspec.Meta(max_length=_PROOF_DIGITS)] = ""
+    """That a member put it under this key in this run; empty: members have no token."""
 
 
 _decode_head = msgspec.json.Decoder(_Head).decode
@@ -63,11 +76,16 @@ class StoreExchange:
     Args:
         store: a `TCPStore`, or a `PrefixStore` of one; nobody else blocks on this client meanwhile.
         prefix: of all keys; another one for each time that members meet.
+        token: shared secret of the job; empty: nothing is proved.
+        run: names this time that members meet, over all jobs and stores; what was proved for another is not believed.
     """
 
-    def __init__(self, store: Store, prefix: str = "") -> None:
+    def __init__(self, store: Store, prefix: str = "", *, token: str = "", run: str = "") -> None:
         self._store = store
         self._prefix = prefix
+        self._proof_key = key_for(token, "meeting") if token else b""
+        self._run = run
+        self._told: set[str] = set()
 
     def put(self, key: str, data: bytes) -> None:
         """See `Exchange.put`.
@@ -80,7 +98,8 @@ class StoreExchange:
             raise ValueError(f"{key}: {len(data)} bytes are too many to exchange")
         packed = zlib.compress(data, 1)
         chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
-        head = _Head(len(chunks), len(data), hashlib.sha256(data).hexdigest())
+        digest = hashlib.sha256(data).hexdigest()
+        head = _Head(len(chunks), len(data), digest, self._prove("blob", key, digest))
         try:
             for number, chunk in enumerate(chunks):
                 self._store.set(self._key(key, number), chunk)  # type: ignore[arg-type]
@@ -89,27 +108,58 @@ class StoreExchange:
             raise _lost(error) from error
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """See `Exchange.get`."""
+        """See `Exchange.get`. What is there and is none may be replaced by one yet, until the timeout."""
         until = time.monotonic() + timeout_s
         try:
-            if not self._wait(key, until):
-                return None
-            head = _decode_head(self._store.get(self._key(key)))
-            keys = [self._key(key, number) for number in range(head.num_chunks)]
-            if not self._store.check(keys):
-                return None
-            return _unpack(head, [self._store.get(name) for name in keys])
+            while self._wait(key, until):
+                data = self._read(key)
+                left_s = until - time.monotonic()
+                if data is not None or left_s <= 0:
+                    return data
+                time.sleep(min(_LOOK_AGAIN_S, left_s))
         except DistError as error:
             raise _lost(error) from error
+        return None
+
+    def _read(self, key: str) -> bytes | None:
+        """Return the blob under a key that is set; None where it is none, or no member's."""
+        try:
+            head = _decode_head(self._store.get(self._key(key)))
+            if self._proof_key and not is_proof(head.proof, self._proof_key, *self._words("blob", key, head.digest)):
+                if key not in self._told:
+                    self._told.add(key)
+                    logger.warning(
+                        "what is in the store about %s is not believed: it was not put there in this run by who knows our token",
+                        key,
+                    )
+                return None
+            keys = [self._key(key, number) for number in range(head.num_chunks)]
+            return _unpack(head, [self._store.get(name) for name in keys]) if self._store.check(keys) else None
         except (msgspec.MsgspecError, UnicodeDecodeError, zlib.error):
             return None
 
     def settle(self, key: str, proposal: bytes) -> bytes:
         """See `Exchange.settle`."""
+        claimed = self._prove("settled", key, proposal).encode()
         try:
-            return self._store.compare_set(self._key(key), "", proposal.decode())
+            settled = bytes(self._store.compare_set(self._key(key), "", (claimed + proposal).decode()))
         except DistError as error:
             raise _lost(error) from error
+        if not self._proof_key:
+            return settled
+        claimed, settled = settled[:_PROOF_DIGITS], settled[_PROOF_DIGITS:]
+        if not is_proof(claimed.decode(errors="replace"), self._proof_key, *self._words("settled", key, settled)):
+            raise SourceRefusedError(
+                f"what is settled about {key} is not believed: it was not put into the store in this run by who knows our token",
+                "store",
+            )
+        return settled
+
+    def _prove(self, kind: str, key: str, value: str | bytes) -> str:
+        return proof(self._proof_key, *self._words(kind, key, value)) if self._proof_key else ""
+
+    def _words(self, kind: str, key: str, value: str | bytes) -> tuple[str | bytes, ...]:
+        return self._run, kind, self._key(key), value
 
     def _key(self, key: str, number: int | None = None) -> str:
         return f"{self._prefix}{key}" if number is None else f"{self._prefix}{key}/chunk{number}"
@@ -159,10 +209,19 @@ class Meeting:
         self.addresses: dict[int, str] = {}
         """Where the others listen, as far as they have said so."""
         self._exchange = exchange
+        self._prefix = ""
+
+    def bind(self, nonces: Mapping[int, str]) -> None:
+        """Put a digest of what each member made up for this meeting before all topics from here on.
+
+        So what is proved from here on was said in this meeting, even where its run has the name of an earlier one.
+        """
+        made_up = msgspec.json.encode(sorted(nonces.items()))
+        self._prefix = f"{hashlib.sha256(made_up).hexdigest()}/"
 
     def say(self, topic: str, message: msgspec.Struct) -> None:
         """Tell all others something, once for each topic."""
-        self._exchange.put(f"{topic}/{self.member}", msgspec.json.encode(message))
+        self._exchange.put(f"{self._prefix}{topic}/{self.member}", msgspec.json.encode(message))
 
     def hear(
         self,
@@ -192,7 +251,7 @@ class Meeting:
             still: list[int] = []
             for member in waiting:
                 wait_s = 0.0 if still else max(min(left_s, _WAIT_SLICE_S), 0.0)
-                data = self._exchange.get(f"{topic}/{member}", wait_s)
+                data = self._exchange.get(f"{self._prefix}{topic}/{member}", wait_s)
                 if data is None:
                     if self._may_be_alive(member):
                         still.append(member)
@@ -233,7 +292,7 @@ class Meeting:
         """
         proposal = msgspec.json.encode(_Settled(sorted({*members, self.member}), word))
         try:
-            settled = _decode_settled(self._exchange.settle(topic, proposal))
+            settled = _decode_settled(self._exchange.settle(f"{self._prefix}{topic}", proposal))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SourceRefusedError(f"what was settled about {topic} cannot be read: {error}", "store") from error
         if self.member not in settled.members:

@@ -42,10 +42,12 @@ class MeetingPlace:
     """Where members meet, and this one's place among them."""
 
     store: Store
+    run: str
+    """Names this time that they meet, over all jobs and stores."""
     member: int
     num_members: int
     transport: HTTPTransport[Any]
-    """Serves what this member read to the others."""
+    """Serves what this member read to the others. Its token is what the members prove to each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +191,20 @@ def _meet(
 ) -> tuple[SharedRead | None, tuple[StoreExchange, Meeting] | None]:
     if place is None or place.num_members < 2:
         return None, None
+
+    def exchange_of(what: str) -> StoreExchange:
+        name = f"{what}/{attempt}"
+        token = place.transport.token or ""
+        return StoreExchange(PrefixStore(name, place.store), token=token, run=f"{place.run}/{name}")
+
     shared = SharedRead(
         storages,
-        exchange=StoreExchange(PrefixStore(f"read/{attempt}", place.store)),
+        exchange=exchange_of("read"),
         member=place.member,
         num_members=place.num_members,
         transport=place.transport,
     )
-    exchange = StoreExchange(PrefixStore(f"verdict/{attempt}", place.store))
+    exchange = exchange_of("verdict")
     return shared, (exchange, Meeting(exchange, place.member, place.num_members, _VERDICT_PATIENCE_S))
 
 

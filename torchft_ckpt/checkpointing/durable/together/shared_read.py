@@ -17,10 +17,11 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -28,8 +29,8 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry, table_of
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, Checkpoint, SavedTensor, newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.together.agreement import Agreement, agree
@@ -46,11 +47,11 @@ from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
-from torchft_ckpt.config import TOKEN, resolve
+from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.core.boxes import Box, contains, fits, relative_to
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError
-from torchft_ckpt.threads import Threads
+from torchft_ckpt.threads import Threads, in_threads
 
 logger = logging.getLogger(__name__)
 _MAX_SOURCES_AT_ONCE = 16
@@ -104,7 +105,7 @@ class SharedRead:
         patience: how long a member is waited for that says nothing. One that is slow at reading is waited for three times as
             long as this member took, if that is longer.
         timeout: how long fetching from the others may take.
-        token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
+        token: shared secret of the job, which is proved to the others, not sent; default: the transport's.
         stall_timeout: a member is given up when a connection to it gets no byte for so long.
         client_ssl_context: whom to believe where members speak https.
     """
@@ -135,7 +136,7 @@ class SharedRead:
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
             max_total_bytes=physical_memory_bytes(),
-            token=resolve(token, TOKEN, "", str) or None,
+            token=(transport.token if token is None else token) or None,
             receiver=uuid.uuid4().hex,
             ssl_context=client_ssl_context,
         )
@@ -164,7 +165,12 @@ class SharedRead:
         checkpoint: Checkpoint
         try:
             self._agreement = agree(
-                self._storages, self._meeting, address=self._transport.metadata(), step=step, but=but
+                self._storages,
+                self._meeting,
+                address=self._transport.metadata(),
+                identity=self._transport.identity,
+                step=step,
+                but=but,
             )
             checkpoint = self._agreement.checkpoint
         except (SourceLostError, SourceRefusedError) as error:
@@ -286,6 +292,7 @@ class SharedRead:
             left = self._take(agreement, dealt, patience_s)
             if left:
                 reader.read(left)
+            self._check_pieces(dealt, reader)
             dealt.own.copy_doubles()
         finally:
             self._say("done", _Done())
@@ -296,6 +303,27 @@ class SharedRead:
             self._transport.disallow_checkpoint()
             # Who comes later is told that it is over; else it would wait for it to be served again.
             self._transport.note_step(agreement.checkpoint.name.step + 1)
+
+    def _check_pieces(self, dealt: _Dealt, reader: CheckpointReader) -> None:
+        """Compare whole pieces that others gave with the manifests, and read again those that are not as they were written.
+
+        Raises:
+            CheckpointError: as `CheckpointReader.read`, of what is read again.
+        """
+        me = self._meeting.member
+        given = {name for member, share in enumerate(dealt.shares) if member != me for name, _ in share}
+        checks = dealt.own.checks_of(given - {*reader.checkpoint.divergent}, reader.tensors)
+        wrong = [want for want in in_threads(lambda check: check(), checks, NUM_THREADS) if want is not None]
+        if wrong:
+            logger.warning(
+                "member %d was given %d pieces by others that are not as they were written, and reads them by itself: %s %s%s",
+                me,
+                len(wrong),
+                wrong[0].name[:120],
+                wrong[0].box,
+                ", ..." if len(wrong) > 1 else "",
+            )
+            reader.read(wrong)
 
     def _say_wants(self, digest: str) -> None:
         self._has_said_wants = True
@@ -347,7 +375,11 @@ class SharedRead:
                 [[parse_metadata(address)]],
                 step=agreement.checkpoint.name.step,
                 deadline=time.monotonic() + self._timeout_s,
-                options=replace(self._options, receiver=uuid.uuid4().hex),
+                options=replace(
+                    self._options,
+                    receiver=uuid.uuid4().hex,
+                    server_identity=agreement.identities.get(member, "unknown"),
+                ),
                 want=lambda group: wants,
             ).run()
         except CheckpointError as error:
@@ -402,6 +434,24 @@ class _Own:
             for box in subtract([outer], dealt.get(name, ()))
         ]
 
+    def checks_of(self, names: Collection[str], tensors: Mapping[str, SavedTensor]) -> list[Callable[[], Want | None]]:
+        """Return a check for each piece that lies within a box that is wanted here; it returns the piece where that is wrong.
+
+        Args:
+            names: of the tensors that are looked at.
+            tensors: of the checkpoint.
+        """
+        checks: list[Callable[[], Want | None]] = []
+        for name in sorted(names):
+            for outer, target in self._by_name.get(name, {}).items():
+                written = {
+                    piece.box: piece.entry.digest for piece in tensors[name].pieces if contains(outer, piece.box)
+                }
+                for box, digest in written.items():
+                    place = view_of(target.detach(), relative_to(box, outer))
+                    checks.append(partial(_unless_as_written, Want(name, box, place), digest))
+        return checks
+
     def copy_doubles(self) -> None:
         """Fill the targets of boxes that are wanted more than once."""
         with torch.no_grad():
@@ -433,6 +483,12 @@ def _read_share(reader: CheckpointReader, own: _Own, share: Sequence[tuple[str, 
         name: BoxedTensor(reader.tensors[name].shape, reader.tensors[name].dtype, of_name)
         for name, of_name in pieces.items()
     }
+
+
+def _unless_as_written(want: Want, digest: str) -> Want | None:
+    """Return a piece that does not hold what the digest of its table is of; None where it does."""
+    table = table_of(as_bytes(want.target.contiguous()).numpy().data)
+    return None if xxhash.xxh3_128_hexdigest(table) == digest else want
 
 
 def _is_there(want: Want, reader: CheckpointReader) -> bool:
