@@ -27,9 +27,9 @@ _LOCAL_HEADER_BYTES = 30
 _MAX_PICKLE_BYTES = 1024 * 1024
 _REBUILD_2 = Name("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_3 = Name("torch._utils", "_rebuild_tensor_v3")
-_UNTYPED = Name("torch.storage", "UntypedStorage")
+UNTYPED = Name("torch.storage", "UntypedStorage")
 _NO_HOOKS = Name("collections", "OrderedDict")
-_STORAGES = {
+STORAGES = {
     Name("torch", f"{kind}Storage"): dtype
     for kind, dtype in {
         "Double": torch.float64,
@@ -47,7 +47,7 @@ _STORAGES = {
     }.items()
 }
 _DTYPE_NAMES = {Name("torch", name): dtype for name, dtype in DTYPES.items()}
-_ALLOWED = frozenset({_REBUILD_2, _REBUILD_3, _UNTYPED, _NO_HOOKS, *_STORAGES, *_DTYPE_NAMES})
+_ALLOWED = frozenset({_REBUILD_2, _REBUILD_3, UNTYPED, _NO_HOOKS, *STORAGES, *_DTYPE_NAMES})
 
 ReadBytes = Callable[[int, int], bytes]
 """Returns the bytes of a record from its first argument up to its second."""
@@ -194,7 +194,8 @@ class _Window(io.RawIOBase):
         except StorageError as error:
             self.failure = error
             raise
-        self._known.append((low, data))
+        if low == 0 or high == self._length:  # there may be many entries in between
+            self._known = [*self._known[-3:], (low, data)]
         return data[start - low : start - low + num_bytes]
 
     def readable(self) -> bool:
@@ -241,9 +242,9 @@ def _described(root: object) -> tuple[torch.dtype, tuple[int, ...], str, int] | 
     if type(key[1]) is not Name or not _are_counts((first,)) or not _are_counts(shape) or not _are_counts(strides):
         return None
     if root.of == _REBUILD_2:
-        dtype = _STORAGES.get(key[1])
+        dtype = STORAGES.get(key[1])
     else:
-        dtype = _DTYPE_NAMES.get(arguments[6]) if type(arguments[6]) is Name and key[1] == _UNTYPED else None
+        dtype = _DTYPE_NAMES.get(arguments[6]) if type(arguments[6]) is Name and key[1] == UNTYPED else None
     if dtype is None or type(first) is not int or type(shape) is not tuple or type(strides) is not tuple:
         return None
     in_c_order = len(shape) == len(strides) and all(

@@ -2,15 +2,13 @@
 
 It is a pickle. This is the one file of the package that writes one; reading is left to `inert_pickle`, which executes nothing:
 each object is made here, of values whose types were checked. DCP's own readers do unpickle it, with all that this means.
-Records of values are read here too, by torch's unpickler for weights, which knows a list of harmless classes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
-import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -26,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.format.archive import record_problems
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import InertPickleError, Made, Mapping, Name, read_pickle
+from torchft_ckpt.checkpointing.durable.format.manifest import is_too_large
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
 from torchft_ckpt.checkpointing.durable.storage.contract import is_path_within
 from torchft_ckpt.checkpointing.state.collector import collector_paused
@@ -35,12 +33,18 @@ from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import MAX_DIMS
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.coverage import subtract
-from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
+from torchft_ckpt.errors import CheckpointDamagedError
 
 MAX_METADATA_BYTES = 512 * 1024 * 1024
 _PROTOCOL = 4
 _VERSION = "1.0.0"
 _MAX_COUNT = 2**62
+_MAX_MEMBERS = 16
+"""Of an object. DCP's have up to five."""
+_MAX_PATH_KEYS = 256
+_MAX_PATH_CHARS = 16 * 1024
+_MAX_ALIKE = 64
+"""Indexes of one hash, of which each is compared with all others."""
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -68,21 +72,6 @@ _UNUSED = frozenset(
     }
 )
 _ALLOWED = frozenset({*_CLASSES, *_DTYPES, *_UNUSED})
-_TORCH_LOAD_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a crafted record makes of `torch.load`."""
-_REFUSED = re.compile(r"GLOBAL ([\w.]{1,200})")
 _T = TypeVar("_T")
 
 
@@ -182,30 +171,38 @@ def load_metadata(data: bytes, where: str = ".metadata") -> Metadata:
         raise CheckpointDamagedError(f"{where} has {len(data)} bytes, more than {MAX_METADATA_BYTES}", where)
     try:
         with collector_paused():
-            return _Maker().metadata(read_pickle(data, _ALLOWED))
+            return _Maker(len(data)).metadata(read_pickle(data, _ALLOWED))
     except InertPickleError as error:
         raise CheckpointDamagedError(f"{where} is not DCP's metadata, or damaged: {error}", where) from error
 
 
 class _Maker:
-    """Makes DCP's objects of what a pickle describes. What the pickle shares is made once."""
+    """Makes DCP's objects of what a pickle describes. What the pickle shares is made once.
 
-    def __init__(self) -> None:
+    Args:
+        num_bytes: of the pickle. What tensors share is looked at for each of them: chunks of all together at most so often.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
         self._known: dict[tuple[int, str], object] = {}
+        self._max_chunks = num_bytes
 
     def metadata(self, root: object) -> Metadata:
         """Return the whole of it."""
         state = self._state(root, "Metadata")
+        described = self._pairs(state.get("state_dict_metadata"))
+        self._count_chunks(described)
+        stored = [
+            (self._once(index, self._index), self._once(info, self._info))
+            for index, info in self._pairs(state.get("storage_data"))
+        ]
+        alike = Counter(hash(index) for index, _ in stored)
+        if alike and max(alike.values()) > _MAX_ALIKE:
+            raise InertPickleError("it has offsets that were chosen to have one hash")
         metadata = Metadata(
-            state_dict_metadata={
-                self._text(fqn): self._once(value, self._described)
-                for fqn, value in self._pairs(state.get("state_dict_metadata"))
-            },
+            state_dict_metadata={self._text(fqn): self._once(value, self._described) for fqn, value in described},
             planner_data=self._paths(state.get("planner_data")),
-            storage_data={
-                self._once(index, self._index): self._once(info, self._info)
-                for index, info in self._pairs(state.get("storage_data"))
-            },
+            storage_data=dict(stored),
             storage_meta=self._storage_meta(state.get("storage_meta")),
         )
         version = state.get("version")
@@ -218,19 +215,31 @@ class _Maker:
             self._known[key] = make(value)
         return cast(_T, self._known[key])
 
+    def _count_chunks(self, described: Sequence[tuple[object, object]]) -> None:
+        """See that tensors have no more chunks than are written there: of a list that they share each is looked at for each."""
+        num_chunks = 0
+        for _, value in described:
+            if _kind(value) != "BytesStorageMetadata":
+                num_chunks += len(self._sequence(self._state(value, "TensorStorageMetadata").get("chunks")))
+                if num_chunks > self._max_chunks:
+                    raise InertPickleError(f"its tensors have more chunks than it has bytes, {self._max_chunks}")
+
     def _described(self, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
         if _kind(value) == "BytesStorageMetadata":
             return BytesStorageMetadata()
         state = self._state(value, "TensorStorageMetadata")
         size = self._dims(state.get("size"))
         chunks = self._once(state.get("chunks"), self._chunks)
+        properties = self._once(state.get("properties"), self._properties)
+        if is_too_large(size, properties.dtype.itemsize):
+            raise InertPickleError(f"a tensor of {[*size]} has more than 2**62 bytes")
         for chunk in chunks:
             inside = len(chunk.sizes) == len(size) and all(
                 low + length <= whole for low, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
             )
             if not inside:
                 raise InertPickleError(f"a chunk at {[*chunk.offsets]} is not within {[*size]}")
-        return TensorStorageMetadata(self._once(state.get("properties"), self._properties), size, chunks)
+        return TensorStorageMetadata(properties, size, chunks)
 
     def _chunks(self, value: object) -> list[ChunkStorageMetadata]:
         return [self._once(item, self._chunk) for item in self._sequence(value)]
@@ -268,9 +277,11 @@ class _Maker:
             raise InertPickleError(f"{path[:120]!r} is no path within the directory")
         info = _StorageInfo(path, _count(state.get("offset")), _count(state.get("length")))
         if state.get("transform_descriptors") is not None:
-            names = [self._text(name) for name in self._sequence(state["transform_descriptors"])]
-            info.transform_descriptors = names
+            info.transform_descriptors = self._once(state["transform_descriptors"], self._names)
         return info
+
+    def _names(self, value: object) -> list[str]:
+        return [self._text(name) for name in self._sequence(value)]
 
     def _storage_meta(self, value: object) -> StorageMeta | None:
         if value is None:
@@ -291,6 +302,8 @@ class _Maker:
     def _path(self, value: object) -> tuple[str | int, ...]:
         if type(value) is not tuple or not all(type(key) in (str, int) for key in value):
             raise InertPickleError("a path of keys is none")
+        if len(value) > _MAX_PATH_KEYS or sum(len(key) for key in value if isinstance(key, str)) > _MAX_PATH_CHARS:
+            raise InertPickleError(f"a path has more than {_MAX_PATH_KEYS} keys, or {_MAX_PATH_CHARS} characters")
         return value
 
     def _dims(self, value: object) -> torch.Size:
@@ -308,6 +321,8 @@ class _Maker:
         state = value.state if isinstance(value, Made) and _kind(value) == kind else None
         if not isinstance(state, Mapping):
             raise InertPickleError(f"where a {kind} should be there is something else")
+        if len(state) > _MAX_MEMBERS:
+            raise InertPickleError(f"a {kind} has {len(state)} members")
         return {self._text(key): item for key, item in state}
 
     def _pairs(self, value: object) -> list[tuple[object, object]]:
@@ -336,32 +351,6 @@ def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise InertPickleError("a number is none, negative or too large")
     return value
-
-
-def load_record(record: bytes, what: str) -> object:
-    """Return what `torch.save` wrote, as far as `torch.load(weights_only=True)` takes it.
-
-    Args:
-        record: all of it.
-        what: it is, for messages.
-
-    Raises:
-        CheckpointDamagedError: it is no record, or damaged.
-        UnsupportedValueError: it is whole, and needs a class that is not known to be harmless; the message names it.
-    """
-    problems = record_problems(record, what)
-    if problems:
-        raise CheckpointDamagedError(problems[0], what)
-    try:
-        return torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = _REFUSED.search(str(error))
-        needs = "more than weights" if named is None else named[1]
-        raise UnsupportedValueError(
-            f"{what} is not read, because it could execute code: it needs {needs}", what
-        ) from error
-    except _TORCH_LOAD_ERRORS as error:
-        raise CheckpointDamagedError(f"{what} cannot be read: {str(error)[:200]}", what) from error
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:

@@ -28,7 +28,6 @@ from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
     MAX_METADATA_BYTES,
     box_of,
     load_metadata,
-    load_record,
 )
 from torchft_ckpt.checkpointing.durable.reading.pieces import (
     GAP_BYTES,
@@ -43,6 +42,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     spans_of,
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
+from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
