@@ -75,6 +75,7 @@ _PATH = "/v1/calls"
 _BACKLOG = 1024
 _MAX_CALL_BYTES = 64 << 10
 _MAX_STRANGERS = 256
+_MAX_OTHERS = 1024
 _FOR_EVER_S = 1e9
 _A = TypeVar("_A", bound=FromManagerServer)
 
@@ -169,8 +170,9 @@ class ManagerServer:
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
         app = web.Application(client_max_size=_MAX_CALL_BYTES)
-        # Each call is a connection, and a rank's next may come before its last is closed.
-        most = 2 * self._world_size + _MAX_STRANGERS
+        # Each call is a connection: a rank's next may come before its last is closed, and ranks of all groups may ask at once
+        # where the state is.
+        most = 2 * self._world_size + _MAX_OTHERS
         limits = FrontLimits(
             max_connections=most,
             max_connections_per_client=most,
