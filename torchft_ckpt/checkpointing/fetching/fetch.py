@@ -135,7 +135,7 @@ class Fetch:
             with self._lock:
                 is_overwritten = any(begun.is_overwritten for begun in self._begun)
             if is_overwritten and isinstance(error, CheckpointError):
-                raise overwritten(error) from error
+                error.mark_torn()
             raise
 
     def _run(self) -> object:
@@ -600,15 +600,6 @@ class Fetch:
             "give a longer timeout if the link is slow",
             party=self._party,
         )
-
-
-def overwritten(error: CheckpointError) -> CheckpointError:
-    """Return the error of a receive in place that failed when it had begun to write."""
-    marked = type(error)(
-        f"{error}; the state that it was received into is partly overwritten and must not be used", error.party
-    )
-    marked.state_overwritten = True
-    return marked
 
 
 def _same_layout(one: Manifest, other: Manifest) -> bool:

@@ -61,8 +61,12 @@ class ShardedDestination:
         self._rank = rank
         self._in_place = in_place
         self._targets: dict[str, list[torch.Tensor]] = {}
-        self.is_into_place = False
-        """Whether something of `local` is received into."""
+        self._is_into_place = False
+        self._has_copied = False
+
+    def is_overwritten(self, has_received: bool) -> bool:
+        """Whether something of `local` was written to, where something was received or not."""
+        return self._has_copied or (has_received and self._is_into_place)
 
     def want(self, group: SourceGroup) -> list[Want]:
         """Return what is wanted of a source group.
@@ -136,7 +140,7 @@ class ShardedDestination:
     def _target(self, held: HeldTensor | None, number: int, box: Box, entry: TensorEntry) -> torch.Tensor:
         is_in_place = self._in_place and entry.fqn not in self._beside
         if is_in_place and held is not None and held.data and _has_plain_memory(held.data[number]):
-            self.is_into_place = True
+            self._is_into_place = True
             return held.data[number].detach()
         return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype), device="cpu")
 
@@ -151,6 +155,7 @@ class ShardedDestination:
                 if _same_view(local, target):
                     written += [local] if held.given is local else [local, held.given]
                 else:
+                    self._has_copied = True
                     copy_to(local, target)
             return held.given
         if held.adapter is None:

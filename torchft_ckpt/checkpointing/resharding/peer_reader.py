@@ -46,7 +46,7 @@ from torchft_ckpt.checkpointing.state.local_state import box_of, copy_to, some_o
 from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.boxes import Box, contains, whole
-from torchft_ckpt.errors import ConfigError, StateMismatchError
+from torchft_ckpt.errors import ConfigError, StateMismatchError, torn_where_it_raises
 
 _NAMED = 5
 
@@ -163,28 +163,33 @@ class PeerReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch what the plan names, into the tensors that the planner gives.
+        """Fetch what the plan names, into the tensors that the planner gives: no memory is taken for a second copy of them.
 
         Raises:
             StateMismatchError: the ranks do not hold all of it; before anything is written.
-            TransferError: a subclass says why it was not had; tensors may be partly written then.
+            CheckpointError: a subclass says why it was not had. Where tensors were written to before, `state_overwritten` is
+                true, and the message, which DCP's `CheckpointException` shows, says that the state is torn.
         """
         content, held = self._content, self._held
         if content is None or held is None:
             raise ConfigError("read_metadata comes before read_data", party="PeerReader")
         destination = _Destination(content, plan.items, planner)
-        try:
-            ShardedFetch(
-                held.addresses,
-                step=held.step,
-                deadline=self._deadline,
-                options=self._peers.options,
-                want=destination.want,
-                on_progress=self._on_progress,
-            ).run()
-        finally:
-            self._peers.give_back()
-        destination.finish()
+        fetch = ShardedFetch(
+            held.addresses,
+            step=held.step,
+            deadline=self._deadline,
+            options=self._peers.options,
+            want=destination.want,
+            on_progress=self._on_progress,
+        )
+        with torn_where_it_raises(
+            f"reading step {held.step}", "planner", lambda: destination.is_overwritten(fetch.has_written)
+        ):
+            try:
+                fetch.run()
+            finally:
+                self._peers.give_back()
+            destination.finish()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -270,6 +275,11 @@ class _Destination:
         self._reads = [item for item in items if item.type is not LoadItemType.BYTE_IO]
         self._received: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self._arrays: dict[str, torch.Tensor] = {}
+        self._is_finishing = False
+
+    def is_overwritten(self, has_received: bool) -> bool:
+        """Whether something that the planner gave was written to, where something was received or not."""
+        return self._is_finishing or (has_received and any(given is target for _, given, target in self._received))
 
     def want(self, group: SourceGroup) -> list[Want]:
         """Return what is to be fetched; raise where the ranks do not hold all of each tensor that is named."""
@@ -302,6 +312,7 @@ class _Destination:
 
     def finish(self) -> None:
         """All is here: give it to the planner."""
+        self._is_finishing = True
         with torch.no_grad():
             for item, given, target in self._received:
                 if target is not given:
