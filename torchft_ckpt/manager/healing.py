@@ -26,6 +26,7 @@ from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
+from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.joining import Reception
@@ -276,7 +277,7 @@ class StateRegistry:
             StateMismatchError: it names the keys; nothing was loaded.
         """
         if not isinstance(user, dict) or set(user) != set(self._load):
-            have = sorted(map(str, user)) if isinstance(user, dict) else type(user).__name__
+            have = sorted(map(in_words, user)) if isinstance(user, dict) else type(user).__name__
             raise StateMismatchError(
                 f"the source's state has the keys {have}, this replica registered {sorted(self._load)}; register the"
                 " same state dict functions on all replicas",
@@ -448,7 +449,9 @@ class Healing:
         own = state.get("torchft") if isinstance(state, dict) else None
         found = tuple(own.get(key) for key in ("step", "quorum_id", "epoch")) if isinstance(own, dict) else None
         if not isinstance(own, dict) or found != (wanted.step, wanted.quorum_id, wanted.epoch):
-            raise SourceRefusedError(f"asked {self._source_name()} for {wanted}, got (step, quorum, epoch) {found}")
+            raise SourceRefusedError(
+                f"asked {self._source_name()} for {wanted}, got (step, quorum, epoch) {in_words(found)}"
+            )
         batches = own.get("batches_committed", 0)
         if type(batches) is not int or not 0 <= batches < 2**63:
             raise StateFormatError(
