@@ -100,7 +100,7 @@ LIARS: dict[str, Callable[[str], Answer]] = {
         else (200, INDEX, {})
     ),
 }
-ALONE = {
+ALONE: dict[str, Callable[[str], Answer]] = {
     f"an index that nests {DEPTH} deep": lambda path: (
         200,
         nested(f'{{"format":"f","version":{FORMAT_VERSION},"newest_step":null,"snapshots":[]'),
