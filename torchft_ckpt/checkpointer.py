@@ -64,6 +64,7 @@ from torchft_ckpt.errors import (
     SaveInFlightError,
     StateChangedError,
     StorageError,
+    torn_where_it_raises,
 )
 from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.saving import (
@@ -457,6 +458,8 @@ class Checkpointer:
             CheckpointNotFoundError: there is none.
             StateMismatchError: what is wanted is not in it, or of another shape or dtype.
             StorageError: the storage failed.
+            StateDictLoadError: the `load_state_dict` of an object in it raised.
+            Of all, `state_overwritten` says whether the state dict is torn.
         """
         if self._manager is not None:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
@@ -469,9 +472,9 @@ class Checkpointer:
         self._make_way()
         with self._place_to_meet() as place:
             outcome = read_newest(self._all_storages(), make, step=step, place=place)
-        give_back(state_dict, template.state_dict)
-        rank = self._place()[0]
-        own = self._own_of(outcome.checkpoint_reader, "", rank)
+        with torn_where_it_raises(f"loading step {outcome.step}", "state_dict"):
+            give_back(state_dict, template.state_dict)
+            own = self._own_of(outcome.checkpoint_reader, "", self._place()[0])
         rung = self._rung_of(outcome.checkpoint)
         return _said(self._restored(rung, outcome, own, f"step {outcome.step} from {rung.value}"))
 
@@ -537,10 +540,11 @@ class Checkpointer:
                 transport=manager.transport,
             )
         try:
-            outcome = read_newest(self._all_storages(), make, step=step, place=place)
-            own = self._own_of(outcome.checkpoint_reader, name, rank)
-            load_saved(manager, outcome.made)
-        except CheckpointError as error:
+            with torn_where_it_raises("restoring a checkpoint", "restore", lambda: is_touched):
+                outcome = read_newest(self._all_storages(), make, step=step, place=place)
+                own = self._own_of(outcome.checkpoint_reader, name, rank)
+                load_saved(manager, outcome.made)
+        except BaseException as error:
             if is_touched:  # so that it is not taken for a state, should the script go on
                 manager.report_torn_state()
             if step is not None or is_touched or not isinstance(error, CheckpointNotFoundError):

@@ -57,7 +57,8 @@ name for programs. All of them survive pickling, because they cross processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 
 class TorchftCkptError(Exception):
@@ -157,14 +158,49 @@ class CommitUnknownError(CoordinationError):
 class CheckpointError(TorchftCkptError, RuntimeError):
     """Base of what goes wrong in holding or moving state.
 
-    Of a receive in place, `state_overwritten` says whether memory of the state was written to before it failed: then that
-    state is no state of any step, and must be received again before it is used.
+    Whoever writes into a state that is in use here (a receive or a load in place) finishes, or `state_overwritten` is true and
+    the message says "torn": then that state is no state of any step, and must be loaded again before it is used.
     """
 
     state_overwritten: bool = False
 
+    def mark_torn(self) -> None:
+        """Say, in the message too, that a part of the state that is here was overwritten. Once; a second call changes nothing."""
+        if not self.state_overwritten:
+            self.state_overwritten = True
+            self.args = (
+                f"{self.args[0]}; the state that was here is torn: it is partly overwritten and must not be used before it is"
+                " loaded again",
+            )
+
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _restore_checkpoint_error, (type(self), self.args[0], self.party, self.state_overwritten)
+
+
+@contextlib.contextmanager
+def torn_where_it_raises(doing: str, party: str, has_written: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Around code that writes into a state that is in use here: what it raises says that the state is torn.
+
+    Args:
+        doing: said where it raises something that is no `CheckpointError`; that becomes one, with its cause.
+        party: of that error.
+        has_written: whether something was written; asked when it has raised. If not, the error is left as it is.
+
+    Raises:
+        CheckpointError: with `state_overwritten`.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if has_written():
+            error.mark_torn()
+        raise
+    except Exception as error:
+        if not has_written():
+            raise
+        failure = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", party)
+        failure.mark_torn()
+        raise failure from error
 
 
 def _restore_checkpoint_error(
@@ -197,6 +233,13 @@ class LayoutMismatchError(StateMismatchError):
 
 class StateDictLoadError(CheckpointError):
     """The user's `load_state_dict` function raised; this replica's state is undefined and it stays un-healed."""
+
+    @classmethod
+    def of(cls, key: str, error: Exception) -> StateDictLoadError:
+        """Return the error for what the function of a key raised. The state counts as torn: nobody knows how far it came."""
+        failure = cls(f"load_state_dict of {key!r} raised {type(error).__name__}: {error}", party=key)
+        failure.mark_torn()
+        return failure
 
 
 class StorageError(CheckpointError, OSError):

@@ -351,7 +351,7 @@ def test_a_failure_midway_owns_up_to_having_overwritten_the_state(source, destin
         error = fails(destination, proxy.url, local, DigestMismatchError)
     copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
     assert (type(copied), str(copied), copied.state_overwritten) == (DigestMismatchError, str(error), True)
-    assert "partly overwritten and must not be used" in str(error)
+    assert "torn: it is partly overwritten and must not be used" in str(error)
 
 
 def test_a_deadline_midway_owns_up_as_well(source, destination):

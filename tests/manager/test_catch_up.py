@@ -351,8 +351,9 @@ def test_a_state_that_could_not_be_loaded_is_torn_until_it_is_caught_up_with_aga
     source = running_source(replicas, lighthouse)
     joiner = start(replicas, lighthouse, "joiner")
     joiner.fails_to_load = True
-    with pytest.raises(StateDictLoadError):
+    with pytest.raises(StateDictLoadError, match="the state that was here is torn") as caught:
         joiner.manager.catch_up()
+    assert caught.value.state_overwritten
     assert joiner.manager.is_behind
     joiner.manager.offer_state()
     assert joiner.transport._shelf.open_snapshots() == []
@@ -361,6 +362,23 @@ def test_a_state_that_could_not_be_loaded_is_torn_until_it_is_caught_up_with_aga
     assert joiner.manager.catch_up()
 
     assert joiner.bits() == source.bits()
+
+
+def test_a_state_that_was_torn_and_could_not_be_caught_up_with_in_time_is_said_to_be_torn(
+    lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running_source(replicas, lighthouse)
+    joiner = start(replicas, lighthouse, "joiner")
+
+    def die_half_way(*_: object, **__: object) -> object:
+        error = SourceLostError("lost midway", "source")
+        error.mark_torn()
+        raise error
+
+    monkeypatch.setattr(joiner.transport, "fetch_checkpoint", die_half_way)
+    with pytest.raises(TransferTimeoutError, match="lost midway; the state that was here is torn") as caught:
+        joiner.manager.catch_up(timedelta(seconds=0.5))
+    assert caught.value.state_overwritten and joiner.manager.is_behind
 
 
 @pytest.fixture

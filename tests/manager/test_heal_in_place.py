@@ -14,8 +14,15 @@ from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.core.messages import QuorumFormed, Role, Source, StateVersion
-from torchft_ckpt.errors import SourceLostError, SourceRefusedError, StateMismatchError, TransferError
-from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.errors import (
+    LayoutMismatchError,
+    SourceLostError,
+    SourceRefusedError,
+    StateFormatError,
+    StateMismatchError,
+    TransferError,
+)
+from torchft_ckpt.manager.healing import Healing, StateRegistry
 from torchft_ckpt.testing.fake_transport import FakeNetwork, FakeTransport
 
 TIMEOUT = timedelta(seconds=20)
@@ -177,6 +184,31 @@ def test_a_state_of_another_name_that_was_received_in_place_has_torn_the_one_tha
     assert healing.has_overwritten()
 
 
+@pytest.mark.parametrize("batches", ["9", None, -1, 2**64, 9.0, True, [9]])
+def test_a_count_of_batches_that_is_none_is_refused_before_anything_is_loaded(healing, transport, batches):
+    transport.give = state_of(VERSION)
+    transport.give["torchft"]["batches_committed"] = batches
+    healing.start(formed(["http://a:1"]), {}, in_place=False)
+    with pytest.raises(StateFormatError, match=r"group_0 sent .* with a number of committed batches that is none"):
+        healing.wait()
+
+
+def test_what_was_overwritten_before_it_was_re_sharded_is_torn_though_that_wrote_nothing(healing, transport):
+    """Of two sources that differ the first had sent something when the second turned out to hold other shards."""
+    first = LayoutMismatchError("other shards", "b")
+    first.mark_torn()
+    transport.give = first
+
+    def fetch_sharded(*_: Any, **__: Any) -> Any:
+        raise TransferError("nobody there", "b")
+
+    transport.fetch_sharded = fetch_sharded
+    healing.start(formed(["http://a:1"]), {}, in_place=True)
+    with pytest.raises(TransferError, match="nobody there; the state that was here is torn") as caught:
+        healing.wait()
+    assert caught.value.state_overwritten and healing.has_overwritten()
+
+
 # ---------------------------------------------------------------------------------------------------------- `Manager`
 
 
@@ -324,3 +356,23 @@ def test_two_replicas_are_equal_in_every_bit_after_one_of_them_was_torn():
     for group in groups:
         group.close()
     server.shutdown()
+
+
+@pytest.mark.parametrize("what", ["not_returned", "take_settings"])
+def test_weights_that_were_loaded_without_what_belongs_to_them_are_torn_and_healed_again(server, monkeypatch, what):
+    """Else the replica goes on with weights of a step that it does not count, until the next time it heals."""
+    real = getattr(StateRegistry, what)
+    healed: list[StateRegistry] = []
+
+    def fail_once(self: StateRegistry, *arguments: Any) -> Any:
+        if self not in healed:
+            healed.append(self)
+            if len(healed) == 2:  # the second group to heal is the joiner: the first takes what both begin with
+                raise ValueError("after the user's state was loaded")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(StateRegistry, what, fail_once)
+    joiner = join(server, use_async_quorum=False)
+    assert joiner.log[0] == (False, True)
+    assert len(joiner.loaded) == 2
+    assert not any(was_torn for _, was_torn in joiner.log[1:])

@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torchft_ckpt import DiLoCo, LocalSGD
+from torchft_ckpt.errors import CheckpointError, StateMismatchError
+from torchft_ckpt.outer.fragment import PseudoGradientFragment
 
 SYNC_EVERY = 6
 NUM_INNER_STEPS = 26
@@ -223,6 +225,28 @@ def test_an_outer_step_that_fails_leaves_a_torn_state_and_a_lock_that_is_free() 
     with pytest.raises(RuntimeError, match="out of memory"), DiLoCo(manager, [model], inner, outer, 1):  # type: ignore[arg-type]
         train_step(model, inner, 0, 0)
 
+    assert manager.is_torn
+    assert not manager.is_locked
+
+
+@pytest.mark.parametrize("what", ["load_backup", "restore_parameters"])
+def test_a_state_that_is_loaded_half_way_into_an_outer_loop_is_torn(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Refused before a parameter was written, as one of other fragments is, it tears nothing."""
+    model = build_model()
+    manager = ScriptedManager(Hub(1), 0)
+    loop = DiLoCo(manager, [model], adamw(model), nesterov(model.parameters()), 1)  # type: ignore[arg-type]
+    saved = loop.state_dict()
+    with pytest.raises(StateMismatchError) as refused:
+        loop.load_state_dict({**saved, "original_parameters": []})
+    assert not refused.value.state_overwritten and not manager.is_torn
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PseudoGradientFragment, what, fail)
+    with pytest.raises(CheckpointError, match="out of memory; the state that was here is torn") as caught:
+        loop.load_state_dict(saved)
+    assert caught.value.state_overwritten
     assert manager.is_torn
     assert not manager.is_locked
 

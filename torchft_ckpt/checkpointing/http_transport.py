@@ -21,7 +21,7 @@ from typing import TypeVar, cast
 import torch
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.fetching.fetch import Fetch, overwritten
+from torchft_ckpt.checkpointing.fetching.fetch import Fetch
 from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     MAX_STREAMS,
@@ -46,7 +46,7 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
-from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError
+from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError, torn_where_it_raises
 from torchft_ckpt.network import Host, choose_host, other_hosts, warn_if_open, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
@@ -344,11 +344,12 @@ class HTTPTransport(CheckpointTransport[T]):
             if in_place:
                 self._lock.announce_write()  # what is served or saved here may be what is written to
             try:
-                state = destination.assemble(fetch.run())
+                with torn_where_it_raises(
+                    f"receiving step {step}", "local_state", lambda: destination.is_overwritten(fetch.has_written)
+                ):
+                    state = destination.assemble(fetch.run())
             except CheckpointError as error:
                 logger.warning("step %d was not received from %d ranks: %s", step, sum(map(len, groups)), error)
-                if fetch.has_written and destination.is_into_place:
-                    raise overwritten(error) from error
                 raise
         logger.info("received step %d onto another layout in %.3f s", step, time.monotonic() - started)
         return cast(T, state)

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torchft_ckpt.checkpointing.state import xla_shards  # noqa: F401  (registers its adapter)
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, ShardAdapter, adapter_of
 from torchft_ckpt.core.boxes import Box, contains, refine
-from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.errors import StateMismatchError, torn_where_it_raises
 
 Offsets = tuple[int, ...]
 _NUM_NAMED = 5
@@ -234,18 +234,20 @@ class ShardLoadPlanner(DefaultLoadPlanner):
             del self._num_awaited[fqn]
             buffers = self._buffers.pop(fqn)
         sharded = self._sharded[fqn]
-        with torch.no_grad():
+        with torn_where_it_raises(f"putting together {fqn[:120]}", fqn[:120]), torch.no_grad():
             sharded.tensor.copy_(sharded.adapter.rebuild(sharded.tensor, buffers))
 
     def check_complete(self) -> None:
         """See that every planned shard arrived. To be called after the load.
 
         Raises:
-            StateMismatchError: tensors whose shards did not all arrive; these still have the values of before.
+            StateMismatchError: tensors whose shards did not all arrive; these still have the values of before, and others may
+                not: `state_overwritten` is true.
         """
         with self._lock:
             late = {fqn: f"{num} of its parts did not arrive" for fqn, num in self._num_awaited.items()}
-        _raise_for(late)
+        with torn_where_it_raises("the load", "checkpoint"):
+            _raise_for(late)
 
 
 def _write_items(fqn: str, sharded: _Sharded) -> Iterable[WriteItem]:

@@ -54,12 +54,14 @@ digests behind parts are HMACs of it, and blocks and raw bytes are refused, as n
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from torchft_ckpt.checkpointing.state.format import Count
 
+_T = TypeVar("_T")
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"
 PROOF_PATH = f"{PREFIX}/proof"
@@ -162,10 +164,23 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True):
     sent: str
 
 
+def _decoder_of(kind: type[_T]) -> Callable[[bytes], _T]:
+    """Return what decodes JSON from a peer; all that is wrong with it is a `msgspec.MsgspecError` or `UnicodeDecodeError`."""
+    decode = msgspec.json.Decoder(kind).decode
+
+    def decoded(data: bytes) -> _T:
+        try:
+            return decode(data)
+        except RecursionError as error:
+            raise msgspec.DecodeError("it is nested too deeply") from error
+
+    return decoded
+
+
 # Made here, on one thread: see `format`.
-decode_refusal = msgspec.json.Decoder(Refusal).decode
-decode_parts_request = msgspec.json.Decoder(PartsRequest).decode
-decode_index = msgspec.json.Decoder(Index).decode
-decode_peers = msgspec.json.Decoder(Peers).decode
-decode_digests = msgspec.json.Decoder(dict[str, str]).decode
-decode_part_digests = msgspec.json.Decoder(list[str]).decode
+decode_refusal = _decoder_of(Refusal)
+decode_parts_request = _decoder_of(PartsRequest)
+decode_index = _decoder_of(Index)
+decode_peers = _decoder_of(Peers)
+decode_digests = _decoder_of(dict[str, str])
+decode_part_digests = _decoder_of(list[str])

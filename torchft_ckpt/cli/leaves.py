@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchft_ckpt.checkpointing.state.tree import MAX_DEPTH
+from torchft_ckpt.checkpointing.state.tree import MAX_DEPTH, join_path
 from torchft_ckpt.errors import UnsupportedValueError
 
 
@@ -26,14 +26,9 @@ def leaves(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str,
         )
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from leaves(item, _join(path, key), depth + 1)
+            yield from leaves(item, join_path(path, key), depth + 1)
     elif isinstance(value, (list, tuple)) and value and not isinstance(value, torch.Size):
         for position, item in enumerate(value):
-            yield from leaves(item, _join(path, position), depth + 1)
+            yield from leaves(item, join_path(path, position), depth + 1)
     else:
         yield path or "state", value
-
-
-def _join(path: str, key: object) -> str:
-    text = str(key).encode(errors="backslashreplace").decode()
-    return f"{path}.{text}" if path else text

@@ -11,7 +11,7 @@ import torch
 from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree, in_words
 from torchft_ckpt.cli.leaves import leaves
 from torchft_ckpt.cli.text import printable
 
@@ -163,5 +163,5 @@ def some(count: int, what: str) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = in_words(value, repr)
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

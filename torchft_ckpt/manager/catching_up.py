@@ -88,7 +88,10 @@ def catch_up(
         logger.warning("%s: catching up with step %d failed: %s", talk.replica_id, located.version.step, failure)
         talk.pause(_PAUSE_S)
     message = f"{talk.replica_id} could not catch up within {limit.total_seconds():g} s: {why}"
-    raise TransferTimeoutError(message, party=talk.replica_id)
+    failed = TransferTimeoutError(message, party=talk.replica_id)
+    if talk.replica.torn:
+        failed.mark_torn()
+    raise failed
 
 
 def _fetch(

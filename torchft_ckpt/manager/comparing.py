@@ -15,7 +15,7 @@ import torch
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, join_path
 from torchft_ckpt.core.replica import Comparison
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager.still import MAX_COPIED_BYTES, owned_by
@@ -85,12 +85,12 @@ class _Search:
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             for key in dict.fromkeys([*here, *there]):
                 if key in here and key in there:
-                    self.compare(here[key], there[key], _join(path, key))
+                    self.compare(here[key], there[key], join_path(path, key))
                 else:
-                    self.weighty.append(_join(path, key))
+                    self.weighty.append(join_path(path, key))
         elif isinstance(here, SEQUENCES) and type(here) is type(there) and len(here) == len(there):
             for index, (one, other) in enumerate(zip(here, there, strict=True)):
-                self.compare(one, other, _join(path, index))
+                self.compare(one, other, join_path(path, index))
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
             if self._max_bytes is not None and here.nbytes > self._max_bytes:
                 return
@@ -151,7 +151,3 @@ def value_in_words(value: object) -> str | None:
         return repr(TreeEncoder().encode(value.item() if isinstance(value, np.generic) else value))
     except UnsupportedValueError:
         return None
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)

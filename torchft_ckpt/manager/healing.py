@@ -26,6 +26,7 @@ from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
+from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.joining import Reception
@@ -37,8 +38,10 @@ from torchft_ckpt.errors import (
     SourceLostError,
     SourceRefusedError,
     StateDictLoadError,
+    StateFormatError,
     StateMismatchError,
     TransferCancelledError,
+    torn_where_it_raises,
 )
 from torchft_ckpt.manager.checking import Leaf, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
@@ -274,7 +277,7 @@ class StateRegistry:
             StateMismatchError: it names the keys; nothing was loaded.
         """
         if not isinstance(user, dict) or set(user) != set(self._load):
-            have = sorted(map(str, user)) if isinstance(user, dict) else type(user).__name__
+            have = sorted(map(in_words, user)) if isinstance(user, dict) else type(user).__name__
             raise StateMismatchError(
                 f"the source's state has the keys {have}, this replica registered {sorted(self._load)}; register the"
                 " same state dict functions on all replicas",
@@ -295,8 +298,7 @@ class StateRegistry:
                 try:
                     load(user[key])
                 except Exception as error:
-                    message = f"load_state_dict of {key!r} raised {type(error).__name__}: {error}"
-                    raise StateDictLoadError(message, party=key) from error
+                    raise StateDictLoadError.of(key, error) from error
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
@@ -435,7 +437,7 @@ class Healing:
         self._tell(0.0, does)
 
     def wait(self) -> dict[str, Any]:
-        """Return the received state, whole and of the right step.
+        """Return the received state, whole and of the right step; its own part is what a Manager says of itself.
 
         Raises:
             TransferError, StateFormatError: why it could not be had; a state of another name is refused.
@@ -447,7 +449,15 @@ class Healing:
         own = state.get("torchft") if isinstance(state, dict) else None
         found = tuple(own.get(key) for key in ("step", "quorum_id", "epoch")) if isinstance(own, dict) else None
         if not isinstance(own, dict) or found != (wanted.step, wanted.quorum_id, wanted.epoch):
-            raise SourceRefusedError(f"asked {self._source_name()} for {wanted}, got (step, quorum, epoch) {found}")
+            raise SourceRefusedError(
+                f"asked {self._source_name()} for {wanted}, got (step, quorum, epoch) {in_words(found)}"
+            )
+        batches = own.get("batches_committed", 0)
+        if type(batches) is not int or not 0 <= batches < 2**63:
+            raise StateFormatError(
+                f"{self._source_name()} sent {wanted} with a number of committed batches that is none",
+                self._source_name(),
+            )
         return state
 
     def cancel(self) -> None:
@@ -531,38 +541,42 @@ class Healing:
         until = time.monotonic() + limit.total_seconds()
         addresses = counterparts(groups, self._rank, self._world_size)
         is_alike = bool(addresses)
-        while True:
-            try:
-                if is_alike:
-                    return transport.fetch_checkpoint(
-                        addresses,
+        has_written = False
+        with torn_where_it_raises(f"fetching step {step}", "local_state", lambda: has_written):
+            while True:
+                try:
+                    if is_alike:
+                        return transport.fetch_checkpoint(
+                            addresses,
+                            step,
+                            limit,
+                            local_state=local_state,
+                            in_place=self._is_in_place,
+                            on_progress=self._note,
+                        )
+                    return transport.fetch_sharded(
+                        groups,
+                        self._rank,
+                        self._world_size,
                         step,
                         limit,
                         local_state=local_state,
                         in_place=self._is_in_place,
                         on_progress=self._note,
                     )
-                return transport.fetch_sharded(
-                    groups,
-                    self._rank,
-                    self._world_size,
-                    step,
-                    limit,
-                    local_state=local_state,
-                    in_place=self._is_in_place,
-                    on_progress=self._note,
-                )
-            except StateMismatchError as error:
-                if is_alike and isinstance(error, LayoutMismatchError):
-                    logger.info("re-sharding: %s", error)
-                    is_alike = False
-                elif self._is_in_place and not error.state_overwritten:
-                    # A tensor of another shape: whether that can be loaded is for the user's function to say.
-                    logger.info("not received in place: %s", error)
-                    self._is_in_place = False
-                else:
-                    raise
-            limit = timedelta(seconds=max(until - time.monotonic(), 0.0))
+                except StateMismatchError as error:
+                    # Of sources that differ an earlier one may have sent something.
+                    has_written = has_written or error.state_overwritten
+                    if is_alike and isinstance(error, LayoutMismatchError):
+                        logger.info("re-sharding: %s", error)
+                        is_alike = False
+                    elif self._is_in_place and not has_written:
+                        # A tensor of another shape: whether that can be loaded is for the user's function to say.
+                        logger.info("not received in place: %s", error)
+                        self._is_in_place = False
+                    else:
+                        raise
+                limit = timedelta(seconds=max(until - time.monotonic(), 0.0))
 
     def _source_name(self) -> str:
         return self._wanted.sources[0].replica_id if self._wanted and self._wanted.sources else "the source"

@@ -1235,19 +1235,11 @@ class Manager:
         try:
             with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
                 self._registry.load(state["user"])
-        except StateDictLoadError:
+            self._take_own(state["torchft"])
+            found = self._registry.not_returned(state["user"])
+        except BaseException:  # weights without the counters and settings that belong to them are no state either
             self._talk.load_torn()
             raise
-        self._batches_committed = int(state["torchft"].get("batches_committed", 0))
-        settings = self._registry.take_settings(state["torchft"].get("settings"))
-        if settings:
-            logger.warning(
-                "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"
-                " stale settings, or none: a step with them comes to another state than that of the other replica groups",
-                self.replica_id(),
-                name_some(settings),
-            )
-        found = self._registry.not_returned(state["user"])
         if found.paths:
             logger.warning(
                 "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
@@ -1255,6 +1247,18 @@ class Manager:
                 " load_state_dict, as a scheduler's learning rate in optimizer.param_groups",
                 self.replica_id(),
                 found,
+            )
+
+    def _take_own(self, own: dict[str, Any]) -> None:
+        """Take what the source's Manager says of itself; `Healing.wait` has checked the count."""
+        self._batches_committed = own.get("batches_committed", 0)
+        settings = self._registry.take_settings(own.get("settings"))
+        if settings:
+            logger.warning(
+                "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"
+                " stale settings, or none: a step with them comes to another state than that of the other replica groups",
+                self.replica_id(),
+                name_some(settings),
             )
 
     # --------------------------------------------------------------------------------------------- outside of quorums

@@ -14,6 +14,7 @@ step, where no forward pass is seen), not where it is entered: a script's own st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -28,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
-from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError
+from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError, torn_where_it_raises
 from torchft_ckpt.outer.exchange import Exchange
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.left_out import LeftOut
@@ -237,10 +238,11 @@ class OuterLoop(Generic[F]):
         self._exchange.abandon()
         self._manager.disallow_state_dict_read()
         try:
-            for fragment in self._fragments:
-                fragment.save_parameters()
-                fragment.begin_round()
-            _synchronize()
+            with self._writing("taking the model's parameters for the global ones"):
+                for fragment in self._fragments:
+                    fragment.save_parameters()
+                    fragment.begin_round()
+                _synchronize()
         finally:
             self._manager.allow_state_dict_read()
         self._enter_job()
@@ -399,11 +401,21 @@ class OuterLoop(Generic[F]):
     @contextmanager
     def _changing_model(self) -> Iterator[None]:
         """Hold the lock where the model is state that is served and saved, as it is where the script has registered it."""
-        if not self._manager.has_live_state:
-            yield
-            return
-        with self._manager.state_dict_lock.write():
-            yield
+        with contextlib.ExitStack() as stack:
+            if self._manager.has_live_state:
+                stack.enter_context(self._manager.state_dict_lock.write())
+            with self._writing("putting the global parameters into the model"):
+                yield
+
+    @contextmanager
+    def _writing(self, doing: str) -> Iterator[None]:
+        """Around what writes into model and backups: where it raises the state is torn, and has to heal before it is trained."""
+        try:
+            with torn_where_it_raises(f"{self._manager.replica_id()}: {doing}", self._manager.replica_id()):
+                yield
+        except BaseException:
+            self._manager.report_torn_state()
+            raise
 
     # The state that all replicas have in common
 
@@ -417,13 +429,14 @@ class OuterLoop(Generic[F]):
         for number, (fragment, backup) in enumerate(zip(self._fragments, backups, strict=True)):
             if complaint := fragment.complain_about(backup):
                 raise StateMismatchError(f"the source's fragment {number} is another one: {complaint}")
-        for fragment, backup in zip(self._fragments, backups, strict=True):
-            fragment.load_backup(backup)
-        for optimizer, received in zip(self._outer_optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(received)
-        for fragment in self._fragments:  # after a restore nothing else is done before the next forward pass
-            fragment.restore_parameters()
-        _synchronize()
+        with self._writing("loading the state of the outer loop"):
+            for fragment, backup in zip(self._fragments, backups, strict=True):
+                fragment.load_backup(backup)
+            for optimizer, received in zip(self._outer_optimizers, optimizers, strict=True):
+                optimizer.load_state_dict(received)
+            for fragment in self._fragments:  # after a restore nothing else is done before the next forward pass
+                fragment.restore_parameters()
+            _synchronize()
         self._was_loaded = True
 
     def _fragment_of(self, num_committed: int) -> F:

@@ -140,7 +140,7 @@ class Fetch:
             with self._lock:
                 is_overwritten = any(begun.is_overwritten for begun in self._begun)
             if is_overwritten and isinstance(error, CheckpointError):
-                raise overwritten(error) from error
+                error.mark_torn()
             raise
 
     def _run(self) -> object:
@@ -567,27 +567,33 @@ class Fetch:
 
     def _work(self, work: Callable[[], None], name: str | None, is_peer: bool) -> None:
         """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
+        failure: CheckpointError
         try:
             work()
+            return
         except CheckpointError as error:
-            _forget_locals(error)
-            if isinstance(error, StateMismatchError) or error.party == "memory":
-                self._state.end(error)
-            elif name is None:
-                logger.info("the receivers of %s do not find each other: %s", self._what, error)
-            elif is_peer:
-                level = logging.WARNING if isinstance(error, DigestMismatchError) else logging.INFO
-                logger.log(level, "taking nothing more from receiver %s: %s", name, error)
-                self._state.fail_peer(name)
-            else:
-                self._state.fail_source(name, error)
-            if name is not None:
-                self._close_clients(name)
-        except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
-            _forget_locals(error)
+            failure = error
+        except Exception as error:  # what a source sent may have raised it: that costs no other source
+            logger.exception("fetching %s%s failed unexpectedly", self._what, "" if name is None else f" from {name}")
             failure = TransferError(f"fetch of {self._what} failed: {type(error).__name__}: {error}", name)
             failure.__cause__ = error
+            if name is None:
+                _forget_locals(failure)
+                self._state.end(failure)
+                return
+        _forget_locals(failure)
+        if isinstance(failure, StateMismatchError) or failure.party == "memory":
             self._state.end(failure)
+        elif name is None:
+            logger.info("the receivers of %s do not find each other: %s", self._what, failure)
+        elif is_peer:
+            level = logging.WARNING if isinstance(failure, DigestMismatchError) else logging.INFO
+            logger.log(level, "taking nothing more from receiver %s: %s", name, failure)
+            self._state.fail_peer(name)
+        else:
+            self._state.fail_source(name, failure)
+        if name is not None:
+            self._close_clients(name)
 
     def _close_clients(self, name: str) -> None:
         """End what other streams of a source are waiting for: nothing of it is wanted any more."""
@@ -632,15 +638,6 @@ class Fetch:
             "give a longer timeout if the link is slow",
             party=self._party,
         )
-
-
-def overwritten(error: CheckpointError) -> CheckpointError:
-    """Return the error of a receive in place that failed when it had begun to write."""
-    marked = type(error)(
-        f"{error}; the state that it was received into is partly overwritten and must not be used", error.party
-    )
-    marked.state_overwritten = True
-    return marked
 
 
 def _same_layout(one: Manifest, other: Manifest) -> bool:

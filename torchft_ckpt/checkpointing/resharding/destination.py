@@ -6,7 +6,8 @@ Values that are no tensors, and the tree itself, are those of one rank of the so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -26,11 +27,13 @@ from torchft_ckpt.checkpointing.state.local_state import (
 )
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
-from torchft_ckpt.checkpointing.state.tree import check_classes, decode_tree, items_of_node
+from torchft_ckpt.checkpointing.state.tree import check_classes, decode_tree, items_of_node, join_path
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
+from torchft_ckpt.errors import CheckpointError, StateFormatError, StateMismatchError, TransferError
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
+_MAX_PREFIX_CHARS = 16 * 1024 * 1024
+"""Of the paths of all optimizers; a hundred thousand of them have less."""
 
 
 class ShardedDestination:
@@ -61,8 +64,12 @@ class ShardedDestination:
         self._rank = rank
         self._in_place = in_place
         self._targets: dict[str, list[torch.Tensor]] = {}
-        self.is_into_place = False
-        """Whether something of `local` is received into."""
+        self._is_into_place = False
+        self._has_copied = False
+
+    def is_overwritten(self, has_received: bool) -> bool:
+        """Whether something of `local` was written to, where something was received or not."""
+        return self._has_copied or (has_received and self._is_into_place)
 
     def want(self, group: SourceGroup) -> list[Want]:
         """Return what is wanted of a source group.
@@ -136,7 +143,7 @@ class ShardedDestination:
     def _target(self, held: HeldTensor | None, number: int, box: Box, entry: TensorEntry) -> torch.Tensor:
         is_in_place = self._in_place and entry.fqn not in self._beside
         if is_in_place and held is not None and held.data and _has_plain_memory(held.data[number]):
-            self.is_into_place = True
+            self._is_into_place = True
             return held.data[number].detach()
         return torch.empty(box.sizes, dtype=parse_dtype(entry.dtype), device="cpu")
 
@@ -151,6 +158,7 @@ class ShardedDestination:
                 if _same_view(local, target):
                     written += [local] if held.given is local else [local, held.given]
                 else:
+                    self._has_copied = True
                     copy_to(local, target)
             return held.given
         if held.adapter is None:
@@ -169,13 +177,13 @@ class ShardedDestination:
                     party="source",
                 )
             return
-        optional = [*_optimizer_state(principal)]
+        optional = _Prefixes(_optimizer_state(principal))
         names = {entry.fqn for entry in principal.tensors}
         wrong = []
         for entry in principal.tensors:
             held = self._local.get(entry.fqn)
             if held is None:
-                if not self._local.is_optional(entry.fqn) and not _is_below(entry.fqn, optional):
+                if not self._local.is_optional(entry.fqn) and not optional.begin(entry.fqn):
                     wrong.append(f"{entry.fqn[:120]} is not here")
             elif ([*held.given.shape], dtype_name(held.given.dtype)) != (entry.shape, entry.dtype):
                 wrong.append(f"{entry.fqn[:120]} is {describe(held)} here, {entry.dtype}{entry.shape} there")
@@ -187,7 +195,7 @@ class ShardedDestination:
                 else:
                     wrong.append(f"{entry.fqn[:120]} {why}")
         for path in self._local.paths():
-            if path not in names and not self._local.is_optional(path) and not _is_below(path, optional):
+            if path not in names and not self._local.is_optional(path) and not optional.begin(path):
                 what = "on the rank whose state is taken" if path in tensors else "there"
                 wrong.append(f"{path[:120]} is not {what}")
         if wrong:
@@ -243,20 +251,48 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _has_plain_memory(one) and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
 
 
+class _Prefixes:
+    """Paths that others may begin with.
+
+    Raises:
+        StateFormatError: together they are longer than those of any state.
+    """
+
+    def __init__(self, prefixes: Iterable[str]) -> None:
+        found: list[str] = []
+        num_chars = 0
+        for prefix in prefixes:
+            found.append(prefix)
+            num_chars += len(prefix)
+            if num_chars > _MAX_PREFIX_CHARS:
+                raise StateFormatError(f"the source's tree has more than {len(found)} optimizers", party="source")
+        # Of one that begins with another the other one is enough; then only the last before a path can be its beginning.
+        self._sorted: list[str] = []
+        for prefix in sorted(found):
+            if not self._sorted or not prefix.startswith(self._sorted[-1]):
+                self._sorted.append(prefix)
+
+    def begin(self, path: str) -> bool:
+        """Whether one of them is the beginning of a path."""
+        place = bisect_right(self._sorted, path)
+        return place > 0 and path.startswith(self._sorted[place - 1])
+
+
 def _optimizer_state(manifest: Manifest) -> Iterator[str]:
-    """Yield the paths of the state of optimizers in a source's tree: of `state` beside `param_groups`."""
-    nodes: list[tuple[str, object]] = [("", manifest.tree)]
-    while nodes:
-        path, node = nodes.pop()
+    """Yield what the paths of the state of optimizers in a source's tree begin with: of `state` beside `param_groups`."""
+    keys: list[object] = []
+
+    def search(node: object) -> Iterator[str]:
         items = items_of_node(node)
         if {key for key, _ in items if isinstance(key, str)} >= _OPTIMIZER_KEYS:
-            yield _join(path, "state")
-        nodes += [(_join(path, key), item) for key, item in items]
+            path = ""
+            for key in (*keys, "state", ""):
+                path = join_path(path, key)
+            yield path
+        for key, item in items:
+            if isinstance(item, (list, dict)):
+                keys.append(key)
+                yield from search(item)
+                keys.pop()
 
-
-def _is_below(path: str, prefixes: Sequence[str]) -> bool:
-    return any(path.startswith(f"{prefix}.") for prefix in prefixes)
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return search(manifest.tree)

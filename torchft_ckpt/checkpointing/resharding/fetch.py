@@ -44,6 +44,7 @@ from torchft_ckpt.errors import (
     ReplicaDivergenceWarning,
     SourceLostError,
     SourceRefusedError,
+    StateFormatError,
     StateMismatchError,
     TransferCancelledError,
     TransferError,
@@ -169,10 +170,10 @@ class ShardedFetch:
             try:
                 with collector_paused():
                     wants = self._want(group)
-                    plan = plan_parts(wants, [group])
-            except StateMismatchError as error:
+                    plan = plan_parts(wants, [group], lambda: self._check_time(self._deadline))
+            except (StateMismatchError, StateFormatError) as error:
                 failure = failure or error
-                if all(group.manifests):
+                if all(group.manifests) and isinstance(error, StateMismatchError):
                     raise  # it is whole, so it is what it is
                 logger.info("%s cannot be the source: %s", group.names[0], error)
                 continue
@@ -180,8 +181,35 @@ class ShardedFetch:
             self._await_manifests([name for names in self._names for name in names], time.monotonic() + _GRACE_S)
             others = [self._group(other) for other in range(len(self._names)) if other != number]
             others = [other for other in others if any(other.manifests)]
-            return [group, *others], plan_parts(wants, [group, *others]) if others else plan
+            return self._plan_with(others, wants, group, plan)
         raise self._no_source(failure)
+
+    def _plan_with(
+        self, others: Sequence[SourceGroup], wants: Sequence[Want], primary: SourceGroup, plan: Plan
+    ) -> tuple[list[SourceGroup], Plan]:
+        """Return the groups that are used, and the plan with them: others only help, so one that cannot be used is left aside."""
+        groups = [primary]
+        until = (time.monotonic() + self._deadline) / 2
+        together = [[*others]] if others else []
+        while together:
+            more = together.pop(0)
+            try:
+                with collector_paused():
+                    plan = plan_parts(wants, [*groups, *more], lambda: self._check_time(until))
+                groups += more
+            except (StateFormatError, TransferTimeoutError) as error:
+                if len(more) > 1:
+                    together = [[other] for other in more]
+                else:
+                    logger.warning("nothing is asked of %s: %s", more[0].names[0], error)
+        return groups, plan
+
+    def _check_time(self, until: float) -> None:
+        """Raise why the fetch is over, if it is, or that it is too late."""
+        if self._over is not None:
+            raise self._over
+        if time.monotonic() >= until:
+            raise self._too_late("nothing (what the sources hold takes long to compare)")
 
     def _await_group(self, candidates: Sequence[int]) -> int:
         """Wait until the first of some groups has answered; after some patience any that has will do.
@@ -445,9 +473,11 @@ class ShardedFetch:
                 if unconfirmed:
                     self._confirm(transfer, name, unconfirmed)
                     left = [part for part in left if not transfer.is_held(part)]
-            except CheckpointError as error:
+            except Exception as error:
                 self._give_back(transfer, client, left)
                 transfer.raise_if_cut(client.path)
+                if not isinstance(error, CheckpointError):
+                    raise
                 if not transfer.is_used(client.path):
                     return False
                 is_lost = isinstance(error, (SourceLostError, TransferStalledError))
@@ -607,25 +637,28 @@ class ShardedFetch:
 
     def _guarded(self, work: Callable[[], None], name: str | None) -> None:
         """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
+        failure: CheckpointError
         try:
             work()
+            return
         except CheckpointError as error:
-            if name is None or isinstance(error, StateMismatchError):
-                self._end(error)
-                return
-            with self._changed:
-                self._failures.setdefault(name, error)
-                transfer = self._transfer
-                self._changed.notify_all()
-            if transfer is not None and not transfer.over:
-                logger.info("asking %s for nothing more: %s", name, error)
-                if name in transfer.plan.holders:
-                    transfer.fail(name, error)
-            self._close_clients(name)
-        except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
+            failure = error
+        except Exception as error:  # what a source sent may have raised it: that costs no other source
+            logger.exception("fetching step %d%s failed unexpectedly", self._step, f" from {name}" if name else "")
             failure = TransferError(f"fetch of step {self._step} failed: {type(error).__name__}: {error}", name)
             failure.__cause__ = error
+        if name is None or isinstance(failure, StateMismatchError):
             self._end(failure)
+            return
+        with self._changed:
+            self._failures.setdefault(name, failure)
+            transfer = self._transfer
+            self._changed.notify_all()
+        if transfer is not None and not transfer.over:
+            logger.info("asking %s for nothing more: %s", name, failure)
+            if name in transfer.plan.holders:
+                transfer.fail(name, failure)
+        self._close_clients(name)
 
     def _end(self, outcome: CheckpointError) -> None:
         with self._changed:

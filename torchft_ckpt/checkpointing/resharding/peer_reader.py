@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -37,16 +36,16 @@ from torch.futures import Future
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
-from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, cells_of, tensors_of
+from torchft_ckpt.checkpointing.resharding.plan import GoOn, SourceGroup, Want, cells_of, first_missing, tensors_of
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
-from torchft_ckpt.checkpointing.state.containers import below_root
+from torchft_ckpt.checkpointing.state.containers import below_root, flattened
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of, copy_to, some_of, why_unfillable
 from torchft_ckpt.checkpointing.state.tree import decode_tree
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.boxes import Box, contains, whole
-from torchft_ckpt.errors import ConfigError, StateMismatchError
+from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError, torn_where_it_raises
 
 _NAMED = 5
 
@@ -127,8 +126,15 @@ class PeerReader(StorageReader):
         self._held = self._peers.hold(self._wanted_step, self._deadline)
         self.step = self._held.step
         with self._giving_back():
-            self._content = _Content(self._held.group, self._root)
+            self._content = _Content(self._held.group, self._root, self._check_time)
             return self._content.metadata()
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise TransferTimeoutError(
+                f"what {self._peers.urls} hold could not be compared in {self._timeout_s:g} s; give a longer timeout",
+                self._peers.urls,
+            )
 
     @contextlib.contextmanager
     def _giving_back(self) -> Iterator[None]:
@@ -163,28 +169,33 @@ class PeerReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch what the plan names, into the tensors that the planner gives.
+        """Fetch what the plan names, into the tensors that the planner gives: no memory is taken for a second copy of them.
 
         Raises:
             StateMismatchError: the ranks do not hold all of it; before anything is written.
-            TransferError: a subclass says why it was not had; tensors may be partly written then.
+            CheckpointError: a subclass says why it was not had. Where tensors were written to before, `state_overwritten` is
+                true, and the message, which DCP's `CheckpointException` shows, says that the state is torn.
         """
         content, held = self._content, self._held
         if content is None or held is None:
             raise ConfigError("read_metadata comes before read_data", party="PeerReader")
         destination = _Destination(content, plan.items, planner)
-        try:
-            ShardedFetch(
-                held.addresses,
-                step=held.step,
-                deadline=self._deadline,
-                options=self._peers.options,
-                want=destination.want,
-                on_progress=self._on_progress,
-            ).run()
-        finally:
-            self._peers.give_back()
-        destination.finish()
+        fetch = ShardedFetch(
+            held.addresses,
+            step=held.step,
+            deadline=self._deadline,
+            options=self._peers.options,
+            want=destination.want,
+            on_progress=self._on_progress,
+        )
+        with torn_where_it_raises(
+            f"reading step {held.step}", "planner", lambda: destination.is_overwritten(fetch.has_written)
+        ):
+            try:
+                fetch.run()
+            finally:
+                self._peers.give_back()
+            destination.finish()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -201,9 +212,11 @@ class _Content:
     Args:
         group: its ranks' manifests.
         root: where names begin.
+        go_on: as for `plan_parts`.
     """
 
-    def __init__(self, group: SourceGroup, root: str | None) -> None:
+    def __init__(self, group: SourceGroup, root: str | None, go_on: GoOn) -> None:
+        self.go_on = go_on
         tensors_of(group)  # refuses ranks that do not hold one state
         self.group = group
         self.tensors: dict[str, TensorEntry] = {}
@@ -218,9 +231,7 @@ class _Content:
         """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
         places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
         by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
-        flat, paths = flatten_state_dict(
-            below_root(decode_tree(manifest.tree, places, KnownClasses(), is_lenient=True), root)
-        )
+        flat, paths = flattened(below_root(decode_tree(manifest.tree, places, KnownClasses(), is_lenient=True), root))
         for name, value in flat.items():
             if name in self.paths:
                 continue
@@ -246,7 +257,7 @@ class _Content:
                 size=torch.Size(entry.shape),
                 chunks=[
                     ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-                    for box in disjoint(boxes[entry.fqn], whole(tuple(entry.shape)))
+                    for box in disjoint(boxes[entry.fqn], whole(tuple(entry.shape)), self.go_on)
                 ],
             )
         return Metadata(state_dict_metadata=described, planner_data=self.paths)
@@ -270,6 +281,11 @@ class _Destination:
         self._reads = [item for item in items if item.type is not LoadItemType.BYTE_IO]
         self._received: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self._arrays: dict[str, torch.Tensor] = {}
+        self._is_finishing = False
+
+    def is_overwritten(self, has_received: bool) -> bool:
+        """Whether something that the planner gave was written to, where something was received or not."""
+        return self._is_finishing or (has_received and any(given is target for _, given, target in self._received))
 
     def want(self, group: SourceGroup) -> list[Want]:
         """Return what is to be fetched; raise where the ranks do not hold all of each tensor that is named."""
@@ -302,6 +318,7 @@ class _Destination:
 
     def finish(self) -> None:
         """All is here: give it to the planner."""
+        self._is_finishing = True
         with torch.no_grad():
             for item, given, target in self._received:
                 if target is not given:
@@ -339,13 +356,10 @@ class _Destination:
                 holes.append(f"{name[:120]} is no tensor there")
                 continue
             held = self._boxes[entry.fqn]
-            missing = [
-                cell
-                for cell in cells_of(name, whole(tuple(entry.shape)), held)
-                if not any(contains(box, cell) for box in held)
-            ]
-            if missing:
-                holes.append(f"{name[:120]} {missing[0]}")
+            cells = cells_of(name, whole(tuple(entry.shape)), held)
+            missing = first_missing(cells, held, self._content.go_on)
+            if missing is not None:
+                holes.append(f"{name[:120]} {missing}")
         if holes:
             raise StateMismatchError(
                 f"no rank of {', '.join(self._content.group.names[:_NAMED])} holds {some_of(holes)}: name all "
@@ -354,10 +368,14 @@ class _Destination:
             )
 
 
-def disjoint(boxes: Sequence[Box], everything: Box) -> list[Box]:
-    """Return boxes that cover the same elements, each of them once."""
+def disjoint(boxes: Sequence[Box], everything: Box, go_on: GoOn) -> list[Box]:
+    """Return boxes that cover the same elements, each of them once; `go_on` as for `plan_parts`."""
     distinct = list(dict.fromkeys(box for box in boxes if box.volume))
     if len(distinct) < 2:
         return distinct
-    cells = [cell for cell in cells_of("", everything, distinct) if any(contains(box, cell) for box in distinct)]
+    cells = []
+    for cell in cells_of("", everything, distinct):
+        go_on()
+        if any(contains(box, cell) for box in distinct):
+            cells.append(cell)
     return distinct if sum(box.volume for box in distinct) == sum(cell.volume for cell in cells) else cells

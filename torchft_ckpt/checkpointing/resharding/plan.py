@@ -5,7 +5,7 @@ It compares manifests; it knows neither connections nor digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,10 @@ from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes import Box, contains, refine, relative_to, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 
+GoOn = Callable[[], None]
 PART_BYTES = 4 * 1024 * 1024
+MAX_PLANNED = 2**21
+"""Parts of one plan: 8 TiB in whole ones, or 20,000 tensors that 100 ranks hold in shards."""
 _NAMED = 5
 
 
@@ -179,16 +182,19 @@ def places_of(group: SourceGroup) -> dict[str, object]:
     return places
 
 
-def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
+def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn = lambda: None) -> Plan:
     """Return the parts that make up what is wanted.
 
     Args:
         wants: each fits the tensor of its name; empty boxes need nothing.
         groups: the primary first. Others may hold their tensors in other shards; what is of another shape or dtype there is
             left aside.
+        go_on: called all the time, and raises where the plan is not wanted any more: what manifests announce may take long.
 
     Raises:
         StateMismatchError: the primary's ranks do not hold all of it; the message names the first few tensors.
+        StateFormatError: the boxes are none of any mesh, or too many.
+        And what `go_on` raises.
     """
     indexes = [_places(group) for group in groups]
     shapes = {name: held[0][2].shape for name, held in groups[0].entries().items()}
@@ -199,15 +205,17 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
     for want in wants:
         key = (want.name, dtype_name(want.target.dtype), *shapes.get(want.name, ()))
         places = [index.get(key, []) for index in indexes]
+        go_on()
         cells = cells_of(want.name, want.box, list({place.box for of_group in places for place in of_group}))
-        missing = [cell for cell in cells if not any(contains(place.box, cell) for place in places[0])]
-        if missing:
-            holes.append(f"{want.name[:120]} {missing[0]}")
+        missing = first_missing(cells, [place.box for place in places[0]], go_on)
+        if missing is not None:
+            holes.append(f"{want.name[:120]} {missing}")
             continue
         itemsize = want.target.element_size()
         strides = want.target.stride()
         memory = memory_at(want.target.data_ptr(), span_of(want.target)) if cells else memoryview(b"")
         for cell in cells:
+            go_on()
             able = [
                 (group.names[place.rank], place)
                 for group, of_group in zip(groups, places, strict=True)
@@ -219,6 +227,8 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
                 for name, place in able:
                     holders.setdefault(name, {})[len(parts)] = place
                 parts.append(PlannedPart(want.name, box, want.target, memory, region))
+        if len(parts) > MAX_PLANNED:
+            raise StateFormatError(f"the sources' boxes cut the state into more than {MAX_PLANNED} parts", "source")
     if holes:
         absent = [name for name, manifest in zip(groups[0].names, groups[0].manifests, strict=True) if manifest is None]
         why = f" ({', '.join(map(str, absent[:_NAMED]))} did not answer)" if absent else ""
@@ -227,6 +237,15 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup]) -> Plan:
             party=groups[0].names[0],
         )
     return Plan(parts, holders, group_of)
+
+
+def first_missing(cells: Iterable[Box], held: Sequence[Box], go_on: GoOn) -> Box | None:
+    """Return the first cell that lies in no box that is held; `go_on` as for `plan_parts`."""
+    for cell in cells:
+        go_on()
+        if not any(contains(box, cell) for box in held):
+            return cell
+    return None
 
 
 def cells_of(name: str, box: Box, chunks: Sequence[Box]) -> list[Box]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.classes import is_named_tuple
-from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.checkpointing.state.tree import in_words
+from torchft_ckpt.errors import StateFormatError, StateMismatchError
 
 _MANAGERS_KEYS = {"user", "torchft"}
 SEQUENCES = (list, tuple, deque)
@@ -19,7 +20,7 @@ def items_of(value: object) -> Iterator[tuple[str | int, Any]]:
     """Yield the items of a container, by the keys that DCP's paths have: of a mapping their text, of a list numbers."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield str(key), item
+            yield in_words(key), item
     elif isinstance(value, SEQUENCES):
         yield from enumerate(value)
 
@@ -59,6 +60,20 @@ def optimizer_states(
         yield from optimizer_states(item, (*path, key))
 
 
+def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the leaves of a state by DCP's names, and the keys that lead to each.
+
+    Raises:
+        StateFormatError: DCP has no name for one.
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # takes a moment to import
+
+    try:
+        return flatten_state_dict(state)
+    except ValueError as error:  # a key that is an integer of more than 4300 digits
+        raise StateFormatError(f"the state has a key of which DCP makes no name: {error}", party="source") from error
+
+
 def below_root(state: Any, root: str | None) -> dict[str, Any]:
     """Return the part of a state where names begin, for readers from outside.
 
@@ -81,7 +96,7 @@ def below_root(state: Any, root: str | None) -> dict[str, Any]:
         path = tuple(key for key in root.split(".") if key)
     for position, key in enumerate(path):
         if not isinstance(state, dict) or key not in state:
-            have = ", ".join(sorted(map(str, state))[:10]) if isinstance(state, dict) else type(state).__name__
+            have = ", ".join(sorted(map(in_words, state))[:10]) if isinstance(state, dict) else type(state).__name__
             raise StateMismatchError(
                 f"nothing is at root={'.'.join(path)!r}: below {'.'.join(path[:position]) or 'the top'} there is {have}",
                 party="root",

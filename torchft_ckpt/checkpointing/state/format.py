@@ -24,7 +24,8 @@ UTF-8 JSON, one object with exactly these members:
 - `elsewhere`: null or absent, or `{hosts, key}`: up to 8 further IP addresses, as text, none twice, at which the server of this
   state listens on the port that it was asked at, and 32 hex digits by which it proves there that it is that server (`address`).
   They MUST NOT be of loopback, link-local, multicast or unspecified. A receiver MUST have it prove that before it sends more.
-- `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest.
+- `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest. The paths of all leaves MUST NOT have more
+  than 2**30 characters together; a position counts for 4.
 
 A node is null, a boolean, a JSON integer, a finite JSON number with a fraction or exponent (a float), a string, an array of
 nodes (a list), or an object with exactly one member:

@@ -27,6 +27,9 @@ MAX_DEPTH = 64
 _MAX_INT_DIGITS = 4096
 _MAX_ALIKE = 64
 MAX_NAME = 200
+MAX_PATH_CHARS = 2**30
+"""Of all leaves together: a state of 20,000 tensors has some million."""
+_POSITION_CHARS = 4
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _INT64 = range(-(2**63), 2**63)
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -78,7 +81,7 @@ class TreeEncoder:
         if kind is dict:
             return {"d": self._pairs(value, path, depth)}  # type: ignore[arg-type]
         if kind is OrderedDict:
-            metadata = self.encode(getattr(value, "_metadata", None), _join(path, "_metadata"), depth + 1)
+            metadata = self.encode(getattr(value, "_metadata", None), join_path(path, "_metadata"), depth + 1)
             return {"o": [self._pairs(value, path, depth), metadata]}  # type: ignore[arg-type]
         if kind is np.ndarray:
             return {"a": self._array(value, path)}  # type: ignore[arg-type]
@@ -126,7 +129,9 @@ class TreeEncoder:
         kind = type(member)
         names = _flags_of(member) if isinstance(member, enum.Flag) else [member.name]
         if names is None:
-            raise UnsupportedValueError(f"state dict{_at(path)}: {member!r:.80} has bits without a name", path)
+            raise UnsupportedValueError(
+                f"state dict{_at(path)}: {in_words(member, repr):.80} has bits without a name", path
+            )
         return [self._class(kind, path), names, _value_of(member)]
 
     def _elements(self, values: Iterable[object], path: str, depth: int) -> list[Node]:
@@ -149,7 +154,7 @@ class TreeEncoder:
         return self.encode(value, path, depth)
 
     def _items(self, values: Sequence[object], path: str, depth: int) -> list[Node]:
-        return [self.encode(item, _join(path, index), depth + 1) for index, item in enumerate(values)]
+        return [self.encode(item, join_path(path, index), depth + 1) for index, item in enumerate(values)]
 
     def _pairs(self, mapping: dict[object, object], path: str, depth: int) -> list[Node]:
         pairs: list[Node] = []
@@ -167,7 +172,7 @@ class TreeEncoder:
                 pairs.append([key, {"x": len(self.tensors)}])
                 self.tensors.append((prefix + key, item))  # type: ignore[arg-type]
             else:
-                pairs.append([self._key(key, path), self.encode(item, _join(path, key), depth + 1)])
+                pairs.append([self._key(key, path), self.encode(item, join_path(path, key), depth + 1)])
         return pairs
 
     def _key(self, key: object, path: str) -> Node:
@@ -176,7 +181,7 @@ class TreeEncoder:
         if key is None or type(key) in (str, int, float, bool):
             return self.encode(key, path)
         raise UnsupportedValueError(
-            f"state dict{_at(path)}: the key {key!r:.80} is a {type(key).__qualname__}; "
+            f"state dict{_at(path)}: the key {in_words(key, repr):.80} is a {type(key).__qualname__}; "
             "keys can be str, int, float, bool, None or tuples of these",
             path,
         )
@@ -271,6 +276,12 @@ def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
     Raises:
         StateFormatError: a node breaks a rule of the format.
     """
+    _, path_chars = _measure(node, 0)
+    if path_chars > MAX_PATH_CHARS:
+        raise StateFormatError(
+            f"the paths of the leaves have {path_chars} characters together, {MAX_PATH_CHARS} are allowed",
+            party="source",
+        )
     num_tensors = len(dtypes)
     seen: set[int] = set()
 
@@ -282,6 +293,34 @@ def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
     _Decoder(note, None).decode(node, 0)
     if len(seen) != num_tensors:
         raise StateFormatError(f"{num_tensors - len(seen)} tensors are in no place of the tree", party="source")
+
+
+def _measure(node: Node, depth: int) -> tuple[int, int]:
+    """Return how many leaves a node has, and about how many characters their paths have together. Nothing is put together.
+
+    A long key above many leaves is short as JSON, and long for who names the leaves.
+    """
+    items: Any = node if isinstance(node, list) else ()
+    is_dict = False
+    if isinstance(node, dict) and len(node) == 1:
+        tag, items = next(iter(node.items()))
+        if tag in ("o", "default", "deque", "named") and isinstance(items, list) and items:
+            items = items[0 if tag == "o" else -1]
+        is_dict = tag in ("d", "n", "o", "default")
+        if tag not in _CONTAINERS or not isinstance(items, list):
+            return 1, 0
+    if depth > MAX_DEPTH or not items:
+        return 1, 0
+    num_leaves = num_chars = 0
+    for item in items:
+        length = _POSITION_CHARS
+        if is_dict and isinstance(item, list) and len(item) == 2:
+            key, item = item
+            length = len(key) if isinstance(key, str) else len(repr(key))
+        leaves, chars = _measure(item, depth + 1) if isinstance(item, (list, dict)) else (1, 0)
+        num_leaves += leaves
+        num_chars += chars + leaves * (length + 1)
+    return num_leaves, num_chars
 
 
 def check_classes(node: Node, dtypes: Sequence[torch.dtype], classes: KnownClasses) -> None:
@@ -317,13 +356,14 @@ def plain_paths(node: Node, path: str = "") -> Iterator[str]:
     """Yield the paths of the leaves of a checked tree that are neither tensors nor arrays."""
     items = items_of_node(node)
     for key, item in items:
-        yield from plain_paths(item, _join(path, key))
+        yield from plain_paths(item, join_path(path, key))
     is_leaf = not isinstance(node, list) and not (isinstance(node, dict) and not node.keys().isdisjoint(_NOT_PLAIN))
     if not items and is_leaf:
         yield path
 
 
-_NOT_PLAIN = frozenset({"x", "a", "t", "d", "n", "o", "default", "deque", "named"})
+_CONTAINERS = frozenset({"t", "d", "n", "o", "default", "deque", "named"})
+_NOT_PLAIN = _CONTAINERS | {"x", "a"}
 
 
 class _Decoder:
@@ -395,7 +435,7 @@ class _Decoder:
                 key = self.key(key, depth)
                 _note_hash(key, hashes)
             if key in decoded:
-                raise StateFormatError(f"the key {key!r:.80} appears twice in one dict", party="source")
+                raise StateFormatError(f"the key {in_words(key, repr):.80} appears twice in one dict", party="source")
             node = pair[1]
             if type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
                 decoded[key] = self._tensor_of(node["x"])
@@ -478,14 +518,16 @@ class _Decoder:
         made = self._classes.make_member(names[0], names[1:], self._path)
         here = _value_of(made) if isinstance(made, enum.Enum) else []
         if values and here and repr(here) != repr(values):
-            made = Unmade(self._path, f"{made!r:.80} of another value than here: {plain!r:.80}")
+            made = Unmade(
+                self._path, f"{in_words(made, repr):.80} of another value than here: {in_words(plain, repr):.80}"
+            )
         return self._noted(made)
 
     @property
     def _path(self) -> str:
         path = ""
         for key in self._keys:
-            path = _join(path, key)
+            path = join_path(path, key)
         return path
 
     def _noted(self, made: object) -> object:
@@ -531,7 +573,9 @@ def _texts(content: list[Node], tag: str) -> list[str]:
 
 def _check_index(index: object, num_tensors: int) -> int:
     if type(index) is not int or not 0 <= index < num_tensors:
-        raise StateFormatError(f"the tree refers to tensor {index!r:.32}, there are {num_tensors}", party="source")
+        raise StateFormatError(
+            f"the tree refers to tensor {in_words(index, repr):.32}, there are {num_tensors}", party="source"
+        )
     return index
 
 
@@ -582,9 +626,24 @@ def _factory(name: object) -> Callable[[], Any] | None:
     return None if name is None else _FACTORIES[name]
 
 
-def _join(path: str, key: object) -> str:
-    text = str(key)[:MAX_NAME].encode(errors="backslashreplace").decode()
+def join_path(path: str, key: object) -> str:
+    """Return the path of what lies under a key of a container, or at a place of one. Long keys are cut, so paths are not long."""
+    text = key if isinstance(key, str) else in_words(key)
+    text = text[:MAX_NAME].encode(errors="backslashreplace").decode()
     return f"{path}.{text}" if path else text
+
+
+def in_words(value: object, write: Callable[[object], str] = str) -> str:
+    """Return a value for a path, or with `repr` for a message; integers that Python does not write out (4300 digits) in hex."""
+    try:
+        return write(value)
+    except ValueError:
+        pass
+    if isinstance(value, int):
+        return f"{value:#x}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(in_words(item, repr) for item in value)})"
+    return f"a {type(value).__name__} with very long integers"
 
 
 def _at(path: str) -> str:

@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
-from torchft_ckpt.errors import CheckpointDamagedError
+from torchft_ckpt.errors import CheckpointDamagedError, StateDictLoadError
 
 
 def load_checkpoint(
@@ -39,6 +39,8 @@ def load_checkpoint(
         StateMismatchError: what is wanted is not in it, or of another shape or dtype.
         UnsupportedValueError: a plain value that is wanted, and that DCP wrote, needs more than `weights_only=True`.
         StorageError: the storage failed.
+        StateDictLoadError: the `load_state_dict` of an object in it raised.
+        Of all, `state_overwritten` says whether the state dict is torn.
     """
     location, _, last = os.fspath(directory).rstrip("/").rpartition("/")
     name = parse_checkpoint(last)
@@ -63,9 +65,16 @@ def checkpoints_in(location: str | os.PathLike[str], **storage_options: Any) -> 
 
 
 def give_back(state_dict: MutableMapping[str, Any], template: dict[str, Any]) -> None:
-    """Put what was loaded into a template back into the state dict that it was made of, objects by their `load_state_dict`."""
+    """Put what was loaded into a template back into the state dict that it was made of, objects by their `load_state_dict`.
+
+    Raises:
+        StateDictLoadError: one of those raised; `state_overwritten` is true.
+    """
     for key, value in state_dict.items():
         if hasattr(value, "load_state_dict"):
-            value.load_state_dict(template[key])
+            try:
+                value.load_state_dict(template[key])
+            except Exception as error:
+                raise StateDictLoadError.of(key, error) from error
         else:
             state_dict[key] = template[key]

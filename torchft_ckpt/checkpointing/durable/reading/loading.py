@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION,
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, copy_to, note_written, some_of
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError
+from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError, torn_where_it_raises
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ def load_state(
     group = SourceGroup([str(checkpoint.name)], [_as_source(manifest)])
     destination = ShardedDestination(local, 0, in_place=in_place, may_share_memory=True, may_be_beside=True)
     read(destination.want(group))
-    state = destination.assemble(group)
+    with torn_where_it_raises(
+        f"loading {checkpoint.name}", str(checkpoint.name), lambda: destination.is_overwritten(True)
+    ):
+        state = destination.assemble(group)
     if not isinstance(state, dict):
         raise CheckpointDamagedError(f"{checkpoint.name} is of a state that is no dict", str(checkpoint.name))
     return state
@@ -150,15 +153,16 @@ def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read:
             if not is_in_place:
                 late.append((held, targets))
         read(wants)
-        for held, targets in late:
-            if held.adapter is None:
-                copy_to(held.given, targets[0])
-            else:
-                copy_to(held.given, held.adapter.rebuild(held.given, targets))
-        note_written(cast("HeldTensor", local.get(path)).given for path in paths)
-    made = values.make()
-    for fqn, container, key in places:
-        container[key] = made[fqn][1]
+        with torn_where_it_raises(f"loading {reader.location}", reader.location):
+            for held, targets in late:
+                if held.adapter is None:
+                    copy_to(held.given, targets[0])
+                else:
+                    copy_to(held.given, held.adapter.rebuild(held.given, targets))
+            note_written(cast("HeldTensor", local.get(path)).given for path in paths)
+            made = values.make()
+            for fqn, container, key in places:
+                container[key] = made[fqn][1]
     more = len(set(reader.tensors) - set(paths) - {want.name for want in values.wants})
     if more:
         logger.info("%s has %d tensors that were not asked for", reader.location, more)

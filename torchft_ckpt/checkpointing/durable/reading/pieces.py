@@ -26,7 +26,7 @@ from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
 from torchft_ckpt.checkpointing.state.space import memory_at, span_of
 from torchft_ckpt.core.boxes import Box, fits, intersect
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError, torn_where_it_raises
 from torchft_ckpt.threads import in_threads
 
 logger = logging.getLogger(__name__)
@@ -183,9 +183,10 @@ class PieceReader(StateReader, Generic[_P]):
             [(want.name, want.box, target) for want, target in zip(wants, targets, strict=True)], reading
         )
         self._count(0, needed=sum(want.target.nbytes for want in wants))
-        while cells:
-            self._carry_out(cells, reading)
-            cells = self._plan([(cell.name, cell.box, cell.target) for cell in reading.take_failed()], reading)
+        with torn_where_it_raises(f"reading {self.location}", self.location, lambda: reading.is_written):
+            while cells:
+                self._carry_out(cells, reading)
+                cells = self._plan([(cell.name, cell.box, cell.target) for cell in reading.take_failed()], reading)
         logger.debug(
             "%s: %d boxes, %d bytes read in %.3f s",
             self.location,
@@ -277,10 +278,8 @@ class Reading(Generic[_P]):
         kinds = {type(cause) for cause in causes}
         kind = kinds.pop() if len(kinds) == 1 else CheckpointDamagedError
         why = f" ({some_of(map(str, causes))})" if causes else ""
-        then = "targets were partly written" if self.is_written else "no target was written to"
         what = some_of(f"{name[:120]} {box}" for name, box in holes)
-        error = kind(f"{self._location}: no piece that can be read from here has {what}{why}; {then}", self._location)
-        error.state_overwritten = self.is_written
+        error = kind(f"{self._location}: no piece that can be read from here has {what}{why}", self._location)
         error.__cause__ = causes[0] if causes else None
         return error
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torchft_ckpt.checkpointing.durable.format.archive import record_problems
 from torchft_ckpt.checkpointing.durable.format.manifest import (
@@ -49,7 +48,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
 from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
-from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path, flattened
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree
@@ -430,7 +429,7 @@ def _leaves_of(
     if not isinstance(state, dict):
         where = f"{manifest.checkpoint}/{manifest.name.manifest}"
         raise CheckpointDamagedError(f"{where} is of a state that is no dict", where)
-    flat, paths = flatten_state_dict(state)
+    flat, paths = flattened(state)
     return {fqn: (value, tuple(paths[fqn])) for fqn, value in flat.items() if not isinstance(value, torch.Tensor)}
 
 

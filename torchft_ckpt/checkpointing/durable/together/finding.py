@@ -28,7 +28,13 @@ from torchft_ckpt.checkpointing.durable.together.exchange import Meeting, StoreE
 from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.plan import Want
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, SourceLostError, SourceRefusedError
+from torchft_ckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    SourceLostError,
+    SourceRefusedError,
+    torn_where_it_raises,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,39 +107,42 @@ def read_newest(
     damaged: dict[str, str] = {}
     bytes_from_storage = bytes_from_peers = 0
     settled: str | None = None
-    while True:
-        shared, meeting = _meet(storages, None if settled else place, len(damaged))
-        reader = _find(storages, shared, step=step, damaged=damaged, settled=settled)
-        reading = _Reading(reader, shared)
-        damage: CheckpointDamagedError | None = None
-        made: T | None = None
-        try:
-            made = make(reader, reading.read)
-        except CheckpointDamagedError as error:
-            if settled:
-                raise  # the others go on with it
-            damage = error
-        finally:
-            if shared is not None:
-                shared.leave()
-        bytes_from_storage += reader.bytes_read
-        bytes_from_peers += reading.bytes_from_peers
-        outcome = _settle(meeting, shared, str(reader.checkpoint.name), damage)
-        if outcome.name == str(reader.checkpoint.name) and not outcome.damage:
-            return ReadTogether(
-                made=made,  # type: ignore[arg-type]
-                checkpoint_reader=reader,
-                bytes_from_storage=bytes_from_storage,
-                bytes_from_peers=bytes_from_peers,
-            )
-        if not outcome.damage:
-            logger.warning(
-                "the others took %s, while %s was read here: it is read again", outcome.name, reader.location
-            )
-            settled = outcome.name
-        else:
-            logger.warning("checkpoint %s is skipped: %s", outcome.name, outcome.damage)
-            damaged[outcome.name] = outcome.damage
+    has_written = False
+    with torn_where_it_raises("reading the newest checkpoint", "checkpoint", lambda: has_written):
+        while True:
+            shared, meeting = _meet(storages, None if settled else place, len(damaged))
+            reader = _find(storages, shared, step=step, damaged=damaged, settled=settled)
+            reading = _Reading(reader, shared)
+            damage: CheckpointDamagedError | None = None
+            made: T | None = None
+            try:
+                made = make(reader, reading.read)
+            except CheckpointDamagedError as error:
+                if settled:
+                    raise  # the others go on with it
+                damage = error
+            finally:
+                if shared is not None:
+                    shared.leave()
+            has_written = has_written or damage is None or damage.state_overwritten
+            bytes_from_storage += reader.bytes_read
+            bytes_from_peers += reading.bytes_from_peers
+            outcome = _settle(meeting, shared, str(reader.checkpoint.name), damage)
+            if outcome.name == str(reader.checkpoint.name) and not outcome.damage:
+                return ReadTogether(
+                    made=made,  # type: ignore[arg-type]
+                    checkpoint_reader=reader,
+                    bytes_from_storage=bytes_from_storage,
+                    bytes_from_peers=bytes_from_peers,
+                )
+            if not outcome.damage:
+                logger.warning(
+                    "the others took %s, while %s was read here: it is read again", outcome.name, reader.location
+                )
+                settled = outcome.name
+            else:
+                logger.warning("checkpoint %s is skipped: %s", outcome.name, outcome.damage)
+                damaged[outcome.name] = outcome.damage
 
 
 def _find(
@@ -166,7 +175,7 @@ def _find(
             raise
         reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
         none_left = CheckpointNotFoundError(f"{error}; damaged: {reasons or 'none'}", error.party)
-        none_left.state_overwritten = True
+        none_left.mark_torn()
         raise none_left from error
 
 

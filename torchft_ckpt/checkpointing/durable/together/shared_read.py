@@ -50,7 +50,7 @@ from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.core.boxes import Box, contains, fits, relative_to
 from torchft_ckpt.core.coverage import subtract
-from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError
+from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError, torn_where_it_raises
 from torchft_ckpt.threads import Threads, in_threads
 
 logger = logging.getLogger(__name__)
@@ -287,13 +287,14 @@ class SharedRead:
             raise
         patience_s = max(self._meeting.patience_s, _PATIENCE_FACTOR * (time.monotonic() - started_at))
         try:
-            self._transport.send_checkpoint([], agreement.checkpoint.name.step, state, _LEASE)
-            self._say("ready", _Ready(True))
-            left = self._take(agreement, dealt, patience_s)
-            if left:
-                reader.read(left)
-            self._check_pieces(dealt, reader)
-            dealt.own.copy_doubles()
+            with torn_where_it_raises(f"reading {reader.location} with others", reader.location):
+                self._transport.send_checkpoint([], agreement.checkpoint.name.step, state, _LEASE)
+                self._say("ready", _Ready(True))
+                left = self._take(agreement, dealt, patience_s)
+                if left:
+                    reader.read(left)
+                self._check_pieces(dealt, reader)
+                dealt.own.copy_doubles()
         finally:
             self._say("done", _Done())
             try:

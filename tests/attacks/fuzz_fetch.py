@@ -1,0 +1,647 @@
+"""A seeded fuzzer of what a receiver takes from others: manifests, and whole fetches through a wire that lies.
+
+Manifests of real states are mutated in their structure, get the right digest, and go through everything that a receiver does with
+one before a byte has come and after the last: decode, destination, assemble; the re-sharded destination and plan; `inspect`.
+Whole fetches run against a real source behind a proxy that tells one of `LIES` at each few answers; a third of them have an
+honest second source. Right are: the honest state, a named error (`TorchftCkptError`), and what a primary that lies consistently
+says, in a manifest with the right digest or in blocks that verify. VULNERABLE are: any other state, an error of another kind, a
+state that is overwritten without a word, and what takes too long.
+
+usage: python fuzz_fetch.py [--count N] [--seed S]        N mutated manifests, and N / 20 fetches
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import http.server
+import json
+import logging
+import random
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, Index
+from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, plan_parts
+from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, decode_manifest
+from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.cli import summary
+from torchft_ckpt.errors import TorchftCkptError
+
+STEP = 3
+SLOW_S = 10.0
+"""So long nothing may take, on a busy machine."""
+TIMEOUT_S = 4.0
+STALL_S = 0.4
+MAX_TOTAL_BYTES = 1 << 24
+State = dict[Any, Any]
+LONG = timedelta(minutes=30)
+
+
+def state_of(seed: int) -> State:
+    """A state of some blocks, with every kind of node."""
+    chance = torch.Generator().manual_seed(seed)
+    weight = torch.randn(40, 70, generator=chance)
+    return {
+        "model": {"weight": weight, "tied": weight, "view": weight[3:9, ::2], "half": torch.randn(9).bfloat16() * 0},
+        "optim": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3000, generator=chance)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+        },
+        "array": np.arange(11, dtype=np.int64),
+        "plain": [1, -1.5, None, True, "text", b"bytes", {1, 2}, 2**70, float("inf"), torch.float32, range(3), 1 + 2j],
+        (1, "tuple"): {"deep": [[[[seed]]]]},
+        "empty": torch.zeros(0),
+    }
+
+
+def zeros_like(state: State) -> State:
+    def visit(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.zeros_like(value)
+        if isinstance(value, np.ndarray):
+            return np.zeros_like(value)
+        if isinstance(value, dict):
+            return {key: visit(item) for key, item in value.items()}
+        return [visit(item) for item in value] if isinstance(value, list) else value
+
+    made: State = visit(state)
+    made["model"]["tied"] = made["model"]["weight"]
+    made["model"]["view"] = made["model"]["weight"][3:9, ::2]
+    return made
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal in types and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and bool(torch.equal(bits(one), bits(other)))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# -------------------------------------------------------------------------------------------------- manifests
+
+NUMBERS = [0, 1, -1, 2, 7, 63, 64, 4096, 2**31, 2**53, 2**62, 2**62 + 1, 2**63 - 1, 2**64, 10**400, 0.5, 1e300, -0.0]
+TEXTS = [
+    "",
+    "a",
+    "w",
+    "float32",
+    "uint8",
+    "complex128",
+    "..",
+    "a" * 5000,
+    "\x1b[2J",
+    "\ud800",
+    "f" * 4000,
+    "-" + "f" * 4000,
+]
+TAGS = [
+    "x",
+    "a",
+    "t",
+    "d",
+    "n",
+    "o",
+    "default",
+    "deque",
+    "named",
+    "set",
+    "frozenset",
+    "enum",
+    "i",
+    "f",
+    "c",
+    "scalar",
+    "decimal",
+]
+TAGS += [
+    "b",
+    "bytearray",
+    "date",
+    "time",
+    "datetime",
+    "timedelta",
+    "timezone",
+    "s",
+    "y",
+    "device",
+    "path",
+    "purepath",
+    "range",
+]
+
+
+def places_of(value: Any) -> list[tuple[Any, Any]]:
+    """Each (container, key) of a JSON document."""
+    found: list[tuple[Any, Any]] = []
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        for key in keys:
+            found.append((node, key))
+            if isinstance(node[key], (dict, list)):
+                waiting.append(node[key])
+    return found
+
+
+def any_node(chance: random.Random, depth: int = 0) -> Any:
+    """A node that may be one of the format, or nearly."""
+    what = chance.random()
+    if what < 0.3 or depth > 4:
+        return chance.choice([*NUMBERS, *TEXTS, None, True])
+    children = [any_node(chance, depth + 1) for _ in range(chance.choice([0, 1, 1, 2, 3]))]
+    if what < 0.4:
+        return children
+    content = chance.choice(
+        [
+            children,
+            [[child, any_node(chance, depth + 1)] for child in children],
+            [children, None],
+            [None, children],
+            ["m.C", ["a"] * len(children), children],
+            chance.choice(TEXTS),
+            chance.choice(NUMBERS),
+            children[0] if children else {},
+        ]
+    )
+    return {chance.choice(TAGS): content}
+
+
+def mutate(chance: random.Random, document: Any) -> str:
+    """Change one place of a document; return how."""
+    container, key = chance.choice(places_of(document))
+    how = chance.choice(["number", "text", "node", "swap", "repeat", "drop", "near", "nest", "wide"])
+    if how == "number":
+        container[key] = chance.choice(NUMBERS)
+    elif how == "text":
+        container[key] = chance.choice(TEXTS)
+    elif how == "node":
+        container[key] = any_node(chance)
+    elif how == "swap":
+        other, at = chance.choice(places_of(document))
+        container[key] = json.loads(json.dumps(other[at]))
+    elif how == "repeat" and isinstance(container, list):
+        container.insert(key, json.loads(json.dumps(container[key])))
+    elif how == "drop":
+        del container[key]
+    elif how == "near" and type(container[key]) is int:
+        container[key] += chance.choice([-1, 1, 64, -64])
+    elif how == "nest":
+        for _ in range(chance.choice([1, 3, 70, 400])):
+            container[key] = chance.choice([[container[key]], {"t": [container[key]]}])
+    elif how == "wide":
+        container[key] = {"d": [["k" * chance.choice([10, 10_000]), [0] * chance.choice([10, 2000])]]}
+    return how
+
+
+def receive_manifest(data: bytes, local: LocalState, honest: bytes, state: State) -> str:
+    """Do all that a receiver does with a manifest; return `honest`, `read`, or raise."""
+    manifest = decode_manifest(data, max_total_bytes=MAX_TOTAL_BYTES)
+    index = Index(format=FORMAT_NAME, version=FORMAT_VERSION, newest_step=STEP, snapshots=[])
+    outcomes: Counter[str] = Counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for attempt in (
+            lambda: summary.as_text("http://peer:1", index, manifest, 5),
+            lambda: json.dumps(summary.as_json("http://peer:1", index, manifest, None)),
+            lambda: Destination(manifest, BufferShelf()).assemble(),
+            lambda: Destination(manifest, BufferShelf(), local=local).assemble(),
+            lambda: Destination(manifest, BufferShelf(), local=local, in_place=True),
+            lambda: reshard(manifest, None),
+            lambda: reshard(manifest, local),
+        ):
+            try:
+                attempt()
+                outcomes["read"] += 1
+            except TorchftCkptError:
+                outcomes["refused"] += 1
+    return "honest" if data == honest else "read" if outcomes["read"] else "refused"
+
+
+def reshard(manifest: Any, local: LocalState | None) -> None:
+    destination = ShardedDestination(local, 0, in_place=False)
+    group = SourceGroup(["peer"], [manifest])
+    plan_parts(destination.want(group), [group])
+    destination.assemble(group)
+
+
+def fuzz_manifests(chance: random.Random, count: int, honest: bytes, state: State) -> tuple[Counter[str], list[str]]:
+    """Mutate manifests; return what came of them, and what is wrong."""
+    outcomes: Counter[str] = Counter()
+    wrong: list[str] = []
+    local = LocalState(zeros_like(state))
+    document = json.loads(honest)
+    for number in range(count):
+        changed = json.loads(honest)
+        num_changes = chance.choice([1, 1, 2, 4])
+        try:
+            hows = [mutate(chance, changed if chance.random() < 0.5 else changed["tree"]) for _ in range(num_changes)]
+            data = json.dumps(changed, ensure_ascii=chance.random() < 0.5).encode(errors="surrogatepass")
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue  # changed so that nothing is left to change, or that it cannot be written
+        began = time.monotonic()
+        try:
+            outcome = receive_manifest(data, local, honest, state)
+        except TorchftCkptError as error:
+            outcome = type(error).__name__
+        except Exception as error:
+            outcome = "UNNAMED"
+            wrong.append(f"manifest {number} ({', '.join(hows)}): {type(error).__name__}: {str(error)[:150]}")
+        if time.monotonic() - began > SLOW_S:
+            wrong.append(f"manifest {number} ({', '.join(hows)}) took {time.monotonic() - began:.1f} s")
+        outcomes[outcome] += 1
+    if document != json.loads(honest):
+        wrong.append("the fuzzer changed its own document")
+    return outcomes, wrong
+
+
+# ------------------------------------------------------------------------------------------------ whole fetches
+
+
+class Answer:
+    """An answer of the honest source, on its way through the proxy."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes, kind: str) -> None:
+        self.status, self.headers, self.body, self.kind = status, headers, body, kind
+        self.length: int | None = None
+        """What is announced, where it is not the body's."""
+        self.cut_after: int | None = None
+        self.hangs = False
+        self.verifies = False
+        """Other bytes come with a digest that verifies, as a source sends whose state is another one."""
+
+    def sign(self) -> None:
+        """Give a changed manifest the digest that it has."""
+        if self.kind == "manifest":
+            self.headers.pop("Content-Encoding", None)
+            self.headers[DIGEST_HEADER] = xxhash.xxh3_128_hexdigest(self.body)
+
+
+def flip(chance: random.Random, answer: Answer) -> None:
+    body = bytearray(answer.body)
+    for _ in range(chance.choice([1, 1, 5])):
+        if body:
+            body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+    answer.body = bytes(body)
+
+
+def flip_signed(chance: random.Random, answer: Answer) -> None:
+    flip(chance, answer)
+    answer.sign()
+
+
+def other_block(chance: random.Random, answer: Answer) -> None:
+    """Blocks that verify, in each other's places: their digests have other seeds."""
+    half = len(answer.body) // 2
+    answer.body = answer.body[half:] + answer.body[:half]
+
+
+def zeros_that_verify(chance: random.Random, answer: Answer) -> None:
+    """Other bytes, each few with the digest of some block."""
+    if answer.kind in ("parts", "blocks") and len(answer.body) > 16:
+        size = len(answer.body) - 16
+        answer.body = bytes(size) + xxhash.xxh3_128_digest(bytes(size), seed=chance.randrange(8))
+        answer.verifies = True
+
+
+def short(chance: random.Random, answer: Answer) -> None:
+    answer.body = answer.body[: chance.randrange(len(answer.body) + 1)]
+
+
+def longer(chance: random.Random, answer: Answer) -> None:
+    answer.body += bytes(chance.choice([1, 16, 100_000]))
+
+
+def length_lie(chance: random.Random, answer: Answer) -> None:
+    answer.length = chance.choice([0, len(answer.body) + 7, 2**40, 2**63])
+
+
+def cut(chance: random.Random, answer: Answer) -> None:
+    answer.cut_after = chance.randrange(len(answer.body) + 1)
+
+
+def hang(chance: random.Random, answer: Answer) -> None:
+    cut(chance, answer)
+    answer.hangs = True
+
+
+def refuse(chance: random.Random, answer: Answer) -> None:
+    answer.status = chance.choice([400, 401, 403, 404, 409, 410, 412, 429, 500, 503])
+    error = chance.choice(["not_yet", "over", "gone", "changed", "too_many_requests", "revoked", "x" * 1000])
+    deep = "[" * 30_000 + "]" * 30_000
+    answer.body = chance.choice(
+        [
+            json.dumps({"error": error, "message": "m" * chance.choice([1, 5000])}).encode(),
+            b'{"error":"x","message":"y","more":' + deep.encode() + b"}",
+            b"<html>\xff\xfe</html>",
+            b"",
+        ]
+    )
+
+
+def other_headers(chance: random.Random, answer: Answer) -> None:
+    name = chance.choice(["ETag", DIGEST_HEADER, "X-Ckpt-Share", "Content-Encoding", "X-Ckpt-Group"])
+    answer.headers[name] = chance.choice(["", '"s"', "0" * 32, "deflate", "9/3", "1/999999", "x" * 9000])
+
+
+def mutated_manifest(chance: random.Random, answer: Answer) -> None:
+    if answer.kind == "manifest" and "Content-Encoding" not in answer.headers:
+        document = json.loads(answer.body)
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+            for _ in range(chance.choice([1, 1, 3])):
+                mutate(chance, document if chance.random() < 0.5 else document["tree"])
+            answer.body = json.dumps(document).encode()
+    answer.sign()
+
+
+def other_step(chance: random.Random, answer: Answer) -> None:
+    if answer.kind == "manifest" and "Content-Encoding" not in answer.headers:
+        document = json.loads(answer.body)
+        document["step"] += chance.choice([-1, 1])
+        answer.body = json.dumps(document).encode()
+    answer.sign()
+
+
+def lying_digests(chance: random.Random, answer: Answer) -> None:
+    """Digests of other blocks, of blocks that were not asked for, or none."""
+    with contextlib.suppress(ValueError):
+        document = json.loads(answer.body)
+        if answer.kind in ("digests", "samples") and isinstance(document, dict) and "peers" not in document:
+            keys, values = list(document), list(document.values())
+            chance.shuffle(values)
+            document = dict(zip(keys, values, strict=True)) | chance.choice([{}, {"99999": "0" * 32}, {"-1": "zz"}])
+            answer.body = json.dumps(document).encode()
+        elif isinstance(document, list):
+            chance.shuffle(document)
+            answer.body = json.dumps(document).encode()
+
+
+def strange_peers(chance: random.Random, answer: Answer) -> None:
+    if answer.kind == "peers":
+        held = chance.choice(["0-3", "0-99999999", "-1", "3-0", "0-" + "9" * 5000, "é", ""])
+        address = chance.choice(
+            ["http://127.0.0.1:1", "http://[::1", "ftp://x", "", "http://127.0.0.1:99999", "\x1b[2J"]
+        )
+        answer.body = json.dumps({"peers": [{"address": address, "held": held}] * 3, "sent": held}).encode()
+
+
+def garbage(chance: random.Random, answer: Answer) -> None:
+    answer.body = chance.randbytes(len(answer.body))
+
+
+LIES: dict[str, Callable[[random.Random, Answer], None]] = {
+    "bits flipped": flip,
+    "bits flipped, right digest": flip_signed,
+    "blocks in each other's places": other_block,
+    "zeros with a digest that verifies": zeros_that_verify,
+    "too short": short,
+    "too long": longer,
+    "another length announced": length_lie,
+    "cut": cut,
+    "hangs": hang,
+    "refuses": refuse,
+    "other headers": other_headers,
+    "manifest mutated, right digest": mutated_manifest,
+    "manifest of another step": other_step,
+    "digests of others": lying_digests,
+    "strange peers": strange_peers,
+    "garbage": garbage,
+}
+
+
+class Proxy:
+    """Stands before a source, and lies."""
+
+    def __init__(self, url: str, chance: random.Random, lies: list[str], often: float) -> None:
+        port = int(url.rpartition(":")[2])
+        self.may_be_consistent = False
+        """It told something that a source with another state would have told: who has no other source cannot find out."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                try:
+                    proxy._answer(self, port, chance, lies, often)
+                except (OSError, http.client.HTTPException, ValueError):
+                    self.close_connection = True
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 64
+
+            def handle_error(self, *_: object) -> None:  # receivers cut connections
+                pass
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, handler: Any, port: int, chance: random.Random, lies: list[str], often: float) -> None:
+        asked = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        source = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        try:
+            source.request(handler.command, handler.path, body=asked or None, headers=dict(handler.headers))
+            got = source.getresponse()
+            body = got.read()
+        finally:
+            source.close()
+        kind = handler.path.partition("?")[0].rpartition("/")[2]
+        kind = "blocks" if kind[:1].isdigit() else kind
+        dropped = ("content-length", "date", "server", "transfer-encoding", "connection")
+        headers = {name: value for name, value in got.getheaders() if name.lower() not in dropped}
+        answer = Answer(got.status, headers, body, kind)
+        with self._lock:
+            if chance.random() < often:
+                LIES[chance.choice(lies)](chance, answer)
+            if answer.verifies or (kind == "manifest" and answer.body != body):
+                self.may_be_consistent = True
+        handler.send_response(answer.status)
+        for name, value in answer.headers.items():
+            handler.send_header(name, value)
+        if answer.status != 204:
+            handler.send_header("Content-Length", str(len(answer.body) if answer.length is None else answer.length))
+        handler.end_headers()
+        handler.wfile.write(answer.body[: answer.cut_after])
+        handler.wfile.flush()
+        if answer.hangs:
+            self._over.wait(TIMEOUT_S)
+        if answer.cut_after is not None or answer.length is not None or len(answer.body) != len(body):
+            handler.close_connection = True
+            with contextlib.suppress(OSError):
+                handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def transport() -> Iterator[HTTPTransport[State]]:
+    made = HTTPTransport[State](
+        hostname="127.0.0.1",
+        bind="127.0.0.1",
+        token="",
+        block_bytes=4096,
+        num_chunks=2,
+        stall_timeout=timedelta(seconds=STALL_S),
+        connect_timeout=timedelta(seconds=2),
+        max_total_bytes=MAX_TOTAL_BYTES,
+    )
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+def fuzz_fetches(chance: random.Random, count: int, state: State) -> tuple[Counter[str], Counter[str], list[str]]:
+    """Fetch through the lying wire; return what came of it alone and beside an honest source, and what is wrong."""
+    alone: Counter[str] = Counter()
+    beside: Counter[str] = Counter()
+    wrong: list[str] = []
+    with transport() as source, transport() as receiver:
+        source.send_checkpoint([], STEP, state, LONG)
+        for number in range(count):
+            lies = [chance.choice(list(LIES))] if chance.random() < 0.7 else list(LIES)
+            proxy = Proxy(source.metadata(), chance, lies, chance.choice([0.1, 0.4, 1.0]))
+            has_second = number % 3 == 0
+            sources = [proxy.url, source.metadata()] if has_second else [proxy.url]
+            if chance.random() < 0.5:
+                sources.reverse()
+            is_sharded, in_place = chance.random() < 0.3, chance.random() < 0.3
+            local = zeros_like(state) if is_sharded or in_place or chance.random() < 0.3 else None
+            began = time.monotonic()
+            name = f"fetch {number} ({lies[0] if len(lies) == 1 else 'all lies'}{', sharded' if is_sharded else ''}"
+            name += f"{', in place' if in_place else ''}{', with an honest source' if has_second else ''})"
+            limit = timedelta(seconds=TIMEOUT_S)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    if is_sharded:
+                        groups = [[one] for one in sources]
+                        got = receiver.fetch_sharded(groups, 0, 1, STEP, limit, local_state=local, in_place=in_place)
+                    else:
+                        got = receiver.fetch_checkpoint(sources, STEP, limit, local_state=local, in_place=in_place)
+                if same(got, state):
+                    outcome = "the state"
+                elif proxy.may_be_consistent and sources[0] == proxy.url:
+                    outcome = "what a consistent liar said"
+                else:
+                    outcome = "WRONG STATE"
+                    wrong.append(f"{name}: a wrong state, and what it was made of was the honest source's")
+            except TorchftCkptError as error:
+                outcome = "a named error"
+                is_torn = in_place and local is not None and not same(local, zeros_like(state))
+                if is_torn and not (getattr(error, "state_overwritten", False) and "torn" in str(error)):
+                    wrong.append(f"{name}: overwritten, and not said to be torn: {str(error)[:120]}")
+            except Exception as error:
+                outcome = "UNNAMED"
+                wrong.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+            finally:
+                proxy.close()
+            took_s = time.monotonic() - began
+            if took_s > TIMEOUT_S + SLOW_S:
+                wrong.append(f"{name} took {took_s:.1f} s")
+            (beside if has_second else alone)[outcome] += 1
+    return alone, beside, wrong
+
+
+# ------------------------------------------------------------------------------------------------------ the run
+
+
+def honest_manifest(state: State) -> bytes:
+    """What a source serves of a state."""
+    with transport() as source:
+        source.send_checkpoint([], STEP, state, LONG)
+        connection = http.client.HTTPConnection(source.metadata().rpartition("/")[2], timeout=10)
+        connection.request("GET", f"/v1/checkpoint/{STEP}/manifest")
+        body = connection.getresponse().read()
+        connection.close()
+    return body
+
+
+def run(count: int, seed: int) -> tuple[list[str], list[str]]:
+    """Fuzz; return the rows of the table, and what is wrong."""
+    chance = random.Random(seed)
+    state = state_of(seed)
+    honest = honest_manifest(state)
+    manifests, wrong = fuzz_manifests(chance, count, honest, state)
+    alone, beside, wrong_fetches = fuzz_fetches(chance, max(count // 20, 3), state)
+
+    def row(target: str, what: str, found: Counter[str]) -> str:
+        told = ", ".join(f"{number} {outcome}" for outcome, number in found.most_common())
+        return f"{target} | {what} | {found.total()} | {told}"
+
+    rows = [
+        row(
+            "manifests, through decode, destinations, plan, assemble, inspect",
+            "structure-aware, right digest",
+            manifests,
+        ),
+        row("whole fetches", f"a wire with {len(LIES)} kinds of lies", alone),
+        row("whole fetches", "the same, an honest source beside it", beside),
+    ]
+    return rows, [*wrong, *wrong_fetches]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000, help="mutated manifests; a twentieth as many fetches")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    logging.getLogger("torchft_ckpt").setLevel(logging.CRITICAL)
+    began = time.monotonic()
+    rows, wrong = run(options.count, options.seed)
+    for line in [*(f"  {what}" for what in wrong[:50]), *rows]:
+        print(line)
+    if wrong:
+        print(f"VULNERABLE: {len(wrong)} of what was sent came to a wrong end (seed {options.seed})")
+        return 1
+    print(f"held: no wrong state, no hang, no unnamed error in {time.monotonic() - began:.0f} s (seed {options.seed})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
