@@ -258,3 +258,27 @@ def test_a_joiner_gets_the_state_however_many_names_were_made_up_before(monkeypa
     finally:
         joiner.shutdown()
         source.shutdown()
+
+
+def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
+    """Of a megabyte and more, which the system's buffers do not hold: a piece of it waits in this process."""
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    source.send_checkpoint([1], STEP, {"text": "x" * (32 << 20)}, LONG)
+    try:
+        connection = connected(source)
+        connection.request("GET", f"/v1/checkpoint/{STEP}/manifest")
+        guarded = source._server._acceptor._clients._connections
+
+        def num_waiting() -> int:
+            return max(
+                (one._transport.get_write_buffer_size() for one in [*guarded.values()] if one._transport), default=0
+            )
+
+        assert eventually(num_waiting)
+        time.sleep(0.1)
+        assert num_waiting() < 1 << 20
+        answer = connection.getresponse()
+        assert len(answer.read()) > 32 << 20
+        connection.close()
+    finally:
+        source.shutdown()

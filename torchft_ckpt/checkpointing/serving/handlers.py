@@ -70,6 +70,7 @@ from torchft_ckpt.network import bearer_matches, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
+_PIECE_BYTES = 128 * 1024
 MAX_GROUP = 4096
 _MAX_TOLD_RUNS = 4096
 _LONG_LOOK_S = 0.001
@@ -101,6 +102,7 @@ class CheckpointHandlers:
         token: what clients must present, or None.
         proof_key: by which it proves at other addresses that it is the server of its manifests.
         on_registered: called on the loop when a receiver has started on a snapshot.
+        patience_s: with a client that takes nothing of a manifest.
         max_bytes_per_s: of all bodies of blocks, parts and raw bytes together; None: no bound.
     """
 
@@ -113,6 +115,7 @@ class CheckpointHandlers:
         token: str | None,
         proof_key: str,
         on_registered: Callable[[Snapshot], None],
+        patience_s: float,
         max_bytes_per_s: float | None = None,
     ) -> None:
         self._shelf = shelf
@@ -120,6 +123,7 @@ class CheckpointHandlers:
         self._token = token or ""
         self._proof_key = proof_key
         self._on_registered = on_registered
+        self._patience_s = patience_s
         self._pace = Pace(max_bytes_per_s)
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
@@ -228,7 +232,7 @@ class CheckpointHandlers:
         receiver = _receiver(request)
         if receiver is not None:
             headers[SHARE_HEADER] = "{}/{}".format(*snapshot.share_of(receiver))
-        return _json(body, headers)
+        return _json(body, headers) if request.method == "HEAD" else await self._send_manifest(request, body, headers)
 
     async def _blocks(self, request: web.Request) -> web.StreamResponse:
         served = self._chosen(request)
@@ -471,6 +475,28 @@ class CheckpointHandlers:
             )
 
     # Sending
+
+    async def _send_manifest(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
+        """Send it in pieces, so that who reads none of it has one piece copied for it, not all, and is given up after a while."""
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "application/json"
+        response.content_length = len(body)
+        transport, loop = request.transport, asyncio.get_running_loop()
+        if transport is None:
+            raise web.HTTPInternalServerError
+        try:
+            await response.prepare(request)
+            for at in range(0, len(body), _PIECE_BYTES):
+                giving_up = loop.call_later(self._patience_s, transport.abort)
+                try:
+                    await response.write(body[at : at + _PIECE_BYTES])
+                finally:
+                    giving_up.cancel()
+            await response.write_eof()
+        except OSError as error:
+            logger.debug("a receiver did not take a manifest: %s", error)
+            transport.abort()
+        return response
 
     async def _send(
         self,

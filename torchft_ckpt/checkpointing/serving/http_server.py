@@ -89,6 +89,7 @@ class CheckpointServer:
             token=token,
             proof_key=self.proof_key,
             on_registered=self._touch_buffers,
+            patience_s=limits.head_timeout_s,
             max_bytes_per_s=limits.max_serve_bytes_per_s,
         )
         self._touching: set[Snapshot] = set()
