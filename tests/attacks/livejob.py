@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 START_TIMEOUT_S = 120.0
 
 
@@ -36,7 +36,7 @@ class Job:
     """
 
     def __init__(self, directory: Path, token: str, num_groups: int = 2, num_ranks: int = 2) -> None:
-        self._directory = directory
+        self._directory = directory.resolve()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._env = os.environ | {"TORCHFT_CKPT_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         try:
@@ -54,7 +54,7 @@ class Job:
                         "world-size": num_ranks,
                         "lighthouse": self.lighthouse,
                         "store-port": store_port,
-                        "out": directory / f"{name}.steps",
+                        "out": self._directory / f"{name}.steps",
                     }
                     options = [text for key, value in arguments.items() for text in (f"--{key}", str(value))]
                     self._start(name, [str(HERE / "job_rank.py"), *options])
@@ -72,7 +72,11 @@ class Job:
     def _start(self, name: str, arguments: list[str]) -> None:
         with self.log(name).open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, *arguments], env=self._env, stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, *arguments],
+                cwd=self._directory,  # what `-m` finds in the directory that it is started in goes first
+                env=self._env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def _await_lighthouse(self) -> str:

@@ -67,10 +67,10 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 class Gate:
-    """Holds up each slice that is read for a digest until it is opened, and counts them."""
+    """Holds up each slice that is read for a digest until it may go on, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
+        self.permits = threading.Semaphore(0)
         self.num_slices = 0
         self._read = parts.read_region
         monkeypatch.setattr(parts, "SLICE_BYTES", BLOCK)
@@ -78,7 +78,7 @@ class Gate:
 
     def _read_region(self, *arguments: Any) -> memoryview:
         self.num_slices += 1
-        self.opened.wait(20)
+        self.permits.acquire(timeout=20)
         return self._read(*arguments)
 
 
@@ -86,7 +86,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
-    gate.opened.set()
+    gate.permits.release(1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,14 @@ def test_work_for_digests_ends_when_the_client_leaves(source, gate):
     connection.close()
     clients = source._server._acceptor._clients
     assert eventually(lambda: not clients._num_connections)
-    gate.opened.set()
     queue = source._server._handlers._threads._queue
-    assert eventually(lambda: not queue._begun)
-    assert gate.num_slices <= 2 < num_in_all
+
+    def is_idle_after_one_more_slice() -> bool:
+        gate.permits.release()
+        return not queue._begun
+
+    assert eventually(is_idle_after_one_more_slice, 5.0)
+    assert gate.num_slices < num_in_all
 
 
 @other_addresses
@@ -137,7 +141,7 @@ def test_others_are_served_while_a_client_has_all_the_digests_computed_that_it_m
         ask_for_digests(connection, 1)
     assert eventually(lambda: gate.num_slices == 2)
     honest = HTTPTransport(
-        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=5)
+        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=10)
     )
     state = honest.recv_checkpoint(0, source.metadata(), STEP, LONG)
     honest.shutdown()
@@ -253,4 +257,28 @@ def test_a_joiner_gets_the_state_however_many_names_were_made_up_before(monkeypa
         assert torch.equal(state["w"], STATE["w"])
     finally:
         joiner.shutdown()
+        source.shutdown()
+
+
+def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
+    """Of a megabyte and more, which the system's buffers do not hold: a piece of it waits in this process."""
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    source.send_checkpoint([1], STEP, {"text": "x" * (32 << 20)}, LONG)
+    try:
+        connection = connected(source)
+        connection.request("GET", f"/v1/checkpoint/{STEP}/manifest")
+        guarded = source._server._acceptor._clients._connections
+
+        def num_waiting() -> int:
+            return max(
+                (one._transport.get_write_buffer_size() for one in [*guarded.values()] if one._transport), default=0
+            )
+
+        assert eventually(num_waiting)
+        time.sleep(0.1)
+        assert num_waiting() < 1 << 20
+        answer = connection.getresponse()
+        assert len(answer.read()) > 32 << 20
+        connection.close()
+    finally:
         source.shutdown()

@@ -185,6 +185,7 @@ def test_what_is_on_its_way_to_another_receiver_is_waited_for_but_not_for_ever()
 @pytest.mark.parametrize("mask", [0, 1, 0b1011, 0b11110000, (1 << 70) | 3])
 def test_a_bit_set_is_the_sum_of_its_runs(mask):
     assert sum(mask_of(run) for run in blocks_of(mask)) == mask
+    assert [blocks_of(mask, most) for most in range(3)] == [blocks_of(mask)[:most] for most in range(3)]
 
 
 @dataclass(order=True)

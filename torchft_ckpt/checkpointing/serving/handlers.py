@@ -78,6 +78,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
 _LONG_BYTES = 1024 * 1024
 """A longer answer is proved beside the event loop."""
+_PIECE_BYTES = 128 * 1024
 MAX_GROUP = 4096
 _MAX_TOLD_RUNS = 4096
 _LONG_LOOK_S = 0.001
@@ -112,6 +113,7 @@ class CheckpointHandlers:
         proof_key: by which it proves at other addresses that it is the server of its manifests.
         identity: under which it proves that it knows the token.
         on_registered: called on the loop when a receiver has started on a snapshot.
+        patience_s: with a client that takes nothing of a manifest.
         max_bytes_per_s: of all bodies of blocks, parts and raw bytes together; None: no bound.
     """
 
@@ -125,6 +127,7 @@ class CheckpointHandlers:
         proof_key: str,
         identity: str,
         on_registered: Callable[[Snapshot], None],
+        patience_s: float,
         max_bytes_per_s: float | None = None,
     ) -> None:
         self._shelf = shelf
@@ -135,6 +138,7 @@ class CheckpointHandlers:
         self._sessions: weakref.WeakKeyDictionary[asyncio.BaseTransport, Session] = weakref.WeakKeyDictionary()
         """Of the connections over which the token is proved, and not sent."""
         self._on_registered = on_registered
+        self._patience_s = patience_s
         self._pace = Pace(max_bytes_per_s)
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
@@ -204,16 +208,19 @@ class CheckpointHandlers:
         showed_token(request)
         response = await self._answer(request, handler)
         if isinstance(response, web.Response):
-            content = response.body if isinstance(response.body, bytes) else b""
-            prove = functools.partial(self._prove_answer, request, response, content)
-            if len(content) > _LONG_BYTES:
-                await self._threads.run(_client(request), prove)
-            else:
-                prove()
+            await self._prove_content(request, response, response.body if isinstance(response.body, bytes) else b"")
         return response
 
     def _session_of(self, request: web.Request) -> Session | None:
         return None if request.transport is None else self._sessions.get(request.transport)
+
+    async def _prove_content(self, request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+        """Prove an answer and its content, beside the event loop where that takes long."""
+        prove = functools.partial(self._prove_answer, request, response, content)
+        if len(content) > _LONG_BYTES and self._session_of(request) is not None:
+            await self._threads.run(_client(request), prove)
+        else:
+            prove()
 
     def _prove_answer(self, request: web.Request, response: web.StreamResponse, body: bytes | None) -> None:
         """Prove an answer before its head is sent, where the token is proved over this connection. `body`: None: parts follow."""
@@ -287,7 +294,7 @@ class CheckpointHandlers:
         receiver = _receiver(request)
         if receiver is not None:
             headers[SHARE_HEADER] = "{}/{}".format(*snapshot.share_of(receiver))
-        return _json(body, headers)
+        return _json(body, headers) if request.method == "HEAD" else await self._send_manifest(request, body, headers)
 
     async def _blocks(self, request: web.Request) -> web.StreamResponse:
         served = self._chosen(request)
@@ -559,6 +566,29 @@ class CheckpointHandlers:
             )
 
     # Sending
+
+    async def _send_manifest(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
+        """Send it in pieces, so that who reads none of it has one piece copied for it, not all, and is given up after a while."""
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "application/json"
+        response.content_length = len(body)
+        await self._prove_content(request, response, body)
+        transport, loop = request.transport, asyncio.get_running_loop()
+        if transport is None:
+            raise web.HTTPInternalServerError
+        try:
+            await response.prepare(request)
+            for at in range(0, len(body), _PIECE_BYTES):
+                giving_up = loop.call_later(self._patience_s, transport.abort)
+                try:
+                    await response.write(body[at : at + _PIECE_BYTES])
+                finally:
+                    giving_up.cancel()
+            await response.write_eof()
+        except OSError as error:
+            logger.debug("a receiver did not take a manifest: %s", error)
+            transport.abort()
+        return response
 
     async def _send(
         self,

@@ -88,6 +88,7 @@ class CheckpointServer:
             proof_key=self.proof_key,
             identity=self.identity,
             on_registered=self._touch_buffers,
+            patience_s=limits.head_timeout_s,
             max_bytes_per_s=limits.max_serve_bytes_per_s,
         )
         self._touching: set[Snapshot] = set()
