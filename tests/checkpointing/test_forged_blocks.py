@@ -5,6 +5,7 @@ Blocks straight from the source that announces them are checked by xxh3 alone, a
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import urllib.error
@@ -114,7 +115,7 @@ def test_the_forged_blocks_have_the_digests_of_the_true_ones():
 def test_a_forged_block_does_not_count_and_nothing_of_it_is_left(kind):
     receiving = Receiving(kind)
     receiving.announce()
-    with pytest.raises(DigestMismatchError, match=r"from other does not have the BLAKE3 digest that source source ann"):
+    with pytest.raises(DigestMismatchError, match=r"from other does not have the BLAKE3 digest that its primary"):
         receiving.bring("other", FORGED)
     assert (receiving.state.over, receiving.state.arrived_text()) == (False, "0 of 2 blocks")
     assert FORGED[0] not in receiving.contents() and FORGED[1] not in receiving.contents()
@@ -174,7 +175,7 @@ def test_what_a_lost_source_announced_does_not_count_for_the_next_one():
     state.adopt("other", XXH3S)
     state.meet_peers({"peer": 0b11}, 0)
     assert not receiving.is_asked("peer")
-    assert (state.await_primary(other_than="source"), state.await_uncheckable("other", limit=9)) == ("other", [0, 1])
+    assert (state.await_primary(), state.await_uncheckable("other", limit=9)) == ("other", [0, 1])
     state.learn_blake3s("other", BLAKE3S)
     assert receiving.is_asked("peer")
 
@@ -211,9 +212,7 @@ def test_a_receiver_that_forges_is_left_and_said_to(scene, in_place, caplog):  #
     assert forger.num_lent > 0
     assert differences(state, scene.state) == []
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [f"taking nothing more from receiver {forger.url}" in line and "it was forged" in line for line in said] == [
-        True
-    ]
+    assert sum(f"taking nothing more from {forger.url}: block" in line and "forged" in line for line in said) == 1
 
 
 def test_who_receives_alone_asks_for_no_blake3_digest(scene):  # noqa: F811
@@ -256,10 +255,10 @@ def test_nothing_more_is_computed_for_a_client_that_has_left(scene, monkeypatch)
 
     monkeypatch.setattr(handlers, "note_blake3s", wait)
     scene.serve(1)
-    url = f"{scene.source.metadata()}/v1/checkpoint/{STEP}/blake3?blocks=0-{NUM_BLOCKS - 1}"
-    with pytest.raises(TimeoutError):
-        get(url, {}, timeout_s=0.1)
+    client = http.client.HTTPConnection(scene.source.metadata().removeprefix("http://"))
+    client.request("GET", f"/v1/checkpoint/{STEP}/blake3?blocks=0-{NUM_BLOCKS - 1}")
     assert begun.acquire(timeout=20)
+    client.close()
     computing = scene.source._server._handlers._computing_blake3
     assert wait_until(lambda: not computing.locked(), 20), "the request goes on though its client has left"
     may_go_on.set()

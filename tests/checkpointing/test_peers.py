@@ -93,8 +93,8 @@ class Scene:
             transport.shutdown()
 
 
-def get(url: str, headers: dict[str, str], timeout_s: float = 20) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s) as answer:
+def get(url: str, headers: dict[str, str]) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
         return answer.read()
 
 

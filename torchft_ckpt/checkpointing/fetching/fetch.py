@@ -37,7 +37,6 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.core.paths import describe_paths
 from torchft_ckpt.errors import (
     CheckpointError,
-    DigestMismatchError,
     ReplicaDivergenceWarning,
     SourceLostError,
     SourceRefusedError,
@@ -54,6 +53,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _SWARM_AFTER_S = 0.25
 _TELL_TIMEOUT_S = 0.5
+_ASK_AGAIN_S = 1.0
 _BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024
 """Of blocks whose digests are asked for at once: some 15 ms of the source's, after which others may give these blocks."""
 _JOIN_TIMEOUT_S = 5.0
@@ -447,13 +447,14 @@ class Fetch:
         self._spawn(self._learn_blake3s, None)
 
     def _learn_blake3s(self) -> None:
-        state, primary = self._state, None
-        while (primary := state.await_primary(other_than=primary)) is not None:
-            work = functools.partial(self._learn_blake3s_of, primary)
+        while (primary := self._state.await_primary()) is not None:
             try:
-                self._over_any(self._address_of(primary), work)
-            except (TransferError, StateFormatError) as error:
-                logger.info("source %s does not say what others may give in its place: %s", primary, error)
+                self._over_any(self._address_of(primary), functools.partial(self._learn_blake3s_of, primary))
+            except (TransferError, StateFormatError) as error:  # what that means its own streams find out
+                logger.info(
+                    "nothing comes in place of source %s, which does not say what it must be: %s", primary, error
+                )
+                self._state.pause(_ASK_AGAIN_S)
 
     def _learn_blake3s_of(self, primary: str, client: SourceClient) -> None:
         """Ask until another source is the primary. Connects when there is something to ask."""
@@ -587,8 +588,7 @@ class Fetch:
         elif name is None:
             logger.info("the receivers of %s do not find each other: %s", self._what, failure)
         elif is_peer:
-            level = logging.WARNING if isinstance(failure, DigestMismatchError) else logging.INFO
-            logger.log(level, "taking nothing more from receiver %s: %s", name, failure)
+            logger.info("taking nothing more from receiver %s: %s", name, failure)
             self._state.fail_peer(name)
         else:
             self._state.fail_source(name, failure)

@@ -380,11 +380,12 @@ class TransferState:
         """Whether a source is the one that announces the digests that count."""
         return name == self.primary
 
-    def await_primary(self, other_than: str | None) -> str | None:
-        """Wait until there is a primary, another one than this; None where the fetch is over."""
+    def await_primary(self) -> str | None:
+        """Wait until there is a primary, to ask it for BLAKE3 digests from now on; None where the fetch is over."""
         with self.changed:
-            while not self._over and (not self._ready or self.primary in (None, other_than)):
+            while not self._over and (not self._ready or self.primary is None):
                 self.changed.wait(_WAIT_S)
+            self._asked = self._checkable
             return None if self._over else self.primary
 
     def await_uncheckable(self, primary: str, limit: int) -> list[int]:
@@ -535,11 +536,12 @@ class TransferState:
                 f"block {block} from {source} is not the one that it announced before", party=source
             )
         if is_forged:
-            raise DigestMismatchError(
-                f"block {block} from {source} does not have the BLAKE3 digest that source {self.primary} announces: "
-                "it was forged, and does not count",
-                party=source,
+            what = (
+                f"block {block} from {source} does not have the BLAKE3 digest that its primary source announces: it was forged, "
+                "or damaged there, and does not count"
             )
+            logger.warning("taking nothing more from %s: %s", source, what)
+            raise DigestMismatchError(what, party=source)
 
     def arrived(
         self, stream: int, source: str, path: str, block: int, digest: bytes, blake3: bytes | None = None
