@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import secrets
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from torchft_ckpt.coordination import ManagerServer, group_service, lighthouse_s
 from torchft_ckpt.coordination.group_service import GroupService
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, RankHello, encode
+from torchft_ckpt.core.proofs import RankProof
 from torchft_ckpt.front.limits import FrontLimits, showed_token
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
@@ -122,7 +124,8 @@ def is_open(sock: socket.socket) -> bool:
 
 
 def handshake(path: str, token: str = TOKEN, key: bytes = base64.b64encode(bytes(16))) -> bytes:
-    lines = [f"GET {path} HTTP/1.1", "Host: h", f"Authorization: Bearer {token}", "Connection: Upgrade"]
+    shown = RankProof(token, "", secrets.token_hex(16)).authorization if path == "/v1/ranks" else f"Bearer {token}"
+    lines = [f"GET {path} HTTP/1.1", "Host: h", f"Authorization: {shown}", "Connection: Upgrade"]
     lines += ["Upgrade: websocket", "Sec-WebSocket-Version: 13"]
     return "\r\n".join(lines).encode() + b"\r\nSec-WebSocket-Key: " + key + b"\r\n\r\n"
 
