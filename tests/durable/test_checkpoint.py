@@ -36,6 +36,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.core import coverage
 from torchft_ckpt.core.boxes import Box, contains, intersect, refine, whole
 from torchft_ckpt.core.coverage import missing_boxes
 from torchft_ckpt.errors import CheckpointNotFoundError, StorageError
@@ -466,3 +467,19 @@ def test_manifests_of_equal_bytes_in_two_storages_are_both_kept(tmp_path: Path) 
     assert checkpoint.left_aside == []
     assert encode_part(checkpoint.parts[0].manifest) == encode_part(checkpoint.parts[1].manifest)
     assert double.storage is one
+
+
+def test_pieces_that_would_take_hours_to_put_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of ever fewer rows, every second one first: each is compared with all gaps that those before it left."""
+    monkeypatch.setattr(coverage, "_FREE_COMPARISONS", 1000)
+    height = 400
+    boxes = [Box((0, column), (height - column // 2, 1)) for column in range(0, 400, 2)]
+    boxes += [Box((0, column), (1, 1)) for column in range(1, 400, 2)]
+    with pytest.raises(ValueError, match="400 pieces lie so that too many of them have to be compared"):
+        PieceIndex([(box, None) for box in boxes]).cover(whole((height, 400)))
+
+
+def test_shards_are_put_together_in_whatever_order_ranks_wrote_them() -> None:
+    boxes = [Box((0, column), (9, 1)) for first in (0, 1) for column in range(first, 1000, 2)]
+    taken, missing = PieceIndex([(box, None) for box in boxes]).cover(whole((9, 1000)))
+    assert len(taken) == 1000 and missing == []

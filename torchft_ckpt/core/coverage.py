@@ -12,7 +12,14 @@ from torchft_ckpt.core.boxes import MAX_CELLS, Box, intersect, whole
 
 _FREE_COMPARISONS = 1 << 18
 _COMPARISONS_PER_BOX = 64
-"""Of shards of a mesh a handful is enough. Boxes can be chosen so that each is compared with half of the others."""
+
+
+def max_comparisons(num_boxes: int) -> int:
+    """Return how many comparisons so many boxes of one tensor are worth.
+
+    Of shards of a mesh a handful for each is enough. Boxes can be chosen so that each is compared with half of the others.
+    """
+    return _FREE_COMPARISONS + _COMPARISONS_PER_BOX * num_boxes
 
 
 def missing_numbers(there: Iterable[int], count: int) -> list[range]:
@@ -40,7 +47,7 @@ def subtract(wanted: Sequence[Box], boxes: Iterable[Box]) -> list[Box]:
     passed: list[Box] = []
     """Those that end before the box that it is the turn of begins: no later one reaches them."""
     ordered = sorted(boxes)
-    budget = _FREE_COMPARISONS + _COMPARISONS_PER_BOX * len(ordered)
+    budget = max_comparisons(len(ordered))
     for box in ordered:
         if box.offsets:
             low = box.offsets[0]

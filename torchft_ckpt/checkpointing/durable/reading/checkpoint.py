@@ -31,7 +31,7 @@ from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.boxes import Box, intersect, whole
-from torchft_ckpt.core.coverage import missing_boxes, missing_numbers, subtract
+from torchft_ckpt.core.coverage import max_comparisons, missing_boxes, missing_numbers, subtract
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 from torchft_ckpt.threads import in_threads
 
@@ -222,6 +222,9 @@ class PieceIndex(Generic[_T]):
         Args:
             wanted: the box to make up.
             usable: whether a piece may be taken; all may by default.
+
+        Raises:
+            ValueError: pieces lie so that too many of them have to be compared with each other.
         """
         if not wanted.volume:
             return [], []
@@ -232,12 +235,18 @@ class PieceIndex(Generic[_T]):
             shared = intersect(wanted, box)
             if shared is not None and (usable is None or usable(item)):
                 found.append((-shared.volume, number, shared, item))
-        found.sort(key=lambda piece: piece[:2])
+        found.sort(key=lambda piece: (piece[0], piece[2].offsets, piece[1]))
         taken: list[tuple[_T, Box]] = []
         left = [wanted]
+        budget = max_comparisons(len(found))
         for _, _, shared, item in found:
             if not left:
                 break
+            budget -= len(left)
+            if budget < 0:
+                raise ValueError(
+                    f"{len(found)} pieces lie so that too many of them have to be compared with each other"
+                )
             taken += [(item, part) for one in left if (part := intersect(one, shared)) is not None]
             left = subtract(left, [shared])
         return taken, left

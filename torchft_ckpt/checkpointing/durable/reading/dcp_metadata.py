@@ -128,7 +128,10 @@ def _pieces_by_offsets(tensor: SavedTensor) -> list[Piece]:
     """Return a cover in which no two pieces begin at the same element."""
     candidates = tensor
     while True:
-        pieces = minimal_cover(candidates)
+        try:
+            pieces = minimal_cover(candidates)
+        except ValueError as error:
+            raise CheckpointDamagedError(f"{tensor.fqn[:120]} is in too many pieces: {error}", tensor.fqn) from error
         first: dict[tuple[int, ...], Piece] = {}
         twins = [piece for piece in pieces if first.setdefault(piece.box.offsets, piece) is not piece]
         if not twins:

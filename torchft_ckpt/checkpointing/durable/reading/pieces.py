@@ -212,7 +212,11 @@ class PieceReader(StateReader, Generic[_P]):
         cells: list[Cell[_P]] = []
         holes: list[tuple[str, Box]] = []
         for name, box, target in wanted:
-            taken, missing = self._index(name).cover(box, reading.is_usable)
+            try:
+                taken, missing = self._index(name).cover(box, reading.is_usable)
+            except ValueError as error:
+                what = f"{self.location} has {name[:120]} in too many pieces: {error}"
+                raise CheckpointDamagedError(what, self.location) from error
             cells += [Cell(piece, part, name, target) for piece, part in taken]
             holes += [(name, missing[0])] if missing else []
         if holes:
