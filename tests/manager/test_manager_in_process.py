@@ -448,7 +448,9 @@ def test_a_load_function_that_raises_leaves_the_replica_unhealed(lighthouse: Lig
             try:
                 replica.step()
             except StateDictLoadError as error:
-                failures.append((str(error), replica.manager.current_step()))
+                said, _, torn = str(error).partition("; ")
+                assert error.state_overwritten and torn.startswith("the state that was here is torn")
+                failures.append((said, replica.manager.current_step()))
             if replica is second and replica.manager.statistics().num_committed >= 2:
                 discarded.append(first.manager.statistics().num_discarded)
                 stop.set()
