@@ -467,6 +467,8 @@ def judge(slot: Slot, mode: Mode, case: Case, state: State | None, error: Except
     overwritten = bool(getattr(error, "state_overwritten", False))
     if not untouched and not (mode.in_place and overwritten):
         complaints.append(f"the old state was changed and the error does not own up to it: {text}")
+    if overwritten != ("the state that was here is torn" in text):
+        complaints.append(f"what the error says is not what its flag says: {text}")
     return complaints
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.ladder import Rung
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import CheckpointError, ConfigError
 from torchft_ckpt.manager.healing import StateRegistry
 from torchft_ckpt.manager.still import tensors_in
 
@@ -188,6 +188,32 @@ def test_a_manager_restores_whatever_the_default_device_is(tmp_path: Path, addre
     assert all(again[name].tolist() == value.tolist() for name, value in state.items())
     checkpointer.shutdown()
     manager.shutdown()
+
+
+@pytest.mark.parametrize("why", ["its bytes are damaged", "load_state_dict raises", "the Manager's own part is none"])
+def test_a_restore_that_dies_half_way_says_torn_and_its_manager_knows(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    group.step()
+    checkpointer.save().result(LONG_S)
+    (directory,) = tmp_path.iterdir()
+    if why == "its bytes are damaged":
+        (file,) = directory.glob("*.distcp")
+        data = bytearray(file.read_bytes())
+        at = data.index(group.model[0].weight.detach().numpy().tobytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+    elif why == "load_state_dict raises":
+        monkeypatch.setattr(group.model, "load_state_dict", lambda state: state["a layer too many"])
+    else:
+        monkeypatch.setattr(Manager, "load_state_dict", lambda self, state: int(state["a step"]))
+    with pytest.raises(CheckpointError, match="the state that was here is torn") as caught:
+        checkpointer.restore(step=group.manager.current_step())
+    assert caught.value.state_overwritten and group.manager.is_behind
+    checkpointer.shutdown()
+    group.manager.shutdown()
 
 
 @pytest.mark.parametrize("step", [1.0, -1])

@@ -237,6 +237,7 @@ def test_a_rank_that_fails_and_that_nobody_makes_up_for_is_a_named_error(name, i
             is_touched = not untouched(receiver.before, receiver.local)
             assert not is_touched or caught.value.state_overwritten
             assert not caught.value.state_overwritten or (in_place and not is_before_any_byte)
+            assert caught.value.state_overwritten == ("the state that was here is torn" in str(caught.value))
     with group_of(ROWS, 2) as again, Receiver(in_place=in_place) as receiver:
         assert whose(receiver.fetch([again.urls])) == {0}
 
