@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -58,9 +59,9 @@ def crowd(port: int, seconds: float, num_elements: int) -> None:
         thread.join(max(until - time.monotonic(), 0.0))
 
 
-def recover(source: HTTPTransport, label: str) -> float | None:
+def recover(source: HTTPTransport[Any], label: str) -> float | None:
     """Receive the state; return the seconds, None where it failed."""
-    receiver = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    receiver: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
     began = time.monotonic()
     try:
         receiver.recv_checkpoint(0, source.metadata(), STEP, timedelta(seconds=120))
@@ -84,7 +85,7 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     state = {"w": torch.zeros(num_elements), "small": torch.zeros(1 << 18)}
-    source = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
     port = int(source.metadata().rsplit(":", 1)[1])
 
     def serve() -> None:

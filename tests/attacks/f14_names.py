@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ def main() -> int:
         flood(arguments.flood)
     torch.set_num_threads(1)
     state = {"w": torch.zeros(8 << 18)}
-    source = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=1 << 20)
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=1 << 20)
     port = int(source.metadata().rsplit(":", 1)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port)
 
@@ -71,7 +72,7 @@ def main() -> int:
         for number in range(4096)
     )
     print(f"{num_taken} of 4096 names were taken over one connection")
-    joiner = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    joiner: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
     has_joined = True
     try:
         joiner.recv_checkpoint(0, source.metadata(), STEP, timedelta(seconds=8))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ STALL_S = 8.0
 
 def receive(metadata: str) -> int:
     """Be the receiver: print the sum of what came, and how long it took."""
-    receiver = HTTPTransport(
+    receiver: HTTPTransport[Any] = HTTPTransport(
         hostname="127.0.0.1", bind="127.0.0.1", num_chunks=1, stall_timeout=timedelta(seconds=STALL_S)
     )
     began = time.monotonic()
@@ -51,7 +52,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     state = {"w": torch.ones(4 << 18)}
-    source = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
     source.send_checkpoint([1], STEP, state, timedelta(minutes=5))
     taken: list[int] = []
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

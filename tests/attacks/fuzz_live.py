@@ -412,7 +412,7 @@ def mutated_message(chance: random.Random, text: str) -> bytes:
     for key in chance.sample(sorted(content), min(len(content), chance.randint(1, 4))):
         if key == "type" and chance.random() < 0.8:
             continue
-        value = chance.choice([*HOSTILE_NUMBERS, *HOSTILE_TEXTS, None, True, [], {}, [[]] * 1000])
+        value: object = chance.choice([*HOSTILE_NUMBERS, *HOSTILE_TEXTS, None, True, [], {}, [[]] * 1000])
         content[key] = value if chance.random() < 0.7 else [value] * chance.choice([1, 500])
     return json.dumps(content).encode("utf-8", "surrogatepass")
 
