@@ -1,7 +1,11 @@
 """One WebSocket: messages out in order and bounded, messages in until it closes. It knows no protocol above that.
 
 A peer that does not read cannot make us hold its messages without limit, nor hold up anybody else: what is to be sent
-waits in a queue of its own, and a queue that runs over closes the connection.
+waits in a queue of its own, bounded by messages and by bytes, and a queue that runs over closes the connection. So does a
+message that the peer could not take: what `core` sends is far smaller, whatever it was told.
+
+Who connects goes nowhere else than where it was told to: redirects are not followed (`client_session`). Who serves
+refuses web pages (`serve`): a browser inside the network would open a WebSocket to wherever any page tells it to.
 """
 
 from __future__ import annotations
@@ -9,17 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from torchft_ckpt.core.messages import Message, encode
+from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Message, encode
+from torchft_ckpt.core.text import printable
 from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout, without_mapping
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 1024
+MAX_QUEUED_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -39,6 +46,7 @@ async def serve(
         backlog: as given there.
         handler_cancellation: a handler whose client has gone away is cancelled.
     """
+    app.middlewares.append(_refuse_browsers)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=handler_cancellation)
     await runner.setup()
     for listener in listeners:
@@ -55,6 +63,28 @@ def refuse_token(request: web.Request) -> web.Response:
     """Answer a request that does not carry the token."""
     logger.warning("refused %s: wrong or missing token", client_of(request))
     return web.json_response({"error": "wrong or missing token"}, status=401)
+
+
+@web.middleware
+async def _refuse_browsers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a web page asks for. Browsers name the page's origin in each WebSocket and each POST; nobody else does."""
+    if "Origin" in request.headers:
+        return web.json_response({"error": "web pages are not answered"}, status=403)
+    return await handler(request)
+
+
+def client_session(headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+    """Return a session that goes only where it is told to: a redirect is an `aiohttp.ClientError` that names its target."""
+
+    async def refuse(
+        _session: aiohttp.ClientSession, _context: object, redirect: aiohttp.TraceRequestRedirectParams
+    ) -> None:
+        place = printable(redirect.response.headers.get("Location", "")[:200])
+        raise aiohttp.ClientError(f"it redirects to {place}, which is not followed")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return aiohttp.ClientSession(headers=headers, trace_configs=[trace])
 
 
 class Channel:
@@ -81,6 +111,7 @@ class Channel:
             set_dead_peer_timeout(sock, dead_peer_timeout_s)
             keep_from_forked_children(sock)
         self._outgoing: asyncio.Queue[str | None] = asyncio.Queue()
+        self._queued_bytes = 0
         self._writer = asyncio.get_running_loop().create_task(self._write())
         self.sent_at = asyncio.get_running_loop().time()
         """When something was last handed to the socket, on the loop's clock."""
@@ -89,11 +120,18 @@ class Channel:
         """Queue a message. After `close` it is dropped."""
         if self._writer.done():
             return
-        if self._outgoing.qsize() >= MAX_QUEUED_MESSAGES:
-            logger.warning("%s does not read, %d messages wait for it: closing", self._name, MAX_QUEUED_MESSAGES)
+        text = encode(message)
+        num_bytes = _num_bytes(text)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            kind = type(message).__name__
+            logger.error("a %s of %d bytes is more than %s takes: closing", kind, num_bytes, self._name)
             self.abort()
-            return
-        self._outgoing.put_nowait(encode(message))
+        elif self._outgoing.qsize() >= MAX_QUEUED_MESSAGES or self._queued_bytes + num_bytes > MAX_QUEUED_BYTES:
+            logger.warning("%s does not read, %d bytes wait for it: closing", self._name, self._queued_bytes)
+            self.abort()
+        else:
+            self._queued_bytes += num_bytes
+            self._outgoing.put_nowait(text)
 
     def close(self) -> None:
         """Close after what was queued has been sent."""
@@ -129,6 +167,11 @@ class Channel:
             while (text := await self._outgoing.get()) is not None:
                 self.sent_at = loop.time()
                 await self._websocket.send_str(text)
+                self._queued_bytes -= _num_bytes(text)
             await self._websocket.close()
         except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
             logger.debug("sending to %s ended: %r", self._name, error)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

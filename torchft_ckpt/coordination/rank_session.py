@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import aiohttp
 
-from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.channel import Channel, client_session
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import SAME_EVERYWHERE
 from torchft_ckpt.core.messages import (
@@ -108,7 +108,7 @@ class RankSession:
 
     async def _start(self) -> None:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        self._session = aiohttp.ClientSession()
+        self._session = client_session()
         socket = await asyncio.wait_for(
             self._session.ws_connect(
                 f"http://{self._address}/v1/ranks", headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0
