@@ -19,6 +19,9 @@ def main() -> int:
     seconds = parser.parse_args().seconds
     seen = asyncio.run(try_case(WORLD, most_s=seconds, patience_s=seconds))
     what = f"the trainer held {seen.peak_bytes >> 20} MiB at most in {seen.took_s:.0f} s"
+    if not seen.num_asked:
+        print(f"no result, as the trainer did not come to ask: {seen.log[-1000:]}")
+        return 1
     if seen.peak_bytes > MOST_BYTES or "cannot be read" not in seen.log:
         print(f"VULNERABLE: {what}")
         return 1

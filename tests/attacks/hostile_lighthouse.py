@@ -45,7 +45,7 @@ for _ in range(4):
 manager.shutdown()
 """
 ADDRESS_SPACE_BYTES = 8 << 30
-STARTS_S = 60.0
+STARTS_S = 180.0
 """A trainer imports torch."""
 WELCOME = {
     "type": "Welcome",
