@@ -13,7 +13,7 @@ from support.process_ends import CLASSES, WAYS, Ends
 from support.thoroughness import by_default
 
 ROUNDS = by_default(1, thorough=67)
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TORCHFT_CKPT_TOKEN": "of these processes"}
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 

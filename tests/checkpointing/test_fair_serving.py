@@ -121,7 +121,7 @@ def test_work_for_digests_ends_when_the_client_leaves(source, gate):
     ask_for_digests(connection, 1)
     assert eventually(lambda: gate.num_slices == 1)
     connection.close()
-    clients = source._server._acceptor._clients
+    clients = source._server._front._clients
     assert eventually(lambda: not clients._num_connections)
     queue = source._server._handlers._threads._queue
 
@@ -267,7 +267,7 @@ def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
     try:
         connection = connected(source)
         connection.request("GET", f"/v1/checkpoint/{STEP}/manifest")
-        guarded = source._server._acceptor._clients._connections
+        guarded = source._server._front._clients._connections
 
         def num_waiting() -> int:
             return max(

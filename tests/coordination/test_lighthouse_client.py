@@ -96,7 +96,7 @@ def test_a_process_ends_without_a_word_whatever_it_left_open(pair: LighthouseSer
     program = (
         "from datetime import timedelta; from torchft_ckpt.coordination import LighthouseClient, ManagerServer;"
         f"address, time = {pair.address()!r}, timedelta(seconds=20); client = LighthouseClient(address, time);"
-        "client.heartbeat('a'); server = ManagerServer('b', address, '127.0.0.1', '[::]:0', '', 1, time, time, 0)"
+        "client.heartbeat('a'); server = ManagerServer('b', address, '127.0.0.1', '127.0.0.1:0', '', 1, time, time, 0)"
     )
     ended = run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

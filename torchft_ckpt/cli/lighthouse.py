@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torchft_ckpt.core.messages import AllowStepLoss, ForgetJob
 
 _DESCRIPTORS = 8192  # twice as many as a lighthouse takes connections
+MAX_STATUS_BYTES = 64 << 20
+"""Ten times what one needs of a job with 20,000 groups."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -110,7 +112,7 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
 
 
 def _run_status(options: argparse.Namespace) -> int:
-    print(json.dumps(asyncio.run(_get_status(*_lighthouse(options), options.job)), indent=2))
+    print(asyncio.run(_get_status(*_lighthouse(options), options.job)))
     return 0
 
 
@@ -143,30 +145,48 @@ def _query(job: str | None) -> dict[str, str]:
     return {} if job is None else {"job": resolve_job(job)}
 
 
-async def _get_status(address: str, headers: dict[str, str], job: str | None) -> object:
+async def _get_status(address: str, headers: dict[str, str], job: str | None) -> str:
+    """Return the status in JSON, to be read by people. What answers may be anything: a body without end, or no JSON."""
     import aiohttp
 
+    from torchft_ckpt.coordination.channel import client_session
+
     timeout = aiohttp.ClientTimeout(total=10)
+    body = bytearray()
     try:
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            async with session.get(f"http://{address}/", params=_query(job)) as response:
+        async with client_session(headers | {"Accept-Encoding": "identity"}) as session:
+            async with session.get(f"http://{address}/", params=_query(job), timeout=timeout) as response:
                 if response.status == 404 and job is not None:
                     raise ConfigError(f"the lighthouse at {address} knows no job {job}; `status` lists them", "job")
                 _check_status(response.status, address)
-                return await response.json()
+                if "Content-Encoding" in response.headers:
+                    raise _no_lighthouse(address, "it compresses its answer, and was asked not to")
+                async for chunk in response.content.iter_chunked(1 << 16):
+                    body += chunk
+                    if len(body) > MAX_STATUS_BYTES:
+                        raise _no_lighthouse(address, f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {error}", address) from error
+        why = str(error) or "the status was not there after 10 s"
+        raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {why}", address) from error
+    try:
+        status = json.loads(body)
+        if not isinstance(status, dict):
+            raise ValueError("it is no JSON object")
+        return json.dumps(status, indent=2)
+    except (ValueError, RecursionError) as error:
+        raise _no_lighthouse(address, f"its status cannot be read: {error}") from error
 
 
 async def _tell(address: str, headers: dict[str, str], job: str | None, word: AllowStepLoss | ForgetJob) -> str:
     """Say the operator's word; return what follows from it."""
     import aiohttp
 
+    from torchft_ckpt.coordination.channel import client_session
     from torchft_ckpt.core.messages import Done, Refused, decode_from_lighthouse, encode
 
     party = f"the lighthouse at {address}"
     try:
-        async with aiohttp.ClientSession(headers=headers) as session:
+        async with client_session(headers) as session:
             url = f"http://{address}/v1/groups"
             socket = await asyncio.wait_for(session.ws_connect(url, params=_query(job)), 10)
             await socket.send_str(encode(word))
@@ -174,7 +194,7 @@ async def _tell(address: str, headers: dict[str, str], job: str | None, word: Al
             await socket.close()
     except aiohttp.WSServerHandshakeError as error:
         _check_status(error.status, address)
-        raise LighthouseUnreachableError(f"what answers at {address} is no lighthouse of ours", address) from error
+        raise _no_lighthouse(address, f"HTTP {error.status}") from error
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {error}", address) from error
     if answer.type is not aiohttp.WSMsgType.TEXT:
@@ -191,4 +211,8 @@ def _check_status(status: int, address: str) -> None:
             f"the lighthouse at {address} refused our token; set TORCHFT_CKPT_TOKEN, or pass --token-file", address
         )
     if status != 200:
-        raise LighthouseUnreachableError(f"what answers at {address} is no lighthouse of ours (HTTP {status})", address)
+        raise _no_lighthouse(address, f"HTTP {status}")
+
+
+def _no_lighthouse(address: str, why: str) -> LighthouseUnreachableError:
+    return LighthouseUnreachableError(f"what answers at {address} is no lighthouse of ours: {why}", address)

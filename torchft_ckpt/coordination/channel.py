@@ -1,7 +1,10 @@
 """One WebSocket: how it begins, messages out in order and bounded, messages in until it closes. It knows no protocol above that.
 
 A peer that does not read cannot make us hold its messages without limit, nor hold up anybody else: what is to be sent
-waits in a queue of its own, and a queue that runs over closes the connection.
+waits in a queue of its own, bounded by messages and by bytes, and a queue that runs over closes the connection. So does a
+message that the peer could not take: what `core` sends is far smaller, whatever it was told.
+
+Who connects goes nowhere else than where it was told to: redirects are not followed (`client_session`).
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import aiohttp
 from aiohttp import web
 
 from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Message, encode
+from torchft_ckpt.core.text import printable
 from torchft_ckpt.front.limits import becomes_websocket, showed_token
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout, without_mapping
@@ -22,6 +26,7 @@ from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeou
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 1024
+MAX_QUEUED_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -66,6 +71,22 @@ async def open_websocket(
     return websocket
 
 
+def client_session(
+    headers: Mapping[str, str] | None = None, traces: Sequence[aiohttp.TraceConfig] = ()
+) -> aiohttp.ClientSession:
+    """Return a session that goes only where it is told to: a redirect is an `aiohttp.ClientError` that names its target."""
+
+    async def refuse(
+        _session: aiohttp.ClientSession, _context: object, redirect: aiohttp.TraceRequestRedirectParams
+    ) -> None:
+        place = printable(redirect.response.headers.get("Location", "")[:200])
+        raise aiohttp.ClientError(f"it redirects to {place}, which is not followed")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return aiohttp.ClientSession(headers=headers, trace_configs=[trace, *traces])
+
+
 class Channel:
     """A WebSocket with a writer task. Use on its event loop only.
 
@@ -90,6 +111,7 @@ class Channel:
             set_dead_peer_timeout(sock, dead_peer_timeout_s)
             keep_from_forked_children(sock)
         self._outgoing: asyncio.Queue[str | None] = asyncio.Queue()
+        self._queued_bytes = 0
         self._writer = asyncio.get_running_loop().create_task(self._write())
         self.sent_at = asyncio.get_running_loop().time()
         """When something was last handed to the socket, on the loop's clock."""
@@ -98,11 +120,18 @@ class Channel:
         """Queue a message. After `close` it is dropped."""
         if self._writer.done():
             return
-        if self._outgoing.qsize() >= MAX_QUEUED_MESSAGES:
-            logger.warning("%s does not read, %d messages wait for it: closing", self._name, MAX_QUEUED_MESSAGES)
+        text = encode(message)
+        num_bytes = _num_bytes(text)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            kind = type(message).__name__
+            logger.error("a %s of %d bytes is more than %s takes: closing", kind, num_bytes, self._name)
             self.abort()
-            return
-        self._outgoing.put_nowait(encode(message))
+        elif self._outgoing.qsize() >= MAX_QUEUED_MESSAGES or self._queued_bytes + num_bytes > MAX_QUEUED_BYTES:
+            logger.warning("%s does not read, %d bytes wait for it: closing", self._name, self._queued_bytes)
+            self.abort()
+        else:
+            self._queued_bytes += num_bytes
+            self._outgoing.put_nowait(text)
 
     def close(self) -> None:
         """Close after what was queued has been sent."""
@@ -138,6 +167,11 @@ class Channel:
             while (text := await self._outgoing.get()) is not None:
                 self.sent_at = loop.time()
                 await self._websocket.send_str(text)
+                self._queued_bytes -= _num_bytes(text)
             await self._websocket.close()
         except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
             logger.debug("sending to %s ended: %r", self._name, error)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

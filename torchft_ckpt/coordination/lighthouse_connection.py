@@ -15,7 +15,7 @@ from datetime import timedelta
 import aiohttp
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.channel import Channel, client_session
 from torchft_ckpt.coordination.versions import SAME_EVERYWHERE, other_version
 from torchft_ckpt.core.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
 from torchft_ckpt.core.messages import (
@@ -48,6 +48,7 @@ from torchft_ckpt.network import join_host_port
 logger = logging.getLogger(__name__)
 
 DEAD_PEER_TIMEOUT_S = 10.0
+_PROTOCOL_PAUSE_S = 1.0
 
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
@@ -129,7 +130,7 @@ class LighthouseConnection:
             AuthenticationError, ProtocolVersionError, RefusedError: somebody did, and refused.
         """
         loop = asyncio.get_running_loop()
-        self._session = aiohttp.ClientSession()
+        self._session = client_session()
         deadline = loop.time() + self._connect_timeout_s
         attempt = 0
         while True:
@@ -241,7 +242,7 @@ class LighthouseConnection:
     async def _keep(self, channel: Channel) -> None:
         while True:
             heart = asyncio.get_running_loop().create_task(self._beat(channel))
-            is_explained = False
+            is_explained = is_pausing = False
             try:
                 async for data in channel.messages():
                     message = decode_from_lighthouse(data, f"the lighthouse at {self.address}")
@@ -255,7 +256,7 @@ class LighthouseConnection:
                         self._on_message(message)
             except ProtocolError as error:
                 logger.warning("%s; connecting again", error)
-                is_explained = True
+                is_explained = is_pausing = True
             finally:
                 heart.cancel()
                 channel.close()
@@ -264,6 +265,8 @@ class LighthouseConnection:
                 return
             if not is_explained and self._may_connect.is_set():
                 logger.warning("lost the connection to the lighthouse at %s; connecting again", self.address)
+            if is_pausing:  # what it cannot be asked without it will say again
+                await asyncio.sleep(_PROTOCOL_PAUSE_S)
             again = await self._reconnect()
             if again is None:
                 return

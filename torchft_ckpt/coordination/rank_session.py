@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import aiohttp
 
-from torchft_ckpt.coordination.channel import Channel
+from torchft_ckpt.coordination.channel import Channel, client_session
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import SAME_EVERYWHERE
 from torchft_ckpt.core.messages import (
@@ -120,7 +120,7 @@ class RankSession:
 
         trace = aiohttp.TraceConfig()
         trace.on_request_end.append(note)
-        self._session = aiohttp.ClientSession(trace_configs=[trace])
+        self._session = client_session(traces=[trace])
         socket = await asyncio.wait_for(
             self._session.ws_connect(
                 f"http://{self._address}/v1/ranks", headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0

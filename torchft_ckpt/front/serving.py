@@ -9,9 +9,10 @@ import ssl
 from collections.abc import Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from torchft_ckpt.front.acceptor import Acceptor
-from torchft_ckpt.front.limits import ClientLimits, FrontLimits, SparseLog
+from torchft_ckpt.front.limits import ClientLimits, FrontLimits, SparseLog, refuse
 
 logger = logging.getLogger(__name__)
 _LINGER_S = 1.0
@@ -52,7 +53,7 @@ class Front:
         self._ssl_context = ssl_context
         self._clients = ClientLimits(limits, asyncio.get_running_loop(), token=token, name=name)
         self.log = self._clients.log
-        app.middlewares.insert(0, self._clients.middleware)
+        app.middlewares[:0] = [self._clients.middleware, _refuse_web_pages]
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -91,3 +92,14 @@ class Front:
         finally:
             for listener in self._listeners:
                 listener.close()
+
+
+@web.middleware
+async def _refuse_web_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a web page asks for: a browser inside the network would ask wherever any page tells it to.
+
+    Browsers name the page's origin in each WebSocket and each POST; nobody else does.
+    """
+    if "Origin" in request.headers:
+        return refuse(403, "web_page", "web pages are not answered")
+    return await handler(request)
