@@ -271,7 +271,7 @@ def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
 
         def num_waiting() -> int:
             return max(
-                (one._transport.get_write_buffer_size() for one in [*guarded.values()] if one._transport), default=0
+                (one._transport.get_write_buffer_size() for one in [*guarded] if one._transport), default=0
             )
 
         assert eventually(num_waiting)
