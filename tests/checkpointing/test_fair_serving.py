@@ -270,9 +270,7 @@ def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
         guarded = source._server._front._clients._connections
 
         def num_waiting() -> int:
-            return max(
-                (one._transport.get_write_buffer_size() for one in [*guarded] if one._transport), default=0
-            )
+            return max((one._transport.get_write_buffer_size() for one in [*guarded] if one._transport), default=0)
 
         assert eventually(num_waiting)
         time.sleep(0.1)

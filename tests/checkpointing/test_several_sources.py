@@ -27,6 +27,7 @@ from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching import transfer_state
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.core import transfer as ledger
 from torchft_ckpt.errors import (
     ConfigError,
     ReplicaDivergenceWarning,
@@ -194,7 +195,8 @@ def test_a_source_that_is_named_twice_is_asked_once(scene):
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("loss", [cut, hang, refuse, flip])
-def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(scene, loss, lost):
+def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(scene, loss, lost, monkeypatch):
+    monkeypatch.setattr(ledger, "_MIN_PATIENCE_S", LONG.total_seconds())  # else its last stream is cut before it stalls
     state = make_state()
     fault = Losing(10, loss)
     other = until(lambda: fault.is_lost)

@@ -309,7 +309,9 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
 
 
 def told_that_others_hold(step: int) -> Gathering:
-    return Gathering(replica_rank=0, num_replicas=1, group_rank=0, group_world_size=1, store=None, step_of_others=step)
+    return Gathering(
+        replica_rank=0, num_replicas=1, group_rank=0, group_world_size=1, store=None, run="a run", step_of_others=step
+    )
 
 
 @pytest.mark.parametrize(
