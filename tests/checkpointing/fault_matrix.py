@@ -71,7 +71,7 @@ def make_state(seed: int) -> State:
     }
 
 
-KINDS = ("manifest", "digests", "peers", "blocks", "done", "samples")
+KINDS = ("manifest", "digests", "blake3", "peers", "blocks", "done", "samples")
 """The kinds of requests that a receive may make, by the last word of the path; it need not make each."""
 NEEDED = ("manifest", "blocks")
 """Those without whose answers there is no state."""
@@ -112,7 +112,10 @@ class Mode:
         several = len(self.sources) > 1
         samples = ("samples",) if self.local and not several else ()
         digests = ("digests",) if self.local or several else ()
-        return ("manifest", "blocks", "done", *digests, *samples)
+        blake3 = (
+            ("blake3",) if several and self.sources[0] == "faulty" else ()
+        )  # of the first, for what the others give
+        return ("manifest", "blocks", "done", *digests, *blake3, *samples)
 
 
 RECV = Mode("recv", fetch=False)

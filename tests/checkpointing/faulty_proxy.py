@@ -201,7 +201,7 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """The last word of the path: `manifest`, `blocks`, `digests`, `samples`, `peers` or `done`."""
+        """The last word of the path: `manifest`, `blocks`, `digests`, `blake3`, `samples`, `peers` or `done`."""
         return kind_of(self.path)
 
     @property
