@@ -48,6 +48,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     encode,
 )
+from torchft_ckpt.core.proofs import RankProof
 
 TOKEN = "a token of this job"
 NUM_THREADS = 8
@@ -438,8 +439,10 @@ def frame(chance: random.Random, payload: bytes, opcode: int = 1, *, lies: bool 
     return head + key + bytes(byte ^ key[place % 4] for place, byte in enumerate(payload))
 
 
-def websocket(path: str, messages: list[str]) -> Callable[[Attack, random.Random], tuple[str, str]]:
-    """Return an attack that opens a WebSocket and sends frames."""
+def websocket(
+    path: str, messages: list[str], show_token: Callable[[random.Random], str] = lambda chance: f"Bearer {TOKEN}"
+) -> Callable[[Attack, random.Random], tuple[str, str]]:
+    """Return an attack that opens a WebSocket and sends frames. `show_token` makes the header of one who knows the token."""
 
     def one(attack: Attack, chance: random.Random) -> tuple[str, str]:
         has_token = chance.random() < 0.75
@@ -454,7 +457,7 @@ def websocket(path: str, messages: list[str]) -> Callable[[Attack, random.Random
             *chance.choice([[], [], ["Sec-WebSocket-Extensions: permessage-deflate; server_max_window_bits=99"]]),
         ]
         if has_token:
-            lines.append(f"Authorization: Bearer {TOKEN}")
+            lines.append(f"Authorization: {show_token(chance)}")
         sock = attack.connect()
         what = f"WebSocket, {'with' if has_token else 'without'} the token"
         try:
@@ -564,6 +567,7 @@ def main() -> int:
     job = Job(directory, TOKEN)
     try:
         transport, service = (job.addresses["g0r0"][key].removeprefix("http://") for key in ("transport", "service"))
+        group = job.addresses["g0r0"]["replica_id"]
         step_paths = [
             "",
             "/latest/manifest",
@@ -580,7 +584,15 @@ def main() -> int:
             Attack("lighthouse", job.lighthouse, malformed(["/", "/v1/groups", "/v1/groups?job=fuzz-1", "/?job=x"])),
             Attack("lighthouse", job.lighthouse, websocket("/v1/groups", group_messages())),
             Attack("manager service", service, malformed(["/", "/v1/ranks", "/v1/ranks?x=1"])),
-            Attack("manager service", service, websocket("/v1/ranks", rank_messages())),
+            Attack(
+                "manager service",
+                service,
+                websocket(
+                    "/v1/ranks",
+                    rank_messages(),
+                    lambda chance: RankProof(TOKEN, group, chance.randbytes(16).hex()).authorization,
+                ),
+            ),
         ]
         time.sleep(2)
         before = {name: job.sample(name) for name in job.processes}

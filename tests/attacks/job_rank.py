@@ -59,7 +59,7 @@ def main() -> None:
     ddp, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, inner)
     with options.out.open("w", buffering=1) as out:
         addresses = {"transport": manager._transport.metadata(), "service": getattr(manager._link, "address", "")}
-        out.write(json.dumps({"pid": os.getpid(), **addresses}) + "\n")
+        out.write(json.dumps({"pid": os.getpid(), "replica_id": manager.replica_id(), **addresses}) + "\n")
         while not stop.is_set():
             optimizer.zero_grad()
             time.sleep(options.pause)
