@@ -469,8 +469,9 @@ def test_a_source_that_trains_on_in_the_middle_gives_the_old_state_or_an_error()
 # What is said about others: only where several sources are used
 
 
-def lists_of_digests() -> dict[str, bytes]:
-    good = {str(block): "0" * 32 for block in range(NUM_BLOCKS)}
+def lists_of_digests(num_digits: int) -> dict[str, bytes]:
+    zeros = "0" * num_digits
+    good = {str(block): zeros for block in range(NUM_BLOCKS)}
     return {
         "nothing": b"{}",
         "a list": b"[]",
@@ -478,11 +479,11 @@ def lists_of_digests() -> dict[str, bytes]:
         "zeros": json.dumps(good).encode(),
         "numbers": json.dumps(dict.fromkeys(good, 7)).encode(),
         "short ones": json.dumps(dict.fromkeys(good, "00")).encode(),
-        "no hex": json.dumps(dict.fromkeys(good, "z" * 32)).encode(),
-        "one twice": b'{"0": "%s", "0": "%s"}' % (b"0" * 32, b"1" * 32),
-        "blocks that are not there": json.dumps({"-1": "0" * 32, "99": "0" * 32, "x": "0" * 32}).encode(),
-        "a megabyte of blocks": json.dumps({str(block): "0" * 32 for block in range(25_000)}).encode(),
-        "a huge block": json.dumps({"9" * 4000: "0" * 32}).encode(),
+        "no hex": json.dumps(dict.fromkeys(good, "z" * num_digits)).encode(),
+        "one twice": json.dumps({"0": zeros})[:-1].encode() + b", " + json.dumps({"0": "1" * num_digits})[1:].encode(),
+        "blocks that are not there": json.dumps({"-1": zeros, "99": zeros, "x": zeros}).encode(),
+        "a megabyte of blocks": json.dumps({str(block): zeros for block in range(25_000)}).encode(),
+        "a huge block": json.dumps({"9" * 4000: zeros}).encode(),
     }
 
 
@@ -516,11 +517,16 @@ def test_lies_about_digests_and_peers_give_the_state_or_a_named_error(
 ) -> None:
     """Where another source holds the state, lies about peers cost nothing but time."""
     monkeypatch.setattr(fetch, "_SWARM_AFTER_S", 0.0)  # so short a transfer would not ask for peers
-    num_lies = dict.fromkeys(["digests", "peers"], 0)
     other = make_transport()
     other.send_checkpoint([], STEP, {"w": torch.ones(60_000)}, LEASE)
+    lies = {
+        "digests": lists_of_digests(32),
+        "blake3": lists_of_digests(64),
+        "peers": lists_of_peers([other.metadata()]),
+    }
+    num_lies = dict.fromkeys(lies, 0)
     cases = []
-    for kind, bodies in (("digests", lists_of_digests()), ("peers", lists_of_peers([other.metadata()]))):
+    for kind, bodies in lies.items():
         for name, body in bodies.items():
             told = threading.Event()
 
