@@ -9,6 +9,7 @@ import enum
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 from demo import events
@@ -134,8 +135,8 @@ class Timeline:
 
 def measure_kills(timeline: Timeline) -> list[KillFigures]:
     """Return the figures of every kill, in order."""
-    ends = [kill.at_s for kill in timeline.kills[1:]] + [float("inf")]
-    return [_measure_kill(timeline, kill, until_s) for kill, until_s in zip(timeline.kills, ends, strict=True)]
+    followed = pairwise([*timeline.kills, None])
+    return [_measure_kill(timeline, kill, after.at_s if after else float("inf")) for kill, after in followed if kill]
 
 
 def typical_step_s(timeline: Timeline) -> float | None:
