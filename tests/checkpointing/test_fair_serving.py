@@ -66,6 +66,12 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return True
 
 
+def test_one_host_with_a_network_of_ipv6_addresses_is_one_client_and_has_one_share() -> None:
+    asked_from = ["2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1", "::ffff:192.0.2.7", "192.0.2.7"]
+    clients = [handlers._client(SimpleNamespace(remote=address)) for address in asked_from]  # type: ignore[arg-type]
+    assert clients == ["2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64", "192.0.2.7", "192.0.2.7"]
+
+
 class Gate:
     """Holds up each slice that is read for a digest until it may go on, and counts them."""
 
@@ -270,9 +276,7 @@ def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
         guarded = source._server._front._clients._connections
 
         def num_waiting() -> int:
-            return max(
-                (one._transport.get_write_buffer_size() for one in [*guarded] if one._transport), default=0
-            )
+            return max((one._transport.get_write_buffer_size() for one in [*guarded] if one._transport), default=0)
 
         assert eventually(num_waiting)
         time.sleep(0.1)
