@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -14,7 +15,9 @@ import torch
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching import source as asking
+from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.config import parse_host_port
 
 LONG = timedelta(seconds=20)
@@ -69,6 +72,32 @@ def test_a_receiver_whose_first_connection_is_cut_comes_again(monkeypatch: pytes
     assert torch.equal(received["w"], state["w"]) and num_seen[0] >= 3
     for transport in (receiver, source):
         transport.shutdown()
+
+
+def test_so_does_one_that_is_cut_before_its_source_has_proved_that_it_knows_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "_UNANSWERED_PAUSES_S", (0.01, 0.01))
+    source: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", token=TOKEN)
+    source.send_checkpoint([1], 3, {"w": torch.arange(1000)}, LONG)
+    with cutting(parse_host_port(source.metadata(), what="address"), num_cut=2) as (address, num_seen):
+        options = FetchOptions(
+            connect_timeout_s=10,
+            stall_timeout_s=10,
+            num_streams=1,
+            max_manifest_bytes=1 << 20,
+            max_total_bytes=None,
+            token=TOKEN,
+            receiver="receiver",
+            server_identity=source.identity,
+        )
+        client = asking.SourceClient(SourceAddress(*address), 3, options)
+        manifest = client.fetch_manifest(
+            deadline=time.monotonic() + 20, pause=lambda pause_s: True, on_refused=lambda refused: None
+        )
+        client.release()
+    assert (manifest.step, num_seen[0]) == (3, 3)
+    source.shutdown()
 
 
 @contextlib.contextmanager

@@ -66,6 +66,12 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return True
 
 
+def test_one_host_with_a_network_of_ipv6_addresses_is_one_client_and_has_one_share() -> None:
+    asked_from = ["2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1", "::ffff:192.0.2.7", "192.0.2.7"]
+    clients = [handlers._client(SimpleNamespace(remote=address)) for address in asked_from]  # type: ignore[arg-type]
+    assert clients == ["2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64", "192.0.2.7", "192.0.2.7"]
+
+
 class Gate:
     """Holds up each slice that is read for a digest until it may go on, and counts them."""
 

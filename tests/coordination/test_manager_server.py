@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,7 +12,7 @@ from support.ports import reserved_port
 from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
-from torchft_ckpt.coordination import LighthouseClient, ManagerClient, ManagerServer, QuorumResult
+from torchft_ckpt.coordination import LighthouseClient, ManagerClient, ManagerServer, QuorumResult, manager_server
 from torchft_ckpt.core.messages import Refused
 from torchft_ckpt.errors import (
     AddressInUseError,
@@ -23,6 +24,7 @@ from torchft_ckpt.errors import (
     QuorumTimeoutError,
     RefusedError,
 )
+from torchft_ckpt.front.limits import FrontLimits
 
 LONG = timedelta(seconds=20)
 SHORT = timedelta(milliseconds=50)
@@ -80,6 +82,21 @@ def job(lighthouse: LighthouseServer) -> Iterator[Job]:
     yield job
     for server in job.servers.values():
         server.shutdown()
+
+
+def test_who_calls_from_an_address_with_many_others_is_answered_late_and_not_refused(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = functools.partial(FrontLimits, max_requests_per_s=2)
+    monkeypatch.setattr(manager_server, "FrontLimits", limits)
+    monkeypatch.setattr(manager_server, "_PAUSE_S", 0.05)
+    server = serve(lighthouse, "a", ranks=1)
+    client = ManagerClient(server.address(), LONG)
+    assert [client.should_commit(0, step, True, LONG) for step in range(8)] == [True] * 8
+    with pytest.raises(CallTimeoutError, match="called too often from this address"):
+        for step in range(8):
+            client.should_commit(0, step, True, timedelta(milliseconds=200))
+    server.shutdown()
 
 
 def test_a_step_of_two_groups(job: Job) -> None:

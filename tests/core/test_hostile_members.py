@@ -16,6 +16,7 @@ from torchft_ckpt.core.messages import (
     GroupBroken,
     Hello,
     Leave,
+    LocateState,
     QuorumCall,
     QuorumMember,
     QuorumRequest,
@@ -78,6 +79,18 @@ def test_nor_where_he_is_welcome_and_says_so_when_he_asks() -> None:
     assert trains(job, a)
     assert a.formed is not None
     assert a.formed.quorum_id < 10
+
+
+def test_nor_by_naming_a_little_more_each_time() -> None:
+    """Nine million questions, three minutes of a lighthouse, brought the ids to 2**53, which no member may send."""
+    job, (a,) = trained("a")
+    x = stranger(job)
+    for number in range(1, 4):
+        named = job.lighthouse.quorum_id + MAX_IDS_AHEAD - 1000
+        x.says(LocateState(request_id=number, version=StateVersion(step=1, quorum_id=named, epoch="old")))
+    assert x.hears()[-1] == "refused: quorum id"
+    assert job.lighthouse.quorum_id < 2 * MAX_IDS_AHEAD
+    assert trains(job, a)
 
 
 def test_a_restarted_lighthouse_takes_what_it_hears_first_within_what_it_can_count_on() -> None:

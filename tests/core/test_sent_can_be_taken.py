@@ -113,7 +113,8 @@ def pools_of(rng: random.Random, epochs: list[str], ids: list[int]) -> dict[str,
 
     def number() -> int:
         near = rng.choice(ids)
-        return rng.choice([0, 0, 1, 1, 2, near, near + 1, min(near + 10**9, 2**53 - 1), 2**52, 2**53 - 1])
+        far = [min(near + 10**9, 2**53 - 1), 2**52, 2**53 - 1]
+        return rng.choice([0, 0, 1, 1, 2, near, near + 1] if rng.random() < 0.8 else far)
 
     def version() -> StateVersion:
         return StateVersion(step=rng.choice([0, 1, 2, 2**53 - 1]), quorum_id=number(), epoch=rng.choice(epochs))

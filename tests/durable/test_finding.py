@@ -156,3 +156,12 @@ def test_members_that_find_none_that_can_be_read_all_say_so(directory: Path) -> 
     for step in (1, 2, 3):
         flip_a_bit_of(directory, step)
     assert [type(outcome) for outcome in members_read(directory, 2)] == [CheckpointNotFoundError] * 2
+
+
+def test_damage_that_shows_before_anything_was_read_is_no_torn_state(directory: Path) -> None:
+    def make(reader: CheckpointReader, read_wants: ReadWants) -> None:
+        raise CheckpointDamagedError("its values cannot be read", reader.location)
+
+    with pytest.raises(CheckpointNotFoundError, match=r"damaged: .*its values cannot be read") as caught:
+        read_newest([open_storage(directory)], make, step=None, place=None)
+    assert (caught.value.state_overwritten, "torn" in str(caught.value)) == (False, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -25,6 +26,7 @@ from torchft_ckpt.coordination.group_service import GroupService
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, RankHello, encode
 from torchft_ckpt.core.proofs import RankProof
+from torchft_ckpt.front import serving as serving_module
 from torchft_ckpt.front.limits import FrontLimits, showed_token
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
@@ -289,3 +291,23 @@ def test_a_handler_that_is_shown_the_token_in_a_way_of_its_own_has_a_place_kept(
         socks += [opened.enter_context(connected(address)) for _ in range(3)]
         wait_until(lambda: list(map(is_open, socks)) == [True, False, False, True, True])
     thread.finish(front.close)
+
+
+def test_connections_are_cut_though_the_application_does_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "_CLOSE_TIMEOUT_S", 0.05)
+
+    async def serve(listeners: list[socket.socket]) -> Front:
+        app = web.Application()
+        app.on_shutdown.append(lambda app: asyncio.sleep(20))
+        front = Front(app, listeners, name="the server", token="", limits=FrontLimits())
+        await front.start()
+        return front
+
+    thread = LoopThread("front")
+    listeners = listen("127.0.0.1", 0, 16)
+    front = thread.run(serve(listeners))
+    with connected(listeners[0].getsockname()) as idle:
+        wait_until(lambda: len(front._clients._connections) == 1)
+        thread.run(front.close())
+        assert not is_open(idle)
+    thread.finish(lambda: asyncio.sleep(0))

@@ -41,6 +41,7 @@ from support.resharding import (
 
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
+from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,
@@ -379,6 +380,21 @@ def test_nothing_of_a_part_that_another_group_sent_is_left_where_it_does_not_cou
                     receiver.fetch_with_warnings([[silent.url, primary.urls[1]], [marking.url, other.urls[1]]])
     assert raised.value.state_overwritten
     assert marker not in receiver.local["w"].to_local().numpy().tobytes()
+
+
+def test_a_part_that_counted_is_not_wiped_nor_given_back_though_it_is_invalidated_in_that_moment(monkeypatch):
+    """Another group may be adopted as soon as a part counts, and another thread be asked for it and be writing there."""
+    monkeypatch.setattr(PartTransfer, "is_held", lambda transfer, part: False)
+    returned: list[int] = []
+    return_batch = PartTransfer.return_batch
+    monkeypatch.setattr(
+        PartTransfer,
+        "return_batch",
+        lambda self, path, parts: (returned.extend(parts), return_batch(self, path, parts)),
+    )
+    with group_of(ROWS, 2) as primary, group_of(ROWS, 2) as other, Receiver(in_place=True) as receiver:
+        received = receiver.fetch([primary.urls, other.urls])
+    assert (whose(received), returned) == ({0}, [])
 
 
 def test_a_group_of_other_shapes_is_left_aside():

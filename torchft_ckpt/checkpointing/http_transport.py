@@ -196,12 +196,12 @@ class HTTPTransport(CheckpointTransport[T]):
 
     @property
     def token(self) -> str | None:
-        """What is wanted of those who ask, and shown to those who are asked."""
+        """The shared secret of the job, which this side wants of receivers and shows to sources; None: none is wanted."""
         return self._options.token
 
     @property
     def identity(self) -> str:
-        """A random name of the server here. Who asks at an address that anybody may have written down has this one proved."""
+        """A random name of the server here, no secret: by it a receiver tells this process from any other at its address."""
         return self._server.identity
 
     def is_wished_for(self, step: int) -> bool:

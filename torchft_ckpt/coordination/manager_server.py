@@ -77,6 +77,8 @@ _MAX_CALL_BYTES = 64 << 10
 _MAX_STRANGERS = 256
 _MAX_OTHERS = 1024
 _FOR_EVER_S = 1e9
+_TOO_MANY = 429
+_PAUSE_S = 0.5
 _A = TypeVar("_A", bound=FromManagerServer)
 
 
@@ -342,7 +344,17 @@ class ManagerClient:
         return connection
 
     def _call(self, call: ToManagerServer, kind: type[_A], timeout: timedelta) -> _A:
-        timeout_s = timeout.total_seconds()
+        until = time.monotonic() + timeout.total_seconds()
+        status, data = self._ask(call, timeout.total_seconds())
+        while (
+            status == _TOO_MANY and time.monotonic() + _PAUSE_S < until
+        ):  # it was not looked at: many call from one address
+            time.sleep(_PAUSE_S)
+            status, data = self._ask(call, until - time.monotonic())
+        return self._take(status, data, kind)
+
+    def _ask(self, call: ToManagerServer, timeout_s: float) -> tuple[int, bytes]:
+        """Ask once; return the status and body of the answer."""
         until = time.monotonic() + timeout_s
         connection = self._connect(min(self._connect_timeout_s, timeout_s))
         try:
@@ -358,13 +370,17 @@ class ManagerClient:
             raise ManagerUnreachableError(message, self._address) from error
         finally:
             connection.close()
-        return self._take(response.status, data, kind)
+        return response.status, data
 
     def _take(self, status: int, data: bytes, kind: type[_A]) -> _A:
         party = f"the manager server at {self._address}"
         if status == 401:
             message = f"{party} refused our token; set the same TORCHFT_CKPT_TOKEN on both sides"
             raise AuthenticationError(message, self._address)
+        if status == _TOO_MANY:
+            raise CallTimeoutError(
+                f"{party} is called too often from this address to have answered in time", self._address
+            )
         if status != 200:
             raise ManagerUnreachableError(
                 f"what answers at {self._address} is no manager server of ours", self._address

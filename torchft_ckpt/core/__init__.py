@@ -10,6 +10,8 @@ group       one replica group's ranks towards the lighthouse: all of them or non
 replica     the life of one rank's step: what state it holds, whether it may contribute, vote and commit
 patience    back-off schedules, and when a collective counts as stalled behind a joiner
 rate        how many requests of one client are let through
+admission   which connections a server keeps where it may not keep all
+proofs      how parties prove to each other that they know the token, and what, without sending it
 places      which names keep a place, where names cost nothing to make and places do
 fairness    whose work is done next where clients want more than there are threads
 """

@@ -84,6 +84,8 @@ class Callers:
         self._epoch = epoch
         self._unix_time_of_zero = unix_time_of_zero
         self._quorum_id = 0
+        self._first_quorum_id = 0
+        """The first that was known when somebody named one."""
         self._connections: set[str] = set()
         self._waiting: dict[str, None] = {}
         self._last: dict[str, None] = {}
@@ -163,7 +165,9 @@ class Callers:
 
     def _called(self, connection: str, call: QuorumCall, now: float) -> Iterator[Instruction]:
         replica_id = call.member.replica_id
-        no_id = why_no_quorum_id(call.last_quorum_id, self._quorum_id)
+        self._first_quorum_id = self._first_quorum_id or self._quorum_id
+        is_ours = call.last_epoch == self._epoch  # then nothing follows from it
+        no_id = "" if is_ours else why_no_quorum_id(call.last_quorum_id, self._first_quorum_id)
         if no_id:
             reason = f"{clip(replica_id, 200)} is not taken: {no_id}"
             yield from _refuse(connection, Refused(code="quorum id", reason=reason))

@@ -2,7 +2,8 @@
 
 Work is done in turns, each of which ends by itself. Of the clients that wait, the one for which least is being done comes first;
 of equals, the one whose last turn began longest ago. So a client waits for about one turn of each of the others, however much
-they ask for. A client's own turns come in the order in which it asked for them.
+they ask for, and whether they ask for it at once or for one thing after another: a turn is remembered while somebody is here
+whose own is longer ago. A client's own turns come in the order in which it asked for them.
 
 Long work reads memory as fast as it can and sends nothing. It never has all threads: who is sent something goes past it.
 """
@@ -31,7 +32,7 @@ class FairQueue(Generic[T]):
         self._begun: Counter[str] = Counter()
         self._num_long_begun = 0
         self._last_begun: dict[str, int] = {}
-        """When the last turn of a client began, of those that wait or that something is being done for; as a number."""
+        """When the last turn of a client began, as a number, ascending; the first one waits, or something is done for it."""
         self._next_number = 0
 
     def put(self, client: str, turn: T, *, is_long: bool) -> None:
@@ -55,7 +56,9 @@ class FairQueue(Generic[T]):
             del self._waiting[client]
         self._begun[client] += 1
         self._num_long_begun += is_long
+        self._last_begun.pop(client, None)
         self._last_begun[client] = self._number()
+        self._forget()
         return client, turn, is_long
 
     def end(self, client: str, *, is_long: bool) -> None:
@@ -64,8 +67,13 @@ class FairQueue(Generic[T]):
         self._num_long_begun -= is_long
         if not self._begun[client]:
             del self._begun[client]
-            if client not in self._waiting:
-                del self._last_begun[client]
+            self._forget()
+
+    def _forget(self) -> None:
+        while (
+            self._last_begun and (first := next(iter(self._last_begun))) not in self._waiting and not self._begun[first]
+        ):
+            del self._last_begun[first]
 
     def _number(self) -> int:
         self._next_number += 1

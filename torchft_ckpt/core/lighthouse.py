@@ -143,7 +143,8 @@ class LighthouseState:
         self.epoch = epoch
         self.callers = Callers(settings, epoch, unix_time_of_zero)
         self.quorum_id = 0
-        """The newest step that a member has shown or claimed: what remains of `newest_step` without our own decisions."""
+        self._first_quorum_id = 0
+        """The first that was known when somebody named one."""
         self.allow_step_loss = False
         """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
         self.round: Round | None = None
@@ -437,11 +438,13 @@ class LighthouseState:
 
     def _why_no_id(self, *versions: StateVersion) -> str:
         """Say why there cannot have been a quorum that somebody names; empty: there can. Of this life all are known."""
+        self._first_quorum_id = self._first_quorum_id or self.quorum_id
         for version in versions:
-            if version.epoch == self.epoch and version.quorum_id > self.quorum_id:
+            if version.epoch != self.epoch:
+                if no_id := why_no_quorum_id(version.quorum_id, self._first_quorum_id):
+                    return no_id
+            elif version.quorum_id > self.quorum_id:
                 return f"it names quorum {version.quorum_id} of this lighthouse, whose latest is {self.quorum_id}"
-            if no_id := why_no_quorum_id(version.quorum_id, self.quorum_id):
-                return no_id
         return ""
 
     def _learn(self, hello: Hello, now: float) -> None:

@@ -36,16 +36,20 @@ def id_before_next_life(quorum_id: int) -> int:
     return ((quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1) * QUORUM_IDS_PER_LIFE - 1
 
 
-def why_no_quorum_id(quorum_id: int, ours: int) -> str:
-    """Say why no quorum can have had an id that somebody names; empty: one can.
+def why_no_quorum_id(quorum_id: int, first: int) -> str:
+    """Say why no quorum of an earlier life can have had an id that somebody names; empty: one can.
 
-    What is heard of becomes the ids that follow, and those of others have to stay far below what a message carries. A
-    lighthouse that knows of no quorum (`ours` is 0: it has just started) goes by what it hears first.
+    What is heard of becomes the ids that follow, and those of others have to stay far below what a message carries. So all
+    that is heard in one life goes a bounded way beyond what was known first, however often somebody names more.
+
+    Args:
+        quorum_id: what is named.
+        first: the first id that was known in this life; 0: none is yet, and it goes by what it hears first.
     """
-    most = ours + MAX_IDS_AHEAD if ours else MAX_FIRST_ID
+    most = first + MAX_IDS_AHEAD if first else MAX_FIRST_ID
     if quorum_id <= most:
         return ""
-    return f"it names quorum {quorum_id}, and the latest that is known here is {ours}: no job has had so many since"
+    return f"it names quorum {quorum_id}, and the first that was known here is {first}: no job has had so many since"
 
 
 @dataclass(frozen=True, slots=True)

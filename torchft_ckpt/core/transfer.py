@@ -187,6 +187,11 @@ class TransferLedger:
         this.run = range(block + 1, this.run.stop) if block in this.run else range(0)
         return bool(this.run) and this.source in self._sources
 
+    def is_asked_for(self, stream: int, block: int) -> bool:
+        """Whether a stream was asked for a block and has not brought it: nobody else is asked for it meanwhile."""
+        this = self._streams.get(stream)
+        return this is not None and block in this.run
+
     def close_stream(self, stream: int) -> None:
         """Take a stream off; what it had in flight is missing again."""
         this = self._streams.pop(stream, None)

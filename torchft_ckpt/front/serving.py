@@ -84,9 +84,11 @@ class Front:
         """Let handlers end, cut what is open then, close the listeners."""
         self.stop_accepting()
         try:
-            await asyncio.wait_for(self._runner.cleanup(), 2 * _CLOSE_TIMEOUT_S)
-            if self._acceptor is not None:
-                await self._acceptor.close(_CLOSE_TIMEOUT_S)
+            try:
+                await asyncio.wait_for(self._runner.cleanup(), 2 * _CLOSE_TIMEOUT_S)
+            finally:
+                if self._acceptor is not None:
+                    await self._acceptor.close(_CLOSE_TIMEOUT_S)
         except asyncio.TimeoutError:
             logger.warning("connections of %s did not close in time", self._name)
         finally:

@@ -170,7 +170,7 @@ class SourceConnection:
 
     def _have_it_proved(self, http_connection: _OpenSocketConnection, route: Route) -> None:
         nonce = secrets.token_hex(NONCE_DIGITS // 2)
-        with self._named_failures("waiting for its proof"):
+        with self._named_failures("waiting for its proof"), self._unanswered():
             http_connection.request("GET", f"{PROOF_PATH}?nonce={nonce}", headers={"Accept-Encoding": "identity"})
             response = http_connection.getresponse()
             proof = response.read(PROOF_DIGITS + 1)
@@ -188,7 +188,7 @@ class SourceConnection:
 
     def _begin_session(self, http_connection: _OpenSocketConnection) -> Session:
         nonce = secrets.token_hex(NONCE_DIGITS // 2)
-        with self._named_failures("waiting for its proof"):
+        with self._named_failures("waiting for its proof"), self._unanswered():
             path = f"{PROOF_PATH}?nonce={nonce}&of=token"
             http_connection.request("GET", path, headers={"Accept-Encoding": "identity"})
             response = http_connection.getresponse()
@@ -251,19 +251,24 @@ class SourceConnection:
             self._drop()
         if self._http is None:
             self.open()
-        with self._named_failures(doing):
+        with self._named_failures(doing), self._unanswered():
             if self._http is None:
                 raise ConnectionError("not connected")
-            try:
-                return self._ask(self._http, method, path, headers, body)
-            except _CLOSED_BY_PEER as error:
-                if self._closed:
-                    raise
-                self._drop()
-                doubt = ", or accepts no certificate of ours" if self._source.scheme == "https" else ""
-                raise UnansweredError(
-                    f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
-                ) from error
+            return self._ask(self._http, method, path, headers, body)
+
+    @contextlib.contextmanager
+    def _unanswered(self) -> Iterator[None]:
+        """Around the first requests on a new connection."""
+        try:
+            yield
+        except _CLOSED_BY_PEER as error:
+            if self._closed:
+                raise
+            self._drop()
+            doubt = ", or accepts no certificate of ours" if self._source.scheme == "https" else ""
+            raise UnansweredError(
+                f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
+            ) from error
 
     def _ask(
         self,

@@ -80,5 +80,6 @@ class Stream:
             self._num_unfinished = 0
             return self._state.arrived(number, client.name, client.path, block, actual, strong)
         finally:
-            if also is not None and not self._state.is_held(block):
+            # Of one that arrived and was invalidated since, another stream may have asked: what is there is not ours.
+            if also is not None and self._state.is_asked_for(number, block):
                 self._destination.wipe(block)

@@ -500,10 +500,10 @@ class TransferState:
                 self.changed.wait(_WAIT_S)
             return None
 
-    def is_held(self, block: int) -> bool:
-        """Whether a block is here, verified."""
+    def is_asked_for(self, stream: int, block: int) -> bool:
+        """Whether a stream was asked for a block that has not arrived: its memory is that stream's alone."""
         with self.changed:
-            return bool(self._ledger.held >> block & 1)
+            return self._ledger.is_asked_for(stream, block)
 
     def check_digest(
         self, source: str, block: int, actual: bytes, announced: bytes, blake3: bytes | None = None

@@ -471,8 +471,8 @@ class ShardedFetch:
                 transfer.took(client.path, num_bytes, time.monotonic() - started_at)
                 has_brought = True
                 if unconfirmed:
-                    self._confirm(transfer, name, unconfirmed)
-                    left = [part for part in left if not transfer.is_held(part)]
+                    confirmed = self._confirm(transfer, name, unconfirmed)
+                    left = [part for part in left if part not in confirmed]
             except Exception as error:
                 self._give_back(transfer, client, left)
                 transfer.raise_if_cut(client.path)
@@ -535,17 +535,20 @@ class ShardedFetch:
                 client.name,
             )
 
-    def _confirm(self, transfer: PartTransfer, name: str, received: Sequence[int]) -> None:
-        """Take what another group's rank sent as far as the primary has the same, by the BLAKE3 digest that it announces."""
+    def _confirm(self, transfer: PartTransfer, name: str, received: Sequence[int]) -> set[int]:
+        """Take what another group's rank sent as far as the primary has the same, by the BLAKE3 digest that it announces.
+
+        Returns:
+            What was taken: others may have been asked for it again since, so its memory is not this thread's any more.
+        """
         primary = transfer.primary
         wanted = self._ask_primary(transfer, received)
-        agreed = [part for part, digest in wanted.items() if _blake3_of(transfer.plan.parts[part]) == digest]
+        agreed = {part for part, digest in wanted.items() if _blake3_of(transfer.plan.parts[part]) == digest}
         differing = [part for part in wanted if part not in agreed]
         if differing:
             # It lies where the primary's is to go, and is not held.
             transfer.diverged(name, differing, primary)
-        if agreed:
-            transfer.arrived(name, agreed, primary)
+        return agreed if transfer.arrived(name, agreed, primary) else set()
 
     def _adopt(self, transfer: PartTransfer) -> None:
         """Compare what is held with the group that is the primary from now on."""

@@ -68,6 +68,7 @@ from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
+from torchft_ckpt.core.admission import client_of_address
 from torchft_ckpt.core.proofs import PROOF_HEADER, Session
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
@@ -768,8 +769,8 @@ def _receiver(request: web.Request) -> str | None:
 
 
 def _client(request: web.Request) -> str:
-    """Return whose request it is: the address that it comes from."""
-    return without_mapping(request.remote or "")
+    """Return whose request it is, as the front counts clients: of IPv6 all of a network, which one host may have, are one."""
+    return client_of_address(request.remote or "")
 
 
 def _wait_s(request: web.Request) -> float:

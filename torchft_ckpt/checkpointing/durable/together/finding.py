@@ -101,8 +101,8 @@ def read_newest(
         place: where the others are; None: this process reads alone.
 
     Raises:
-        CheckpointNotFoundError: there is none. Its `state_overwritten` is true where one was begun to be read, and is damaged.
-        CheckpointError, and what `make` raises.
+        CheckpointNotFoundError: there is none.
+        CheckpointError, and what `make` raises. Of all, `state_overwritten` says whether something was written to before.
     """
     damaged: dict[str, str] = {}
     bytes_from_storage = bytes_from_peers = 0
@@ -174,9 +174,7 @@ def _find(
         if not damaged and settled is None:
             raise
         reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-        none_left = CheckpointNotFoundError(f"{error}; damaged: {reasons or 'none'}", error.party)
-        none_left.mark_torn()
-        raise none_left from error
+        raise CheckpointNotFoundError(f"{error}; damaged: {reasons or 'none'}", error.party) from error
 
 
 class _Reading:
