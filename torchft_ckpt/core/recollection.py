@@ -39,10 +39,11 @@ def id_before_next_life(quorum_id: int) -> int:
 def why_no_quorum_id(quorum_id: int, ours: int) -> str:
     """Say why no quorum can have had an id that somebody names; empty: one can.
 
-    What is heard of becomes the ids that follow, and those of others have to stay far below what a message carries. A
-    lighthouse that knows of no quorum (`ours` is 0: it has just started) goes by what it hears first.
+    What is heard of becomes the ids that follow, and those of others have to stay far below what a message carries, also where
+    somebody names one after the other. A lighthouse that knows of no quorum (`ours` is 0: it has just started) goes by what it
+    hears first.
     """
-    most = ours + MAX_IDS_AHEAD if ours else MAX_FIRST_ID
+    most = max(min(ours + MAX_IDS_AHEAD, MAX_FIRST_ID), ours) if ours else MAX_FIRST_ID
     if quorum_id <= most:
         return ""
     return f"it names quorum {quorum_id}, and the latest that is known here is {ours}: no job has had so many since"
