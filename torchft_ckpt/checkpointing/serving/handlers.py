@@ -721,8 +721,11 @@ class CheckpointHandlers:
             raise
         finally:
             stop.set()
-            if turn is not None and not turn.done():
-                await asyncio.wait({turn})  # a burst does not wait for the network, so this is short
+            while turn is not None and not turn.done():
+                # A burst does not wait for the network, so this is short. It goes on, or has yet to begin, when this task is
+                # cancelled once more, as it is where the server ends: its socket has to be there until then.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({turn})
             if turn is not None and not turn.cancelled():
                 turn.exception()  # it was raised above, or the response is being given up
 
