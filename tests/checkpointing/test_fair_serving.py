@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from aiohttp import web
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding import fetch
-from torchft_ckpt.checkpointing.serving import handlers, http_server, parts
+from torchft_ckpt.checkpointing.serving import handlers, http_server, parts, receivers
 from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
 from torchft_ckpt.checkpointing.serving.sending import Pace, Turns
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
@@ -323,3 +324,14 @@ def test_a_burst_has_its_socket_until_it_ends_however_often_its_request_is_cance
             assert asyncio.run(cancelled_twice(executor))
         finally:
             may_end.set()
+
+
+def test_names_from_all_addresses_that_one_host_may_have_keep_out_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In IPv6 each of its names may come from another address, so each looked like the only one of a client."""
+    monkeypatch.setattr(receivers, "MAX_RECEIVERS", 4)
+    known = receivers.Receivers(1, 1)
+    for number in range(8):
+        made_up = cast(web.Request, SimpleNamespace(remote=f"2001:db8::{number:x}"))
+        known.add(f"made-up-{number}", number, handlers._owner(made_up))
+    known.add("honest", 9.0, handlers._owner(cast(web.Request, SimpleNamespace(remote="::ffff:10.0.0.7"))))
+    assert known.acknowledge("honest", 1)

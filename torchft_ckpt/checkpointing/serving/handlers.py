@@ -68,6 +68,7 @@ from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
+from torchft_ckpt.core.admission import client_of_address
 from torchft_ckpt.core.proofs import PROOF_HEADER, Session
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
@@ -464,7 +465,7 @@ class CheckpointHandlers:
             if snapshot is not None and receiver is None:
                 return snapshot
             if snapshot is not None and receiver is not None:
-                if self._shelf.register(snapshot, receiver, loop.time(), _client(request)):
+                if self._shelf.register(snapshot, receiver, loop.time(), _owner(request)):
                     self._on_registered(snapshot)
                     return snapshot
                 if snapshot.is_revoked(receiver):
@@ -773,6 +774,11 @@ def _receiver(request: web.Request) -> str | None:
 def _client(request: web.Request) -> str:
     """Return whose request it is: the address that it comes from."""
     return without_mapping(request.remote or "")
+
+
+def _owner(request: web.Request) -> str:
+    """Return whose name a receiver's is, where places are few: of all addresses that one host may have, as in front of us."""
+    return client_of_address(request.remote or "")
 
 
 def _wait_s(request: web.Request) -> float:
