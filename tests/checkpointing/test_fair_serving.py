@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import http.client
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from aiohttp import web
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding import fetch
-from torchft_ckpt.checkpointing.serving import handlers, http_server, parts
+from torchft_ckpt.checkpointing.serving import handlers, http_server, parts, receivers
+from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
+from torchft_ckpt.checkpointing.serving.sending import Pace, Turns
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 
 LONG = timedelta(seconds=30)
@@ -286,3 +292,52 @@ def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
         connection.close()
     finally:
         source.shutdown()
+
+
+def test_a_burst_has_its_socket_until_it_ends_however_often_its_request_is_cancelled() -> None:
+    """Where the server ends it is, twice: once for what is served, once for the connection."""
+    began, may_end = threading.Event(), threading.Event()
+
+    class SlowBody:
+        length = 1
+        done = False
+
+        def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = 1) -> int:
+            began.set()
+            may_end.wait(20)
+            self.done = True
+            return 1
+
+    async def cancelled_twice(executor: ThreadPoolExecutor) -> bool:
+        serving = handlers.CheckpointHandlers.__new__(handlers.CheckpointHandlers)
+        serving._threads = FairThreads(executor, 1)
+        sock, other = socket.socketpair()
+        with sock, other:
+            sending = asyncio.create_task(
+                serving._send_from_threads("client", sock, SlowBody(), Turns(Pace(), 1), lambda: None)
+            )
+            await asyncio.to_thread(began.wait, 20)
+            for _ in range(2):
+                sending.cancel()
+                await asyncio.wait({sending}, timeout=0.05)
+            is_waited_for = not sending.done()
+            may_end.set()
+            await asyncio.wait({sending}, timeout=20)
+            return is_waited_for and sending.cancelled()
+
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            assert asyncio.run(cancelled_twice(executor))
+        finally:
+            may_end.set()
+
+
+def test_names_from_all_addresses_that_one_host_may_have_keep_out_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In IPv6 each of its names may come from another address, so each looked like the only one of a client."""
+    monkeypatch.setattr(receivers, "MAX_RECEIVERS", 4)
+    known = receivers.Receivers(1, 1)
+    for number in range(8):
+        made_up = cast(web.Request, SimpleNamespace(remote=f"2001:db8::{number:x}"))
+        known.add(f"made-up-{number}", number, handlers._owner(made_up))
+    known.add("honest", 9.0, handlers._owner(cast(web.Request, SimpleNamespace(remote="::ffff:10.0.0.7"))))
+    assert known.acknowledge("honest", 1)

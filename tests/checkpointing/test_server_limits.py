@@ -173,6 +173,22 @@ def test_an_answer_that_is_read_slowly_arrives_whole(tls):
     assert len(json.loads(body)["tree"]) > 0
 
 
+def test_a_manifest_that_is_read_slowly_is_not_given_up():
+    """The system passes on that there is room only where there is room for much of what it holds: megabytes."""
+    with serving({"text": "x" * (64 << 20)}, head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        sock.sendall(HEAD + b"\r\n")
+        until, num_read = time.monotonic() + 8 * SHORT_S, 0
+        while time.monotonic() < until:
+            num_read += len(sock.recv(128 * 1024))
+            time.sleep(SHORT_S / 4)
+        sock.settimeout(20)
+        while part := sock.recv(1 << 20):
+            num_read += len(part)
+            if num_read > 64 << 20:
+                break
+    assert num_read > 64 << 20
+
+
 def test_an_answer_that_nobody_reads_is_given_up():
     with serving(large_state(), head_timeout_s=SHORT_S) as source, connected(source) as sock:
         sock.sendall(HEAD + b"\r\n")

@@ -364,7 +364,7 @@ class GuardedConnection(asyncio.Protocol):
         if self._loop.time() > self._deadline + _LATE * self._limits.head_timeout_s:
             self._arm()  # this process was held up; what the client sent meanwhile has not been read
             return
-        acknowledged = _acknowledged_bytes(self._transport)
+        acknowledged = acknowledged_bytes(self._transport)
         if acknowledged is not None and acknowledged != self._num_acknowledged:
             self._arm()  # the end of an answer is still on its way to a slow reader
             self._num_acknowledged = acknowledged
@@ -432,7 +432,7 @@ def raw_refusal(status: str, error: str, message: str) -> bytes:
     return head.encode("ascii") + body
 
 
-def _acknowledged_bytes(transport: asyncio.Transport) -> int | None:
+def acknowledged_bytes(transport: asyncio.Transport) -> int | None:
     """Return how many bytes the peer has acknowledged so far, None where it has acknowledged all there are.
 
     The kernel is asked, because it holds more than the transport does, and a TLS transport does not tell all that it holds.

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 
 import msgspec
@@ -72,7 +72,7 @@ from torchft_ckpt.core.admission import client_of_address
 from torchft_ckpt.core.proofs import PROOF_HEADER, Session
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
-from torchft_ckpt.front.limits import showed_token
+from torchft_ckpt.front.limits import acknowledged_bytes, showed_token
 from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
 
 logger = logging.getLogger(__name__)
@@ -574,17 +574,14 @@ class CheckpointHandlers:
         response.content_type = "application/json"
         response.content_length = len(body)
         await self._prove_content(request, response, body)
-        transport, loop = request.transport, asyncio.get_running_loop()
+        transport = request.transport
         if transport is None:
             raise web.HTTPInternalServerError
         try:
             await response.prepare(request)
-            for at in range(0, len(body), _PIECE_BYTES):
-                giving_up = loop.call_later(self._patience_s, transport.abort)
-                try:
+            with _giving_up(transport, self._patience_s):
+                for at in range(0, len(body), _PIECE_BYTES):
                     await response.write(body[at : at + _PIECE_BYTES])
-                finally:
-                    giving_up.cancel()
             await response.write_eof()
         except OSError as error:
             logger.debug("a receiver did not take a manifest: %s", error)
@@ -722,8 +719,11 @@ class CheckpointHandlers:
             raise
         finally:
             stop.set()
-            if turn is not None and not turn.done():
-                await asyncio.wait({turn})  # a burst does not wait for the network, so this is short
+            while turn is not None and not turn.done():
+                # A burst does not wait for the network, so this is short. It goes on, or has yet to begin, when this task is
+                # cancelled once more, as it is where the server ends: its socket has to be there until then.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({turn})
             if turn is not None and not turn.cancelled():
                 turn.exception()  # it was raised above, or the response is being given up
 
@@ -732,6 +732,27 @@ _REVOKED = (
     "this receiver was the slowest of step {} when the copies for it would have exceeded the source's staging_budget_bytes: "
     "its lease was revoked; ask for a later step"
 )
+
+
+@contextlib.contextmanager
+def _giving_up(transport: asyncio.Transport, patience_s: float) -> Iterator[None]:
+    """End the connection of a client that has taken nothing for so long. The kernel is asked: what it holds it passes on late."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def look(before: int | None) -> None:
+        nonlocal timer
+        now = acknowledged_bytes(transport)
+        if now is not None and now == before:
+            transport.abort()
+        else:
+            timer = loop.call_later(patience_s, look, now)
+
+    timer = loop.call_later(patience_s, look, None)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def _writable(sock: socket.socket) -> None:
