@@ -338,6 +338,6 @@ def test_names_from_all_addresses_that_one_host_may_have_keep_out_nobody(monkeyp
     known = receivers.Receivers(1, 1)
     for number in range(8):
         made_up = cast(web.Request, SimpleNamespace(remote=f"2001:db8::{number:x}"))
-        known.add(f"made-up-{number}", number, handlers._owner(made_up))
-    known.add("honest", 9.0, handlers._owner(cast(web.Request, SimpleNamespace(remote="::ffff:10.0.0.7"))))
+        known.add(f"made-up-{number}", number, handlers._client(made_up))
+    known.add("honest", 9.0, handlers._client(cast(web.Request, SimpleNamespace(remote="::ffff:10.0.0.7"))))
     assert known.acknowledge("honest", 1)
