@@ -6,6 +6,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -483,3 +484,18 @@ def test_shards_are_put_together_in_whatever_order_ranks_wrote_them() -> None:
     boxes = [Box((0, column), (9, 1)) for first in (0, 1) for column in range(first, 1000, 2)]
     taken, missing = PieceIndex([(box, None) for box in boxes]).cover(whole((9, 1000)))
     assert len(taken) == 1000 and missing == []
+
+
+@pytest.mark.parametrize("second", [1, 1001], ids=["1 x 4000 ragged", "2 x 2000, the last column narrower"])
+def test_any_number_of_pieces_that_do_not_overlap_is_taken(second: int) -> None:
+    widths = [second] if second == 1 else [501, 500]
+    heights = [10 + number % 2 for number in range(4000 // len(widths))]
+    columns = [(sum(widths[:at]), width) for at, width in enumerate(widths)]
+    boxes = [Box((low, left), (height, width)) for low, height in starts(heights) for left, width in columns]
+    wanted = whole((sum(heights), second))
+    taken, missing = PieceIndex([*((box, box) for box in boxes), *((box, None) for box in boxes)]).cover(wanted)
+    assert not missing and sorted(box for box, _ in taken if box) == sorted(part for _, part in taken) == boxes
+
+
+def starts(lengths: list[int]) -> list[tuple[int, int]]:
+    return [*zip(accumulate(lengths, initial=0), lengths, strict=False)]

@@ -9,7 +9,8 @@ import random
 import resource
 import struct
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,28 @@ def test_arrays_and_classes_that_the_program_allows_are_read() -> None:
     with safe_globals([Plain]):
         (plain,) = load_record(record_of([Plain(5)]), "it")  # type: ignore[misc]
     assert plain.number == 5
+
+
+@dataclass(frozen=True)
+class Key:
+    """A program's own class whose instances differ in their attributes alone."""
+
+    number: int
+
+
+def test_keys_of_a_class_that_the_program_allows_may_be_as_many_as_it_likes() -> None:
+    value = {Key(number): number for number in range(1000)}
+    with safe_globals([Key]):
+        assert load_record(record_of(value), "it") == value
+
+
+@pytest.mark.parametrize("value", [range(2, 9, 3), UserDict(a=1)], ids=["range", "UserDict"])
+def test_what_pickles_name_as_python_2_did_is_read_where_the_program_allows_it(value: object) -> None:
+    record = record_of([value])
+    with pytest.raises(UnsupportedValueError, match=rf"needs {type(value).__module__}\.{type(value).__name__}"):
+        load_record(record, "it")
+    with safe_globals([type(value)]):
+        assert load_record(record, "it") == [value]
 
 
 # Hostile

@@ -236,6 +236,12 @@ class PieceIndex(Generic[_T]):
             if shared is not None and (usable is None or usable(item)):
                 found.append((-shared.volume, number, shared, item))
         found.sort(key=lambda piece: (piece[0], piece[2].offsets, piece[1]))
+        if len(found) > 1:
+            tiles: dict[Box, _T] = {}
+            for _, _, shared, item in found:
+                tiles.setdefault(shared, item)
+            if sum(box.volume for box in tiles) == wanted.volume and not subtract([wanted], tiles):
+                return [(item, box) for box, item in tiles.items()], []  # of a whole checkpoint: none overlap
         taken: list[tuple[_T, Box]] = []
         left = [wanted]
         budget = max_comparisons(len(found))

@@ -16,6 +16,7 @@ import math
 import pickle
 import re
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
@@ -181,10 +182,11 @@ class _Checks:
         for given in (*arguments, *(state if type(state) is tuple else (state,))):
             # Each call may copy them, however often they are referred to.
             self._charge(len(given) if isinstance(given, (str, bytes, list, tuple)) else 1)
-        full = f"{'builtins' if of.module == '__builtin__' else of.module}.{of.name}"
+        of = _today(of)
+        full = f"{of.module}.{of.name}"
         is_known = full in _CALLS
         if not is_known and full not in self._allowed_here:
-            raise _UnknownCallError(str(of) if of.module != "__builtin__" else full)
+            raise _UnknownCallError(str(of))
         if is_known and not _CALLS[full](self, arguments):
             raise InertPickleError(f"it calls {full} with what torch.save does not write")
         if is_known and state is not None and full != "collections.OrderedDict":
@@ -220,7 +222,8 @@ class _Checks:
             raise InertPickleError("it has keys that are nested too deep")
         found = self._weights.get(id(value))
         if found is None:
-            parts = [self._weight(part, depth + 1) for part in (value.arguments if isinstance(value, Made) else value)]
+            inner = (*value.arguments, *_members(value.state)) if isinstance(value, Made) else value
+            parts = [self._weight(part, depth + 1) for part in inner]
             found = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
             self._weights[id(value)] = found
         if depth + found[1] > _MAX_KEY_DEPTH:
@@ -327,10 +330,23 @@ def _volume(dims: object) -> int | None:
 def _shadow(value: object) -> object:
     """Return something hashable whose hashes are alike where those of what a key stands for are."""
     if isinstance(value, Made):
-        return (value.of, *map(_shadow, value.arguments))
+        return (value.of, *map(_shadow, value.arguments), *map(_shadow, _members(value.state)))
     if type(value) is tuple:
         return tuple(map(_shadow, value))
     return id(value) if isinstance(value, (list, Persistent)) else value
+
+
+def _members(state: object) -> Sequence[object]:
+    """Return what a program's own class may hash: its attributes, which are pairs; of one with slots, in a tuple with these."""
+    parts = state if type(state) is tuple else (state,)
+    return [member for part in parts for member in (part if isinstance(part, Pairs) else (part,))]
+
+
+def _today(of: Name) -> Name:
+    """Return the name that Python 3 has for what protocol 2, which `torch.save` writes, calls by Python 2's."""
+    if (of.module, of.name) in NAME_MAPPING:
+        return Name(*NAME_MAPPING[of.module, of.name])
+    return Name(IMPORT_MAPPING.get(of.module, of.module), of.name)
 
 
 def _full_name(allowed: object) -> str:
