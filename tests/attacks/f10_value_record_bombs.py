@@ -36,7 +36,7 @@ NAMED_ERROR, OTHER_ERROR, GREW = 3, 4, 5
 
 
 class Call:
-    """What a pickle calls."""
+    """The callables of a pickle."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments

@@ -1,4 +1,4 @@
-"""Whose work is done next where clients want more of it than there are threads."""
+"""Chooses whose work is done next where clients want more of it than there are threads."""
 
 from __future__ import annotations
 

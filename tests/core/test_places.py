@@ -1,4 +1,4 @@
-"""Which names keep a place, where names cost nothing to make and places do."""
+"""Chooses which names keep a place, where names cost nothing to make and places do."""
 
 from __future__ import annotations
 

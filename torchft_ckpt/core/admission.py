@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """How many connections a server keeps.
+    """Limits of the connections that a server keeps.
 
     Args:
         total: of all together.
@@ -32,7 +32,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a new connection.
+    """The fate of a new connection.
 
     Args:
         is_admitted: whether it is kept.

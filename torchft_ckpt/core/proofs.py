@@ -49,7 +49,7 @@ def _is_same(claimed: str, right: str) -> bool:
 
 
 class RankProof:
-    """How a rank and the manager service of its group, whose address it found at a store, prove the token to each other.
+    """Proofs of the token between a rank and the manager service of its group, whose address it found at a store.
 
     Args:
         token: of the job.
@@ -64,11 +64,11 @@ class RankProof:
         self._nonce = nonce
         self._ours = proof(key, "rank", replica_id, nonce)
         self.answer = proof(key, "manager service", replica_id, nonce)
-        """What the service sends beside its answer."""
+        """Sent by the service beside its answer."""
 
     @property
     def authorization(self) -> str:
-        """What the rank sends in place of the token."""
+        """Return the header that the rank sends in place of the token."""
         return f"{self.SCHEME} {self._nonce} {self._ours}"
 
     @classmethod
@@ -105,7 +105,7 @@ class Session:
     def __init__(self, token: str, server: str, client_nonce: str, server_nonce: str) -> None:
         key = key_for(token, "checkpoint connection")
         self.server_proof = proof(key, "server", server, client_nonce, server_nonce)
-        """What the server answers to the client's nonce."""
+        """The server's answer to the client's nonce."""
         self._key = bytes.fromhex(proof(key, "session", server, client_nonce, server_nonce))
         self._number = 0
 

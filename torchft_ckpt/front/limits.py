@@ -1,4 +1,4 @@
-"""What one client may take of a server: connections, requests, memory for a head, and time without doing anything.
+"""Limits of what one client may take of a server: connections, requests, memory for a head, and time without doing anything.
 
 A client is a peer's IPv4 address or IPv6 network. Which connections are kept is the decision of `core.admission`; what is served
 is not known here. Everything here runs on the server's event loop only.
@@ -44,7 +44,7 @@ _UNACKED, _BYTES_ACKED, _NOTSENT, _TCP_INFO_BYTES = 24, 120, 144, 148
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontLimits:
-    """What clients may take of a server, whatever it serves.
+    """Limits of what clients may take of a server, whatever it serves.
 
     Who has shown the token is not counted among the strangers; where there is no token, who has made a request is not.
 
@@ -400,7 +400,7 @@ def showed_token(request: web.Request) -> None:
 
 
 def becomes_websocket(request: web.Request) -> None:
-    """What comes on the connection of a request is no request any more. It is closed if `introduced` does not follow in time."""
+    """Take what comes on the connection of a request for messages, which is closed if `introduced` does not follow in time."""
     connection = _connection_of(request)
     if connection is not None:
         connection.begin_messages()

@@ -1,4 +1,4 @@
-"""What the threads of a re-sharded fetch share, under one condition: the ledger, what is held, the outcome.
+"""The state that threads of a re-sharded fetch share, under one condition: the ledger, what is held, the outcome.
 
 The primary group's state counts. What another group's rank sends is taken when it has the BLAKE3 digest that the primary
 announces for it. When the primary can give no longer what is missing, another group is adopted: what is held is compared with

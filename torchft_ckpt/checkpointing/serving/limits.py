@@ -1,4 +1,4 @@
-"""What clients may take of a checkpoint server, beyond what any server lets them take."""
+"""Limits of what clients may take of a checkpoint server, beyond those of any server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchft_ckpt.front.limits import FrontLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits(FrontLimits):
-    """What clients may take of a checkpoint server.
+    """Limits of what clients may take of a checkpoint server.
 
     The rate is generous because an honest receiver is fast: it asks for at most 16 MiB at a time, so a machine that pulls at
     200 Gbit/s over all its ranks makes 1,500 requests a second, and many joiners may sit behind one address. What is left

@@ -4,7 +4,8 @@ It decides which blocks are still needed. It knows no bytes, locks or clock: the
 times are handed in. Sets of blocks are integers used as bit sets.
 
 Names cost nothing to make, and each has to be looked at while the trainer waits: `core/places.py` says which ones are kept. Who
-comes is always taken, so no number of others keeps out a receiver that was told to come.
+comes is always taken, so no number of others keeps it out while the state is served. Any of them counts as one that was told
+to come.
 """
 
 from __future__ import annotations

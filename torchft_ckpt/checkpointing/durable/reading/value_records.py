@@ -130,7 +130,7 @@ class _UnknownCallError(ValueError):
 
 
 class _Checks:
-    """What a pickle of a record describes, looked at call by call.
+    """The value that a pickle of a record describes, looked at call by call.
 
     Args:
         entries: of the record.
@@ -315,7 +315,7 @@ _CALLS: dict[str, Callable[[_Checks, Sequence[object]], bool]] = {
     "torch._utils._rebuild_wrapper_subclass": _Checks._is_anything,
     "torch._utils._rebuild_device_tensor_from_numpy": _Checks._is_anything,
 }
-"""What `torch.save` has called when a value is loaded. torch allows more: storages and tensors of any length, to begin with."""
+"""The calls of `torch.save` for when a value is loaded. torch allows more: storages and tensors of any length, to begin with."""
 
 
 def _volume(dims: object) -> int | None:
