@@ -264,6 +264,8 @@ class _Maker:
         if isinstance(layout, Made) and layout.arguments != ("torch.strided",):
             properties.layout = torch.sparse_coo  # or another that is not strided: nothing here reads any of these
         properties.requires_grad = len(state) > 2 and state[2] is True
+        if len(state) > 5 and state[5] is not None and hasattr(properties, "strides"):
+            properties.strides = tuple(self._dims(state[5]))  # newer than torch 2.13; not read here
         return properties
 
     def _index(self, value: object) -> MetadataIndex:
