@@ -142,6 +142,27 @@ def test_a_tls_handshake_that_does_not_come_is_given_up(sent):
             assert ended(sock)
 
 
+def test_a_connection_is_closed_when_the_body_of_a_request_does_not_come():
+    """Who has asked for a proof is believed by what he sends next, body and all: that is waited for, without the token."""
+    proof = f"GET /v1/checkpoint/proof?nonce={'0' * 32}&of=token HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+    post = b"POST /v1/checkpoint/3/parts HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n"
+    with serving(token="secret", head_timeout_s=SHORT_S) as source, connected(source) as sock:
+        sock.sendall(proof)
+        assert b"200 OK" in sock.recv(65536)
+        sock.sendall(post)
+        assert ended(sock)
+
+
+def test_a_body_that_comes_in_pieces_is_waited_for_and_its_answer_is_not_held_to_a_time():
+    post = f"POST {PATH.replace('manifest', 'parts')} HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\n".encode()
+    with serving(head_timeout_s=4 * SHORT_S) as source, connected(source) as sock:
+        sock.sendall(post + b"no")
+        time.sleep(SHORT_S)
+        assert answer_to(sock, b"pe")[0] == 404
+        request = f"GET {PATH}?wait_s={6 * SHORT_S} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        assert answer_to(sock, request)[1]["error"] == "not_yet"
+
+
 def test_a_connection_is_closed_when_nothing_more_is_asked_on_it():
     with serving(head_timeout_s=SHORT_S) as source, connected(source) as sock:
         assert answer_to(sock, HEAD + b"\r\n")[0] == 404

@@ -115,6 +115,15 @@ def test_the_mere_word_that_later_steps_were_committed_stops_no_job_that_trains(
     assert trains(job, a)
 
 
+def test_nor_does_the_mere_word_that_the_job_went_back_once() -> None:
+    """It would make all states void that are of earlier quorums and later steps: those of everybody."""
+    job, (a,) = trained("a")
+    assert trains(job, a)
+    stranger(job, rolled_back_to=StateVersion(step=0, quorum_id=10**6, epoch="old")).dies()
+    assert trains(job, a)
+    assert trains(job, a)
+
+
 def test_a_state_of_an_earlier_life_counts_for_as_long_as_somebody_is_here_to_give_it() -> None:
     """It may be true: a group that was cut off when the lighthouse restarted. Then the others heal from it."""
     job, (a,) = trained("a")

@@ -100,8 +100,11 @@ class Ledger:
                 self._followers = None
 
     def learn(self, hello: Hello, *, open_step: int) -> None:
-        """Take what a member remembers of earlier lives of the lighthouse. `open_step`: of the present quorum, or 0."""
-        if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
+        """Take what a member remembers of earlier lives of the lighthouse. `open_step`: of the present quorum, or 0.
+
+        Once this life has formed a quorum, nobody's mere word of them makes what its members hold too old, or void.
+        """
+        if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self._has_begun:
             self.rolled_back_to = hello.rolled_back_to
             known = [member.version.step for member in self._members.values() if self.is_valid(member.version)]
             self._own_step = self._reported_step = max([*known, open_step])

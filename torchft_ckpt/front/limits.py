@@ -54,8 +54,9 @@ class FrontLimits:
         max_strangers: open at once without the token, all clients together; never more than a quarter of the descriptors
             that the process may have.
         max_requests_per_s: of one client, for ever; twice as many may come at once.
-        head_timeout_s: how long the head of a request may take to come, a TLS handshake too, how long a connection may
-            stay open on which nothing is asked and nothing is on its way, and how long a WebSocket may take to introduce itself.
+        head_timeout_s: how long the head of a request may take to come, then its body, and a TLS handshake; how long a
+            connection may stay open on which nothing is asked and nothing is on its way, and how long a WebSocket may take to
+            introduce itself.
         max_header_bytes: the longest head of a request.
         max_body_bytes: the longest body of a request.
 
@@ -222,7 +223,8 @@ class ClientLimits:
 class GuardedConnection(asyncio.Protocol):
     """aiohttp's protocol for one connection, with a timer and a count of bytes in front of it.
 
-    The timer runs while nothing is being answered. Bytes that come do not extend it, except the first one of a next head.
+    The timer runs while nothing is being answered, or not all of the request is here. Bytes that come do not extend it, except
+    the first one of a next head.
 
     Args:
         inner: aiohttp's protocol; it is called as if this one were not there.
@@ -246,6 +248,7 @@ class GuardedConnection(asyncio.Protocol):
         """Before that: what may be the beginning of the head's end."""
         self._num_acknowledged: int | None = None
         self._answering = False
+        self._is_whole: Callable[[], bool] = lambda: True
         self._has_messages = False
         """Whether what comes are messages, and no requests any more."""
         self._between_requests = False
@@ -281,19 +284,21 @@ class GuardedConnection(asyncio.Protocol):
 
     @contextlib.contextmanager
     def answering(self, is_whole: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """While a request is being answered the connection is not idle, however long that takes.
+        """While a request is being answered the connection is not idle, however long that takes, once its body has come.
 
         `is_whole` says whether all of its body has come: what comes after that is the head of another one.
         """
         self._answering = True
         self._num_unanswered_bytes = 0
-        self._disarm()
+        self._is_whole = is_whole
+        self._arm()
+        self._disarm_if_whole()
         try:
             yield
         finally:
             self._num_unanswered_bytes = 0
             self._has_head, self._last_bytes = not is_whole(), b""
-            self._answering = False
+            self._answering, self._is_whole = False, lambda: True
             self._between_requests = True
             if self._transport is not None:
                 self._arm()
@@ -328,6 +333,8 @@ class GuardedConnection(asyncio.Protocol):
             self._between_requests = False
             self._arm()
         self.inner.data_received(data)
+        if self._answering:
+            self._disarm_if_whole()
 
     def eof_received(self) -> bool | None:
         return self.inner.eof_received()
@@ -352,6 +359,11 @@ class GuardedConnection(asyncio.Protocol):
         self._num_acknowledged = None
         self._deadline = self._loop.time() + self._limits.head_timeout_s
         self._timer = self._loop.call_at(self._deadline, self._expire)
+
+    def _disarm_if_whole(self) -> None:
+        """A request that is here whole may be answered for as long as that takes."""
+        if self._timer is not None and self._is_whole():
+            self._disarm()
 
     def _disarm(self) -> None:
         if self._timer is not None:
