@@ -132,6 +132,22 @@ async def test_a_web_page_cannot_open_the_websocket_of_a_lighthouse() -> None:
     server.shutdown()
 
 
+async def test_messages_end_where_a_peer_pinged_and_has_gone() -> None:
+    """aiohttp raises where it cannot answer the ping, which must not become an error of the server."""
+
+    class PingsAndGoes(NeverReads):
+        def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
+            return self._read()
+
+        async def _read(self) -> AsyncIterator[aiohttp.WSMessage]:
+            yield aiohttp.WSMessage(aiohttp.WSMsgType.TEXT, "said before", None)
+            raise ConnectionResetError("Cannot write to closing transport")
+
+    channel = Channel(PingsAndGoes(), None, "the group at x", 1.0)  # type: ignore[arg-type]
+    assert [message async for message in channel.messages()] == ["said before"]
+    channel.abort()
+
+
 DEEP = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 
 

@@ -147,10 +147,13 @@ class Channel:
 
     async def messages(self) -> AsyncIterator[str | bytes]:
         """Yield what comes in; ends when the connection does, for whatever reason."""
-        async for message in self._websocket:
-            if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                break
-            yield message.data
+        try:
+            async for message in self._websocket:
+                if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                    break
+                yield message.data
+        except ConnectionError as error:  # its ping was to be answered, and it has gone
+            logger.debug("the connection to %s ended: %r", self._name, error)
 
     def abort(self) -> None:
         """End the connection now; what was not sent is lost."""
