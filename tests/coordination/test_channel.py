@@ -148,6 +148,21 @@ async def test_messages_end_where_a_peer_pinged_and_has_gone() -> None:
     channel.abort()
 
 
+async def test_a_client_that_goes_in_its_handshake_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(self: web.WebSocketResponse, request: web.BaseRequest) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    monkeypatch.setattr(web.WebSocketResponse, "prepare", gone)
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="400"):
+            await session.ws_connect(f"{server.address()}/v1/groups")
+    server.shutdown()
+    assert "Traceback" not in caplog.text
+
+
 DEEP = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 
 

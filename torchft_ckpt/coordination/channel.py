@@ -57,7 +57,7 @@ async def open_websocket(
         headers: of the answer, besides those of a handshake.
 
     Raises:
-        web.HTTPBadRequest: it is no handshake of a WebSocket.
+        web.HTTPBadRequest: it is no handshake of a WebSocket, or the client has gone.
     """
     websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
     websocket.headers.update(headers or {})
@@ -66,6 +66,8 @@ async def open_websocket(
     except ValueError as error:  # of a key that is not ASCII, say
         front.log.warning("refused %s: not the handshake of a WebSocket", client_of(request))
         raise web.HTTPBadRequest(text="not the handshake of a WebSocket") from error
+    except ConnectionError as error:  # nobody reads this answer either
+        raise web.HTTPBadRequest(text="the connection was lost") from error
     showed_token(request)
     becomes_websocket(request)
     return websocket
