@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from torchft_ckpt import __version__
 from torchft_ckpt.cli import checkpoints, lighthouse, peer
-from torchft_ckpt.cli.text import printable
+from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
 

@@ -24,7 +24,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.cli.summary import format_bytes
-from torchft_ckpt.cli.text import one_line
+from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
 from torchft_ckpt.threads import in_threads
 

@@ -125,7 +125,7 @@ def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.state.containers import below_root
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten, told_of_renamed
     from torchft_ckpt.cli.summary import format_bytes
-    from torchft_ckpt.cli.text import one_line
+    from torchft_ckpt.core.text import one_line
 
     urls = options.url
     source = _client(options, urls[0]) if len(urls) == 1 else _peers(options)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from torchft_ckpt.checkpointing.progress import make_bar
-from torchft_ckpt.cli.text import one_line
+from torchft_ckpt.core.text import one_line
 from torchft_ckpt.threads import Thread
 
 _INTERVAL_S = 0.1

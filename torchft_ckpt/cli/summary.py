@@ -13,7 +13,7 @@ from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree, in_words
 from torchft_ckpt.cli.leaves import leaves
-from torchft_ckpt.cli.text import printable
+from torchft_ckpt.core.text import printable
 
 _MAX_VALUES = 8
 _MAX_VALUE_CHARS = 60
