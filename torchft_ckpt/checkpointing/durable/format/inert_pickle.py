@@ -11,7 +11,8 @@ memory for a memo as large as the pickle says.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 
@@ -60,6 +61,8 @@ class InertPickleError(ValueError):
     """It is no pickle of plain values and objects that were allowed."""
 
 
+_MAX_ALIKE = 64
+"""Keys of one hash, of which each is compared with all others."""
 _MARK = object()
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -210,3 +213,17 @@ class _Machine:
         if not isinstance(target, Made) or target.state is not None:
             raise InertPickleError("it sets the state of what is no new object")
         target.state = state
+
+
+def check_hashes(hashes: Iterable[int], what: str) -> None:
+    """See that a dict or set of what has these hashes is made in little time.
+
+    Args:
+        hashes: of its keys or elements.
+        what: they are, for the error.
+
+    Raises:
+        InertPickleError: too many are alike.
+    """
+    if max(Counter(hashes).values(), default=0) > _MAX_ALIKE:
+        raise InertPickleError(f"it has {what} that were chosen to have one hash")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -24,7 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.format.inert_pickle import InertPickleError, Made, Mapping, Name, read_pickle
+from torchft_ckpt.checkpointing.durable.format.inert_pickle import (
+    InertPickleError,
+    Made,
+    Mapping,
+    Name,
+    check_hashes,
+    read_pickle,
+)
 from torchft_ckpt.checkpointing.durable.format.manifest import is_too_large
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
 from torchft_ckpt.checkpointing.durable.storage.contract import is_path_within
@@ -43,8 +49,6 @@ _MAX_MEMBERS = 16
 """Of an object. DCP's have up to five."""
 _MAX_PATH_KEYS = 256
 _MAX_PATH_CHARS = 16 * 1024
-_MAX_ALIKE = 64
-"""Indexes of one hash, of which each is compared with all others."""
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -199,9 +203,7 @@ class _Maker:
             (self._once(index, self._index), self._once(info, self._info))
             for index, info in self._pairs(state.get("storage_data"))
         ]
-        alike = Counter(hash(index) for index, _ in stored)
-        if alike and max(alike.values()) > _MAX_ALIKE:
-            raise InertPickleError("it has offsets that were chosen to have one hash")
+        check_hashes((hash(index) for index, _ in stored), "offsets")
         metadata = Metadata(
             state_dict_metadata={self._text(fqn): self._once(value, self._described) for fqn, value in described},
             planner_data=self._paths(state.get("planner_data")),

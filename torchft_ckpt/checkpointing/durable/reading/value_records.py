@@ -17,7 +17,6 @@ import pickle
 import re
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -36,6 +35,7 @@ from torchft_ckpt.checkpointing.durable.format.inert_pickle import (
     Made,
     Name,
     Persistent,
+    check_hashes,
     read_pickle,
 )
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import Mapping as Pairs
@@ -45,8 +45,6 @@ from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
 _TIMES = 16
 _FREE_BYTES = 64 * 1024
 _MAX_KEY_DEPTH = 64
-_MAX_ALIKE = 64
-"""Keys of one hash, of which each is compared with all others."""
 _COPIED = ("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id")
 _KEY = re.compile(r"\A[0-9]{1,9}\Z")
 _ITEMSIZES = {
@@ -207,12 +205,12 @@ class _Checks:
 
     def _check_keys(self, keys: Iterable[object]) -> None:
         """See that a dict or set of these can be made in little time."""
-        hashes: Counter[int] = Counter()
-        for key in keys:
-            self._charge(self._weight(key, 0)[0])
-            hashes[hash(_shadow(key))] += 1
-        if hashes and max(hashes.values()) > _MAX_ALIKE:
-            raise InertPickleError("it has keys that were chosen to have one hash")
+        check_hashes((self._hash_of(key) for key in keys), "keys")
+
+    def _hash_of(self, key: object) -> int:
+        """Return a hash that is alike where those of two keys are, after charging what it costs to hash this one."""
+        self._charge(self._weight(key, 0)[0])
+        return hash(_shadow(key))
 
     def _weight(self, value: object, depth: int) -> tuple[int, int]:
         """Return how many values are hashed for one, and how deep they are nested."""
