@@ -34,7 +34,7 @@ class Lighthouse:
 def running(*options: str) -> Iterator[Lighthouse]:
     """Run a lighthouse at a free port."""
     command = [sys.executable, "-m", "torchft_ckpt", "lighthouse", "--bind", "127.0.0.1:0", *options]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout is not None
         try:

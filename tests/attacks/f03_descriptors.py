@@ -15,10 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
-from torchft_ckpt.coordination.group_service import GroupService
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
+import a_lighthouse
+from support.services import make_group_service
 
 DESCRIPTORS = 256
 TOKEN = "secret"
@@ -100,51 +99,23 @@ def main() -> int:
         drip(options.drip[0], int(options.drip[1]), int(options.drip[2]))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS if hard == resource.RLIM_INFINITY else hard))
-    lighthouse = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torchft_ckpt",
-            "lighthouse",
-            "--min-replicas=1",
-            "--bind=127.0.0.1:0",
-            f"--token={TOKEN}",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert lighthouse.stdout is not None
-    address = lighthouse.stdout.readline().strip().rpartition("http://")[2]
-    service = GroupService(
-        world_size=2,
-        lighthouse_addr=address,
-        hello=lambda: Hello(protocol=PROTOCOL_VERSION, replica_id="g0:x", group_world_size=2),
-        on_message=lambda message: None,
-        on_refused=lambda error: None,
-        hostname="127.0.0.1",
-        port=0,
-        job="default",
-        token=TOKEN,
-        heartbeat_interval=timedelta(milliseconds=100),
-        connect_timeout=timedelta(seconds=10),
-    )
     wrong = []
-    try:
-        with attack(service.address, 300):
-            failed = what_fails()
-        if failed:
-            wrong.append("the trainer cannot " + ", nor ".join(failed))
-        while what_fails():  # until it has noticed that the attacker is gone
-            time.sleep(0.1)
-        with attack(address, 400):
-            code, took_s, said = status_of(address)
-        if code != 0:
-            wrong.append(f"`status` with the right token fails after {took_s:.1f} s: {said}")
-    finally:
-        service.shutdown("done")
-        lighthouse.terminate()
-        lighthouse.wait()
+    with a_lighthouse.running("--min-replicas=1", f"--token={TOKEN}") as lighthouse:
+        address = lighthouse.address.removeprefix("http://")
+        service = make_group_service(address, token=TOKEN)
+        try:
+            with attack(service.address, 300):
+                failed = what_fails()
+            if failed:
+                wrong.append("the trainer cannot " + ", nor ".join(failed))
+            while what_fails():  # until it has noticed that the attacker is gone
+                time.sleep(0.1)
+            with attack(address, 400):
+                code, took_s, said = status_of(address)
+            if code != 0:
+                wrong.append(f"`status` with the right token fails after {took_s:.1f} s: {said}")
+        finally:
+            service.shutdown("done")
     if wrong:
         print("VULNERABLE: " + "; ".join(wrong))
         return 1

@@ -6,14 +6,12 @@ import argparse
 import logging
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 
-from torchft_ckpt.coordination.group_service import GroupService
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
+import a_lighthouse
+from support.services import make_group_service
 
 REQUESTS = {
     "a wrong token": b"GET / HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer x\r\n\r\n",
@@ -52,49 +50,20 @@ def main() -> int:
     num = parser.parse_args().num
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        lighthouse_log, trainer_log = (os.path.join(folder, name) for name in ("lighthouse.log", "trainer.log"))
+        trainer_log = os.path.join(folder, "trainer.log")
         logging.basicConfig(filename=trainer_log)
-        with open(lighthouse_log, "wb") as stderr:
-            lighthouse = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torchft_ckpt",
-                    "lighthouse",
-                    "--min-replicas=1",
-                    "--bind=127.0.0.1:0",
-                    "--token=s",
-                ],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        assert lighthouse.stdout is not None
-        address = lighthouse.stdout.readline().strip().rpartition("http://")[2]
-        service = GroupService(
-            world_size=2,
-            lighthouse_addr=address,
-            hello=lambda: Hello(protocol=PROTOCOL_VERSION, replica_id="g0:x", group_world_size=2),
-            on_message=lambda message: None,
-            on_refused=lambda error: None,
-            hostname="127.0.0.1",
-            port=0,
-            job="default",
-            token="s",
-            heartbeat_interval=timedelta(milliseconds=100),
-            connect_timeout=timedelta(seconds=10),
-        )
-        try:
-            for name, where, log in (
-                ("lighthouse", address, lighthouse_log),
-                ("manager service", service.address, trainer_log),
-            ):
-                print(name)
-                wrong += [f"{name}, {what}" for what in flood(where, log, num)]
-        finally:
-            service.shutdown("done")
-            lighthouse.terminate()
-            lighthouse.wait()
+        with a_lighthouse.running("--min-replicas=1", "--token=s") as lighthouse:
+            address = lighthouse.address.removeprefix("http://")
+            service = make_group_service(address, token="s")
+            try:
+                for name, where, log in (
+                    ("lighthouse", address, lighthouse.log.name),
+                    ("manager service", service.address, trainer_log),
+                ):
+                    print(name)
+                    wrong += [f"{name}, {what}" for what in flood(where, log, num)]
+            finally:
+                service.shutdown("done")
         logging.shutdown()
     if wrong:
         print("VULNERABLE: " + "; ".join(wrong))

@@ -10,14 +10,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.services import make_group_service
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.config import parse_host_port
-from torchft_ckpt.coordination.group_service import GroupService
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
 
 LONG = timedelta(seconds=20)
 
@@ -41,19 +40,7 @@ def test_a_forked_child_keeps_no_connection_and_no_listener() -> None:
     """While a data loader's worker has a connection open, its peer does not hear that the worker's parent was killed."""
     before = inet_sockets()
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    service = GroupService(
-        world_size=2,
-        lighthouse_addr=lighthouse.address(),
-        hello=lambda: Hello(protocol=PROTOCOL_VERSION, replica_id="g:1", group_world_size=2),
-        on_message=lambda message: None,
-        on_refused=lambda error: None,
-        hostname="127.0.0.1",
-        port=0,
-        job="default",
-        token="",
-        heartbeat_interval=timedelta(seconds=1),
-        connect_timeout=LONG,
-    )
+    service = make_group_service(lighthouse.address(), connect_timeout=LONG)
     source: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
     source.send_checkpoint([1], 3, {"w": torch.zeros(16 << 18)}, LONG)
     address = SourceAddress(*parse_host_port(source.metadata(), what="address"))

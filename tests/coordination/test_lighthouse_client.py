@@ -15,12 +15,12 @@ from datetime import timedelta
 import pytest
 from support.ports import reserved_port
 from support.processes import run, start
+from support.services import make_group_service
 from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, LighthouseClient, Quorum, QuorumMember
 from torchft_ckpt.core.lighthouse import Tick
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
 from torchft_ckpt.errors import (
     AuthenticationError,
     ConfigError,
@@ -214,19 +214,7 @@ def test_each_kind_of_job_refuses_the_other_by_name(lighthouse: LighthouseServer
 
 
 def manager_of(server: LighthouseServer) -> GroupService:
-    return GroupService(
-        world_size=1,
-        lighthouse_addr=server.address(),
-        hello=lambda: Hello(protocol=PROTOCOL_VERSION, replica_id="group:1"),
-        on_message=lambda message: None,
-        on_refused=lambda error: None,
-        hostname="127.0.0.1",
-        port=0,
-        job="default",
-        token="",
-        heartbeat_interval=timedelta(seconds=1),
-        connect_timeout=LONG,
-    )
+    return make_group_service(server.address(), world_size=1, connect_timeout=LONG)
 
 
 def test_a_watcher_reads_who_is_here_and_the_last_quorum(lighthouse: LighthouseServer) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
+from support.services import make_group_service
 
 from torchft_ckpt import LighthouseServer
-from torchft_ckpt.coordination import GroupService, RankSession
+from torchft_ckpt.coordination import RankSession
 from torchft_ckpt.core.messages import PROTOCOL_VERSION, Dropped, Hello, StateVersion
 
 LIMIT_S = 10
@@ -26,18 +27,8 @@ class Group:
         self.lighthouse = lighthouse
         self.num_hellos = 0
         self.over = threading.Event()
-        self.service = GroupService(
-            world_size=2,
-            lighthouse_addr=lighthouse.address(),
-            hello=self.hello,
-            on_message=lambda message: None,
-            on_refused=lambda error: None,
-            hostname="127.0.0.1",
-            port=0,
-            job="default",
-            token="",
-            heartbeat_interval=timedelta(seconds=0.1),
-            connect_timeout=LONG,
+        self.service = make_group_service(
+            lighthouse.address(), hello=self.hello, heartbeat_interval=timedelta(seconds=0.1), connect_timeout=LONG
         )
         self.rank = RankSession(
             address=self.service.address,

@@ -10,11 +10,11 @@ from datetime import timedelta
 import aiohttp
 import pytest
 from aiohttp import web
+from support.services import make_group_service
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
 from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError
 from torchft_ckpt.network import listen
@@ -38,20 +38,7 @@ def rank_of(address: str, *, token: str = TOKEN, replica_id: str = "group:1") ->
 @pytest.fixture
 def service() -> Iterator[GroupService]:
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1, token=TOKEN)
-    service = GroupService(
-        world_size=2,
-        lighthouse_addr=lighthouse.address(),
-        hello=lambda: Hello(protocol=PROTOCOL_VERSION, replica_id="group:1", group_world_size=2),
-        on_message=lambda message: None,
-        on_refused=lambda error: None,
-        hostname="127.0.0.1",
-        port=0,
-        job="default",
-        token=TOKEN,
-        heartbeat_interval=LONG,
-        connect_timeout=LONG,
-        replica_id="group:1",
-    )
+    service = make_group_service(lighthouse.address(), token=TOKEN, heartbeat_interval=LONG, connect_timeout=LONG)
     yield service
     service.shutdown("the test is over")
     lighthouse.shutdown()

@@ -13,12 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from support.services import make_group_service
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.coordination.versions import SAME_EVERYWHERE
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, GroupBroken, Hello
+from torchft_ckpt.core.messages import PROTOCOL_VERSION, GroupBroken
 from torchft_ckpt.errors import ProtocolError, ProtocolVersionError
 from torchft_ckpt.network import listen
 
@@ -28,19 +29,7 @@ LONG = timedelta(seconds=30)
 
 
 def group(lighthouse: str, world_size: int = 1) -> GroupService:
-    return GroupService(
-        world_size=world_size,
-        lighthouse_addr=lighthouse,
-        hello=lambda: Hello(protocol=OURS, replica_id="group:1", group_world_size=world_size),
-        on_message=lambda message: None,
-        on_refused=lambda error: None,
-        hostname="127.0.0.1",
-        port=0,
-        job="default",
-        token="",
-        heartbeat_interval=LONG,
-        connect_timeout=LONG,
-    )
+    return make_group_service(lighthouse, world_size=world_size, heartbeat_interval=LONG, connect_timeout=LONG)
 
 
 @contextmanager

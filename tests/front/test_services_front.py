@@ -17,12 +17,12 @@ from datetime import timedelta
 
 import pytest
 from aiohttp import web
+from support.services import make_group_service
 from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.coordination import ManagerServer, group_service, lighthouse_server, manager_server
-from torchft_ckpt.coordination.group_service import GroupService
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, RankHello, encode
 from torchft_ckpt.core.proofs import RankProof
@@ -50,18 +50,8 @@ def lighthouse(token: str = TOKEN) -> Iterator[Address]:
 @contextlib.contextmanager
 def manager_service(token: str = TOKEN, hostname: str = "127.0.0.1", world_size: int = 2) -> Iterator[Address]:
     with lighthouse(token) as (host, port):
-        service = GroupService(
-            world_size=world_size,
-            lighthouse_addr=f"{host}:{port}",
-            hello=lambda: Hello(protocol=PROTOCOL_VERSION, replica_id="g:1", group_world_size=world_size),
-            on_message=lambda message: None,
-            on_refused=lambda error: None,
-            hostname=hostname,
-            port=0,
-            job="default",
-            token=token,
-            heartbeat_interval=timedelta(seconds=1),
-            connect_timeout=LONG,
+        service = make_group_service(
+            f"{host}:{port}", world_size=world_size, hostname=hostname, token=token, connect_timeout=LONG
         )
         try:
             yield parse_host_port(service.address, what="address")
@@ -126,7 +116,9 @@ def is_open(sock: socket.socket) -> bool:
 
 
 def handshake(path: str, token: str = TOKEN, key: bytes = base64.b64encode(bytes(16))) -> bytes:
-    shown = RankProof(token, "", secrets.token_hex(16)).authorization if path == "/v1/ranks" else f"Bearer {token}"
+    shown = (
+        RankProof(token, "group:1", secrets.token_hex(16)).authorization if path == "/v1/ranks" else f"Bearer {token}"
+    )
     lines = [f"GET {path} HTTP/1.1", "Host: h", f"Authorization: {shown}", "Connection: Upgrade"]
     lines += ["Upgrade: websocket", "Sec-WebSocket-Version: 13"]
     return "\r\n".join(lines).encode() + b"\r\nSec-WebSocket-Key: " + key + b"\r\n\r\n"
