@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.waiting import wait_until
 from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import LighthouseServer, Optimizer
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import CollectiveFailedError, ConfigError
 
 
 @pytest.fixture
@@ -93,9 +94,23 @@ def test_a_group_that_leaves_ends_it_for_the_others_and_costs_no_step(pair: list
     leaves.start()
     work = a.manager.allreduce(torch.ones(1))
     assert work.wait() is False
-    assert b.manager.replica_id() in str(a.manager.errored())
+    # The lost connection may be noticed before the lighthouse says who left.
+    wait_until(lambda: b.manager.replica_id() in str(a.manager.errored()))
     assert a.manager.statistics().num_discarded == 0
     leaves.join()
+
+
+def test_an_error_that_names_nobody_gives_way_to_the_word_of_who_left(pair: list[Replica]) -> None:
+    a, b = pair
+    together(pair, Replica.step)
+    b.manager._pg.abort()
+    assert a.manager.allreduce(torch.ones(1)).wait() is False
+    error = a.manager.errored()
+    assert error is not None and isinstance(error.original_exception, CollectiveFailedError)
+    b.manager.shutdown()
+    wait_until(lambda: b.manager.replica_id() in str(a.manager.errored()))
+    named = a.manager.errored()
+    assert named is not None and named.original_exception.__cause__ is error.original_exception
 
 
 def test_a_decision_that_is_asked_for_again_is_the_same_and_counts_nothing(pair: list[Replica]) -> None:

@@ -314,7 +314,7 @@ class Conversation:
     # ----------------------------------------------------------------------------------------------- what goes wrong
 
     def error(self) -> ExceptionWithTraceback | None:
-        """Return the first error of the open step."""
+        """Return the first error of the open step; after a lost connection, the one that says whose, once that is known."""
         return self._error
 
     def has_failed(self) -> bool:
@@ -520,8 +520,10 @@ class Conversation:
                 self._answer = message
         elif isinstance(message, QuorumBroken):
             if replica.broken(message):
-                if self._error is None:
+                first = self._error.original_exception if self._error is not None else None
+                if first is None or isinstance(first, CollectiveFailedError):  # a lost connection names nobody
                     error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
+                    error.__cause__ = first
                     self._error = ExceptionWithTraceback(error)
                 sources = replica.quorum.sources if replica.quorum is not None else []
                 is_only_source = [source.replica_id for source in sources] == [message.replica_id]

@@ -1010,7 +1010,7 @@ class Manager:
         self._talk.note_error(e)
 
     def errored(self) -> ExceptionWithTraceback | None:
-        """Return the first error of this step."""
+        """Return the first error of this step; after a lost connection, the one that says whose, once that is known."""
         return self._talk.error()
 
     def wrap_future(
