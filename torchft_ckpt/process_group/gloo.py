@@ -5,7 +5,9 @@ operations and for a configure in progress. Gloo forgets a send or receive that 
 one of its threads then sleeps until the operation's timeout; `session.py` completes the work 0.05 s after the abort all
 the same. On other systems configure and abort return at once too, but operations end by their timeouts.
 
-One failed operation ends the group on this rank, so that its neighbours notice at once.
+One failed operation ends the group on this rank, so that its neighbours notice at once. Gloo also forgets an operation
+that a neighbour starts just as the connection ends (1 of 100 tries on a busy machine). Under a `Manager` the lighthouse says
+that the quorum broke, which aborts it; without one it takes until its timeout.
 
 An allreduce gives bit-identical results on all ranks: each chunk is reduced on one rank of the ring and copied on.
 """
