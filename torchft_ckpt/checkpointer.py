@@ -497,7 +497,8 @@ class Checkpointer:
             StateMismatchError: the state does not fit what is registered here, or there is no class for a named tuple or an enum
                 in it (`register_state_class`).
             StorageError: the storage failed.
-            CheckpointNotFoundError: there is none of that step, or all there are are damaged: the state here is torn then.
+            CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
+                read now: the job does not begin at step 0 beside them.
             StateDictLoadError: a registered function raised.
         """
         manager = self._manager
@@ -549,6 +550,12 @@ class Checkpointer:
                 manager.report_torn_state()
             if step is not None or is_touched or not isinstance(error, CheckpointNotFoundError):
                 raise
+            if (saved := found[Tier.STORAGE]) is not None:
+                raise CheckpointNotFoundError(
+                    f"{error}; step {saved} was saved whole and cannot be read now: mend it, name another by `step`, or remove "
+                    "what is there to begin at step 0",
+                    error.party,
+                ) from error
             return _said(Restored(rung=Rung.NOTHING, step=None, reason=f"there is no state to go on from: {error}"))
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(

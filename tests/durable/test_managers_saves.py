@@ -14,7 +14,7 @@ from torch import nn
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.ladder import Rung
-from torchft_ckpt.errors import CheckpointError, ConfigError
+from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from torchft_ckpt.manager.healing import StateRegistry
 from torchft_ckpt.manager.still import tensors_in
 
@@ -214,6 +214,29 @@ def test_a_restore_that_dies_half_way_says_torn_and_its_manager_knows(
     assert caught.value.state_overwritten and group.manager.is_behind
     checkpointer.shutdown()
     group.manager.shutdown()
+
+
+def test_no_job_begins_at_step_0_beside_a_checkpoint_that_was_whole_and_cannot_be_read(
+    tmp_path: Path, address: str
+) -> None:
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    group.step()
+    checkpointer.save().result(LONG_S)
+    checkpointer.shutdown()
+    group.manager.shutdown()
+    again = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=again.manager)
+    (directory,) = tmp_path.iterdir()
+    for file in directory.glob("*.distcp"):
+        file.write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match="step 1 was saved whole and cannot be read now") as caught:
+        checkpointer.restore()
+    assert not caught.value.state_overwritten
+    (directory / ".metadata").unlink()  # as it is left by a job that died in its first save
+    assert checkpointer.restore().rung is Rung.NOTHING
+    checkpointer.shutdown()
+    again.manager.shutdown()
 
 
 @pytest.mark.parametrize("step", [1.0, -1])
