@@ -80,9 +80,13 @@ def group_of(layouts: dict[str, Layout], world_size: int, seed: int = 0, **optio
 
 
 class Receiver:
-    """Rank 1 of three, whose weight lies in columns."""
+    """Rank 1 of three, whose weight lies in columns.
 
-    def __init__(self, *, in_place: bool = False, stall_s: float = 1.0) -> None:
+    Args:
+        stall_s: how long a source may send nothing; by default longer than a busy machine keeps a healthy one from sending.
+    """
+
+    def __init__(self, *, in_place: bool = False, stall_s: float = 60.0) -> None:
         self.in_place = in_place
         self.transport = make_transport(stall_timeout=timedelta(seconds=stall_s))
         with imagined_rank(1, 3):
@@ -212,10 +216,16 @@ FAULTS: dict[str, tuple[Change, type[CheckpointError]]] = {
 }
 
 
+def stall_of(name: str) -> float:
+    """How long the receiver waits for a source that has this fault; those that hang are waited for that long."""
+    return 2.0 if FAULTS[name][1] is TransferStalledError else 60.0
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_is_made_up_for_by_another_group(name):
     change, _ = FAULTS[name]
-    with group_of(ROWS, 2) as primary, group_of(ROWS_OF_THREE, 3) as other, Receiver(in_place=True) as receiver:
+    receiver = Receiver(in_place=True, stall_s=stall_of(name))
+    with group_of(ROWS, 2) as primary, group_of(ROWS_OF_THREE, 3) as other, receiver:
         with LyingSource(primary.urls[1], change) as lying:
             received = receiver.fetch([[primary.urls[0], lying.url], other.urls])
     assert whose(received) == {0}
@@ -226,7 +236,7 @@ def test_a_rank_that_fails_is_made_up_for_by_another_group(name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_and_that_nobody_makes_up_for_is_a_named_error(name, in_place):
     change, error_type = FAULTS[name]
-    with group_of(ROWS, 2) as primary, Receiver(in_place=in_place) as receiver:
+    with group_of(ROWS, 2) as primary, Receiver(in_place=in_place, stall_s=stall_of(name)) as receiver:
         with LyingSource(primary.urls[1], change) as lying:
             with pytest.raises(CheckpointError) as caught:
                 receiver.fetch([[primary.urls[0], lying.url]], timedelta(seconds=20))
@@ -373,7 +383,7 @@ def test_nothing_of_a_part_that_another_group_sent_is_left_where_it_does_not_cou
         reply.body = marker * (len(reply.body) // 16) + reply.body[len(reply.body) // 16 * 16 :]
         cut_in_the_middle(reply)
 
-    with group_of(ROWS, 2) as primary, group_of(ROWS, 2) as other, Receiver(in_place=True) as receiver:
+    with group_of(ROWS, 2) as primary, group_of(ROWS, 2) as other, Receiver(in_place=True, stall_s=2.0) as receiver:
         with LyingSource(primary.urls[0], on("parts", never_answer)) as silent:
             with LyingSource(other.urls[0], on("parts", mark_and_cut)) as marking:
                 with pytest.raises(CheckpointError) as raised:
