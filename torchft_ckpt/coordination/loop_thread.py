@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from torchft_ckpt.threads import Thread, end_at_exit
@@ -26,6 +27,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._owner = os.getpid()
+        self._finishing = threading.RLock()
+        """Held by the thread that finishes; reentrant, as a signal handler may finish too."""
         self._thread = Thread(self._run, name)
         self._thread.start()
         end_at_exit(self.stop)
@@ -51,21 +54,26 @@ class LoopThread:
         self.call_soon(self.loop.call_later, delay_s, function)
 
     def finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run one last coroutine function on the loop, then end it; may be called twice.
+        """Run one last coroutine function on the loop, then end it; may be called twice, from several threads at once.
 
         Does nothing in a forked child, where the thread is not.
         """
-        if self.loop.is_closed() or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
             return
-        coroutine = last()
-        try:
-            self.run(coroutine)
-        except RuntimeError as error:
-            if not self.loop.is_closed():
-                raise
-            coroutine.close()  # the loop ended between the check and the call
-            logger.debug("%s had ended already: %s", self._thread.name, error)
-        self.stop()
+        with self._finishing:
+            if self.loop.is_closed():
+                return
+            coroutine = last()
+            try:
+                self.run(coroutine)
+            except CancelledError:  # a signal handler finished it in the middle of this
+                logger.debug("%s has ended meanwhile", self._thread.name)
+            except RuntimeError as error:
+                if not self.loop.is_closed():
+                    raise
+                coroutine.close()  # the loop ended between the check and the call
+                logger.debug("%s had ended already: %s", self._thread.name, error)
+            self.stop()
 
     def finish_soon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """As `finish`, without waiting: for finalizers, which run in any thread, this one too."""
