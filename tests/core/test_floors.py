@@ -150,7 +150,7 @@ def test_imports_point_down_only() -> None:
         "import torchft_ckpt",
         "import torchft_ckpt.core.lighthouse, torchft_ckpt.core.replica, torchft_ckpt.core.group",
         "import torchft_ckpt.coordination.lighthouse_server",
-        "import torchft_ckpt.testing.simulation",
+        "import sys; sys.path.insert(0, 'tests'); import simulation.run",
         "from torchft_ckpt import LighthouseServer",
         "import runpy, sys; sys.argv = ['torchft_ckpt', '--help']; runpy.run_module('torchft_ckpt', run_name='__main__')",
     ],

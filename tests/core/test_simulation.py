@@ -10,6 +10,8 @@ from random import Random
 
 import msgspec
 import pytest
+from simulation.chaos import Fault, Moods, OuterPlan, Scenario
+from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
 from support.thoroughness import by_default
 
 from torchft_ckpt.core import equality, lighthouse, recovery
@@ -23,8 +25,6 @@ from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.core.patience import JoinAllowance
 from torchft_ckpt.core.quorum import Asked
 from torchft_ckpt.core.replica import Comparison, ReplicaState
-from torchft_ckpt.testing.simulated.chaos import Fault, Moods, OuterPlan, Scenario
-from torchft_ckpt.testing.simulation import InvariantError, Report, Simulation, main, run_seeds, simulate
 
 pytestmark = pytest.mark.slow
 

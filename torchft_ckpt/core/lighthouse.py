@@ -7,7 +7,7 @@
 The life of a step: members ask (`QuorumRequest`), a quorum is formed (`core.quorum`), each gets its part
 (`core.recovery`), each votes, the step is decided for all (`core.commit`), they ask again.
 
-What must hold, whatever happens (the simulation in `testing` checks it):
+What must hold, whatever happens (the simulation in `tests` checks it):
 - a `quorum_id` names one set of members; it only rises, also across restarts, since members report the last they saw and
   a lighthouse that hears of an older life begins at the next thousand;
 - a step is decided once;

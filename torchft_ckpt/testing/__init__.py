@@ -3,6 +3,4 @@
 fake_transport          an in-memory `CheckpointTransport`
 fake_process_group      an in-memory `ProcessGroup`: ranks as threads, failures on demand
 transport_conformance   what every `CheckpointTransport` must do, as checks for your own
-simulation              hundreds of groups, crashes, partitions and restarts from one seed, without torch or sockets;
-                        `python -m torchft_ckpt.testing.simulation --seeds 1000`
 """

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from simulation.trainer import Trainer
+from simulation.transfers import Arrival, Snapshot
 from torchft_ckpt.core.messages import (
     CommitDecided,
     CommitUnknown,
@@ -24,8 +26,6 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.core.outer_schedule import OuterSchedule, Verdict, after_vote
 from torchft_ckpt.core.replica import Phase
-from torchft_ckpt.testing.simulated.trainer import Trainer
-from torchft_ckpt.testing.simulated.transfers import Arrival, Snapshot
 
 CATCH_UP_PAUSE_S = 0.1
 

@@ -1,11 +1,11 @@
 """A whole job in one thread and virtual time: `core`'s real states, a model of all that is around them, one seed.
 
     report = Simulation(seed=7).run()        # raises InvariantError, with the seed and the last lines of its log
-    python -m torchft_ckpt.testing.simulation --seeds 100000
+    scripts/simulate --seeds 100000
 
 A run has two parts: troubles at any event, then quiet. In the quiet all groups have to end at equal states and commit on, but
 where they have drifted apart and no strict majority of them holds one state.
-What is checked is in `simulated.oracle`; what can go wrong in `simulated.chaos`.
+What is checked is in `simulation.oracle`; what can go wrong in `simulation.chaos`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from simulation.chaos import Fault, OuterPlan, Scenario, draw_outer_scenario, draw_scenario
+from simulation.clock import Clock, Process
+from simulation.collectives import Collectives
+from simulation.group import ReplicaGroup
+from simulation.lighthouse import Lighthouse
+from simulation.oracle import InvariantError, Oracle
+from simulation.outer_rank import OuterPace, OuterRank
+from simulation.outer_watch import SLOWEST, OuterWatch
+from simulation.trainer import Trainer, TrainerSettings
+from simulation.transfers import Transfers
 from torchft_ckpt.core.lighthouse import LighthouseSettings, Received
 from torchft_ckpt.core.messages import AllowStepLoss, OnReplicasDiffer
 from torchft_ckpt.core.replica import ReplicaSettings
-from torchft_ckpt.testing.simulated.chaos import Fault, OuterPlan, Scenario, draw_outer_scenario, draw_scenario
-from torchft_ckpt.testing.simulated.clock import Clock, Process
-from torchft_ckpt.testing.simulated.collectives import Collectives
-from torchft_ckpt.testing.simulated.group import ReplicaGroup
-from torchft_ckpt.testing.simulated.lighthouse import Lighthouse
-from torchft_ckpt.testing.simulated.oracle import InvariantError, Oracle
-from torchft_ckpt.testing.simulated.outer_rank import OuterPace, OuterRank
-from torchft_ckpt.testing.simulated.outer_watch import SLOWEST, OuterWatch
-from torchft_ckpt.testing.simulated.trainer import Trainer, TrainerSettings
-from torchft_ckpt.testing.simulated.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 

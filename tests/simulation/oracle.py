@@ -41,8 +41,8 @@ from torchft_ckpt.core.messages import (
 )
 
 if TYPE_CHECKING:
-    from torchft_ckpt.testing.simulated.group import ReplicaGroup
-    from torchft_ckpt.testing.simulated.trainer import Trainer
+    from simulation.group import ReplicaGroup
+    from simulation.trainer import Trainer
 
 
 STOOD_GRACE_S = 0.3

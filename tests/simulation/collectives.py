@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from torchft_ckpt.testing.simulated.clock import Action, Clock, Process
+from simulation.clock import Action, Clock, Process
 
 
 @dataclass(slots=True)

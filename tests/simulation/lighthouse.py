@@ -6,6 +6,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from simulation.clock import Action, Clock, Process
+from simulation.network import Connection
+from simulation.oracle import Oracle
 from torchft_ckpt.core.lighthouse import (
     Close,
     ConnectionClosed,
@@ -17,9 +20,6 @@ from torchft_ckpt.core.lighthouse import (
     Send,
     Tick,
 )
-from torchft_ckpt.testing.simulated.clock import Action, Clock, Process
-from torchft_ckpt.testing.simulated.network import Connection
-from torchft_ckpt.testing.simulated.oracle import Oracle
 
 
 class Lighthouse:

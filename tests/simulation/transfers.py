@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
+from simulation.clock import Clock, Process
 from torchft_ckpt.core.messages import StateVersion
-from torchft_ckpt.testing.simulated.clock import Clock, Process
 
 TELL_S = 0.2
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from simulation.outer_rank import OuterRank
 from torchft_ckpt.core.lighthouse import LighthouseState
 from torchft_ckpt.core.messages import QuorumRequest, Role
 from torchft_ckpt.core.replica import Phase
-from torchft_ckpt.testing.simulated.outer_rank import OuterRank
 
 if TYPE_CHECKING:
-    from torchft_ckpt.testing.simulated.group import ReplicaGroup
+    from simulation.group import ReplicaGroup
 
 SLOWEST = 1.8
 LATE = 0.1

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from simulation.clock import Action, Clock, Process
 from torchft_ckpt.core.messages import decode_from_lighthouse, decode_to_lighthouse, encode
-from torchft_ckpt.testing.simulated.clock import Action, Clock, Process
 
 
 class Connection:

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from simulation.clock import Clock, Process
+from simulation.network import Connection
+from simulation.oracle import Oracle
+from simulation.trainer import Trainer
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank
 from torchft_ckpt.core.messages import (
     Dropped,
@@ -20,13 +24,9 @@ from torchft_ckpt.core.messages import (
     encode,
 )
 from torchft_ckpt.core.patience import reconnect_delay_s
-from torchft_ckpt.testing.simulated.clock import Clock, Process
-from torchft_ckpt.testing.simulated.network import Connection
-from torchft_ckpt.testing.simulated.oracle import Oracle
-from torchft_ckpt.testing.simulated.trainer import Trainer
 
 if TYPE_CHECKING:
-    from torchft_ckpt.testing.simulated.lighthouse import Lighthouse
+    from simulation.lighthouse import Lighthouse
 
 
 class ReplicaGroup:

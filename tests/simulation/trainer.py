@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from simulation.clock import Clock, Process
+from simulation.collectives import Collectives, Handle
+from simulation.oracle import Oracle
+from simulation.transfers import Arrival, Snapshot, Transfers
 from torchft_ckpt.core.messages import (
     CollectiveWait,
     CommitDecided,
@@ -41,13 +45,9 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.core.patience import StallWatch
 from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan
-from torchft_ckpt.testing.simulated.clock import Clock, Process
-from torchft_ckpt.testing.simulated.collectives import Collectives, Handle
-from torchft_ckpt.testing.simulated.oracle import Oracle
-from torchft_ckpt.testing.simulated.transfers import Arrival, Snapshot, Transfers
 
 if TYPE_CHECKING:
-    from torchft_ckpt.testing.simulated.chaos import Moods
+    from simulation.chaos import Moods
 
 VALUE_BITS = 64
 """What lies above them in a state is drift."""

@@ -1,4 +1,4 @@
-"""The parts of the deterministic simulation: everything around `core` that is slow, unreliable or can die, as a model.
+"""The deterministic simulation of whole jobs: everything around `core` that is slow, unreliable or can die, as a model.
 
 clock        virtual time, processes that can be killed and stopped
 network      connections between groups and the lighthouse
@@ -11,6 +11,7 @@ group        one replica group: drives `core.group`, keeps a connection to the l
 lighthouse   drives `core.lighthouse`, dies and comes back without memory
 oracle       what must hold after every event
 chaos        what goes wrong, and when
+run          puts them together: one job from one seed, and the command line (`scripts/simulate`)
 
-`torchft_ckpt.testing.simulation` puts them together. All chance comes from one seed.
+All chance comes from the seed.
 """
