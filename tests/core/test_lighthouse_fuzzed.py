@@ -161,7 +161,7 @@ def test_it_never_raises_and_says_nothing_that_cannot_be_read(
         assert set(state._quorum_members) <= set(state.members)
         assert state._back <= set(state._quorum_members)
         assert all(state.members[r].request is not None for r in state._waiting)
-        assert {m.connection for m in state.members.values()} == set(state._by_connection)
+        state._roster.validate()
 
 
 @settings(max_examples=by_default(60, thorough=300), deadline=None)

@@ -801,8 +801,10 @@ def test_messages_on_a_connection_that_was_given_up_are_not_answered_with_a_refu
     job.passes(6.0)
     assert "a:1" not in job.lighthouse.members
     assert job.lighthouse.handle(Received(old, Heartbeat()), job.now) == []
-    job.lighthouse.handle(ConnectionClosed(old), job.now)
-    assert job.lighthouse._dropped == set()
+    assert job.lighthouse.handle(ConnectionClosed(old), job.now) == []
+    assert isinstance(job.lighthouse.handle(Received(old, Heartbeat()), job.now)[0], Send), (
+        "nothing is remembered of it"
+    )
 
 
 def test_a_joiner_that_breaks_the_collectives_is_named_to_those_who_wait_in_them_and_stays_out() -> None:

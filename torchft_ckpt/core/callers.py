@@ -103,11 +103,20 @@ class Callers:
         """Whether callers speak on a connection."""
         return connection in self._connections
 
+    def longest_silent(self) -> Caller | None:
+        """Return the caller that has been silent for longest."""
+        return next(iter(self.members.values()), None)
+
+    def hear_all(self, now: float) -> None:
+        """Excuse all silence until now: the lighthouse could not hear."""
+        for caller in self.members.values():
+            caller.last_seen = now
+
     def next_deadline(self) -> float | None:
         """When `tick` is due, if nothing else happens before. It never needs to be early."""
         deadlines = [] if self._evaluate_at is None else [self._evaluate_at]
-        if self.members:
-            deadlines.append(next(iter(self.members.values())).last_seen + self._settings.heartbeat_timeout_s)
+        if (silent := self.longest_silent()) is not None:
+            deadlines.append(silent.last_seen + self._settings.heartbeat_timeout_s)
         return min(deadlines, default=None)
 
     # ------------------------------------------------------------------------------------------------------- messages

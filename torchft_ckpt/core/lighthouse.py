@@ -26,12 +26,11 @@ Work per event is constant but for the event that forms a quorum or decides a st
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from torchft_ckpt.core.callers import Caller, CallerMessage, Callers
+from torchft_ckpt.core.callers import CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
@@ -94,6 +93,7 @@ from torchft_ckpt.core.messages import (
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recollection import Recollection, StepKey, id_before_next_life, why_no_quorum_id
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.roster import Roster
 from torchft_ckpt.core.sequence import may_start, why_apart
 
 PENDING_NOTICE_S = 1.0
@@ -102,8 +102,6 @@ OWN_ID = (
     " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
 )
 """Two groups of one id, each started again when it ends, end each other in turn."""
-MAX_REMEMBERED = 4096
-"""Groups of which something is remembered after they are gone."""
 
 __all__ = [
     "Close",
@@ -148,22 +146,17 @@ class LighthouseState:
         self.allow_step_loss = False
         """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
         self.round: Round | None = None
-        self.members: OrderedDict[str, Member] = OrderedDict()
-        """By replica id, the one heard from longest ago first."""
-        self.lost_members: OrderedDict[str, str] = OrderedDict()
-        """Replica ids that are gone, with the reason; the latest few, for the operator."""
-        self._by_connection: dict[str, str] = {}
-        self._dropped: set[str] = set()
-        """Connections of members that were lost, until they are closed."""
+        self._roster = Roster()
+        self.members = self._roster.members
+        """Read-only, by replica id, the longest silent member first."""
+        self.lost_members = self._roster.lost
+        """Read-only: the latest members that are gone, with the reason, for the operator."""
         self._waiting: dict[str, None] = {}
         self._quorum_members: dict[str, None] = {}
         """Members of the last quorum that have not been lost since."""
         self._back: set[str] = set()
         """Those of them that have asked again."""
         self._joining = Joining()
-        self._incarnations: OrderedDict[str, str] = OrderedDict()
-        """The latest incarnation of each group, also while it is away."""
-        self._superseded: OrderedDict[str, None] = OrderedDict()
         self._ledger = Ledger(self.members, epoch, finished_step)
         self._finished_at_step = finished_step
         """The latest step at which a group said that it has finished; see `finished_step`."""
@@ -190,19 +183,17 @@ class LighthouseState:
         if isinstance(event, ConnectionClosed):
             if self.callers.speaks_on(event.connection):
                 return list(self.callers.closed(event.connection, now, event.reason))
-            self._dropped.discard(event.connection)
-            replica_id = self._by_connection.get(event.connection)
-            if replica_id is None:
+            member = self._roster.close(event.connection)
+            if member is None:
                 return []
-            return list(self._lose(replica_id, event.reason, now, is_closed=True))
+            return list(self._lose(member.replica_id, event.reason, now, is_closed=True))
         return list(self._tick(now))
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due, if nothing else happens before. It never needs to be early."""
         deadlines = []
-        if self.members:
-            oldest = next(iter(self.members.values()))
-            deadlines.append(oldest.last_seen + self.settings.heartbeat_timeout_s)
+        if (silent := self._roster.longest_silent()) is not None:
+            deadlines.append(silent.last_seen + self.settings.heartbeat_timeout_s)
         if self.round is not None and self.round.look_again_at is not None and not self.round.tally.decided:
             deadlines.append(self.round.look_again_at)
         if self._waiting and self._evaluate_at is not None:
@@ -253,15 +244,15 @@ class LighthouseState:
     def _notice_pause(self, now: float) -> Log | None:
         """If the lighthouse itself slept, the members' silence is its own deafness: what they said is yet to be read."""
         self._now = now
-        members: Mapping[str, Member | Caller] = self.members or self.callers.members  # a job is of one kind
-        if not members:
+        silent = self._roster.longest_silent() or self.callers.longest_silent()  # a job is of one kind
+        if silent is None:
             return None
         timeout = self.settings.heartbeat_timeout_s
-        late = now - (next(iter(members.values())).last_seen + timeout)
+        late = now - (silent.last_seen + timeout)
         if late <= timeout / 2:
             return None
-        for member in members.values():
-            member.last_seen = now
+        self._roster.hear_all(now)
+        self.callers.hear_all(now)
         return Log(f"the lighthouse was paused for at least {late:.1f} s; nobody is dropped on that account", True)
 
     # ------------------------------------------------------------------------------------------------------- messages
@@ -279,16 +270,15 @@ class LighthouseState:
         if isinstance(message, CallerHello) or self.callers.speaks_on(connection):
             yield from self._caller_said(connection, message, now)
             return
-        replica_id = self._by_connection.get(connection)
-        if replica_id is None and connection in self._dropped:
-            return  # said before it learned that we gave this connection up
-        if replica_id is None:
+        member = self._roster.on(connection)
+        if member is None and self._roster.has_given_up(connection):
+            return  # the member said it before it learned that we gave this connection up
+        if member is None:
             yield Send(connection, Refused(code="hello", reason="the first message has to be Hello"))
             yield Close(connection)
             return
-        member = self.members[replica_id]
-        member.last_seen = now
-        self.members.move_to_end(replica_id)
+        replica_id = member.replica_id
+        self._roster.hear(member, now)
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, QuorumRequest | LocateState) and (no_id := self._why_no_id(message.version)):
@@ -317,7 +307,7 @@ class LighthouseState:
         if isinstance(message, Leave):
             yield from self.callers.closed(connection, now, clip(message.reason) or "it left")
             yield Close(connection)
-        elif not isinstance(message, CallerMessage) or connection in self._by_connection:
+        elif not isinstance(message, CallerMessage) or self._roster.on(connection) is not None:
             yield Send(connection, Refused(code="hello", reason="a connection is of a Manager or of callers"))
             yield Close(connection)
         elif (self.members or self.round is not None) and not isinstance(message, CallerHello):
@@ -340,27 +330,21 @@ class LighthouseState:
             return
         replica_id = hello.replica_id
         name = group_name(replica_id)
-        before = self._incarnations.get(name)
-        if before is not None and before != replica_id:
-            self._superseded[before] = None
-            while len(self._superseded) > MAX_REMEMBERED:
-                self._superseded.popitem(last=False)
-        self._incarnations[name] = replica_id
-        self._incarnations.move_to_end(name)
-        while len(self._incarnations) > max(MAX_REMEMBERED, len(self.members)):
-            self._incarnations.popitem(last=False)
-        if before is not None and before in self.members:
-            old_connection = self.members[before].connection
-            if before == replica_id:
-                yield from self._lose(before, "it connected again", now, is_back=True)
+        before = self._roster.begin_incarnation(replica_id)
+        if before is not None:
+            if before.replica_id == replica_id:
+                yield from self._lose(replica_id, "it connected again", now, is_back=True)
             else:
-                yield Log(f"{replica_id} takes the place of {before}, which was connected. {OWN_ID}", is_warning=True)
-                yield from self._lose(before, f"replaced by a newer process of {name}", now)
-                yield Send(old_connection, _superseded(name))
-            yield Close(old_connection)
+                yield Log(
+                    f"{replica_id} takes the place of {before.replica_id}, which was connected. {OWN_ID}",
+                    is_warning=True,
+                )
+                yield from self._lose(before.replica_id, f"replaced by a newer process of {name}", now)
+                yield Send(before.connection, _superseded(name))
+            yield Close(before.connection)
         self._ledger.is_back(name)
 
-        self.members[replica_id] = Member(
+        member = Member(
             connection=connection,
             hello=hello,
             last_seen=now,
@@ -370,8 +354,7 @@ class LighthouseState:
             has_left_step=hello.warms_up,
             is_looking=hello.warms_up,
         )
-        self._by_connection[connection] = replica_id
-        self.lost_members.pop(replica_id, None)
+        self._roster.add(member)
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             epoch=self.epoch,
@@ -382,7 +365,7 @@ class LighthouseState:
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
         self._learn(hello, now)
-        if self._is_still_in_quorum(self.members[replica_id]):
+        if self._is_still_in_quorum(member):
             self._quorum_members[replica_id] = None
         yield from self._overtake_round(now)
         yield from self._reopen(hello, connection)
@@ -418,7 +401,7 @@ class LighthouseState:
         if hello.protocol != PROTOCOL_VERSION:
             reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, {hello.replica_id} speaks {hello.protocol}"
             return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
-        if connection in self._by_connection or self.callers.speaks_on(connection):
+        if self._roster.on(connection) is not None or self.callers.speaks_on(connection):
             return Refused(code="hello", reason="a connection says Hello once")
         if self.callers.who:
             reason = (
@@ -426,7 +409,7 @@ class LighthouseState:
                 f" ({self.callers.who}); name another job (Manager(job=...), TORCHFT_CKPT_JOB)"
             )
             return Refused(code="job", reason=reason)
-        if hello.replica_id in self._superseded:
+        if self._roster.is_superseded(hello.replica_id):
             return _superseded(group_name(hello.replica_id))
         last = StateVersion(quorum_id=hello.last_quorum_id, epoch=hello.last_epoch)
         if no_id := self._why_no_id(last, hello.version, hello.rolled_back_to):
@@ -1359,10 +1342,7 @@ class LighthouseState:
         is_back: bool = False,
     ) -> Iterator[Instruction]:
         """A member is gone: tell those who share a collective with it, at once. `is_back`: it is here again in an instant."""
-        member = self.members.pop(replica_id)
-        del self._by_connection[member.connection]
-        if not is_closed:
-            self._dropped.add(member.connection)
+        member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._ledger.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
             self._ledger.cut_off(group_name(replica_id), member.version, now)
@@ -1371,9 +1351,6 @@ class LighthouseState:
         self._waiting.pop(replica_id, None)
         self._quorum_members.pop(replica_id, None)
         self._back.discard(replica_id)
-        self.lost_members[replica_id] = reason
-        while len(self.lost_members) > 64:
-            self.lost_members.popitem(last=False)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
         current = self.round
@@ -1443,15 +1420,11 @@ class LighthouseState:
 
     def _tick(self, now: float) -> Iterator[Instruction]:
         timeout = self.settings.heartbeat_timeout_s
-        while self.members:
-            oldest = next(iter(self.members.values()))
-            if now < oldest.last_seen + timeout:
-                break
-            reason = f"nothing heard from it for {now - oldest.last_seen:.1f} s"
-            connection = oldest.connection
-            yield from self._lose(oldest.replica_id, reason, now)
-            yield Send(connection, Dropped(reason=reason))
-            yield Close(connection)
+        while (silent := self._roster.longest_silent()) is not None and now >= silent.last_seen + timeout:
+            reason = f"nothing heard from it for {now - silent.last_seen:.1f} s"
+            yield from self._lose(silent.replica_id, reason, now)
+            yield Send(silent.connection, Dropped(reason=reason))
+            yield Close(silent.connection)
         current = self.round
         if current is not None and current.look_again_at is not None and now >= current.look_again_at:
             current.look_again_at = None
