@@ -23,7 +23,7 @@ from torchft_ckpt.core.messages import (
     Refused,
     StateVersion,
 )
-from torchft_ckpt.core.recollection import MAX_FIRST_ID, MAX_IDS_AHEAD, why_no_quorum_id
+from torchft_ckpt.core.quorum_ids import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
 from torchft_ckpt.core.replica import ReplicaSettings
 
 FAR = 2**52
@@ -94,8 +94,15 @@ def test_nor_by_naming_a_little_more_each_time() -> None:
 
 
 def test_a_restarted_lighthouse_takes_what_it_hears_first_within_what_it_can_count_on() -> None:
-    assert [why_no_quorum_id(n, 0) == "" for n in (10**12, MAX_FIRST_ID, MAX_FIRST_ID + 1)] == [True, True, False]
-    assert [why_no_quorum_id(7 + MAX_IDS_AHEAD + n, 7) == "" for n in (0, 1)] == [True, False]
+    ids = QuorumIds("now")
+    assert [ids.why_never_given(n, "old") == "" for n in (10**12, MAX_FIRST_ID, MAX_FIRST_ID + 1)] == [
+        True,
+        True,
+        False,
+    ]
+    assert (ids.begin_after(7, "old"), ids.latest) == (True, 999)
+    assert [ids.why_never_given(999 + MAX_IDS_AHEAD + n, "old") == "" for n in (0, 1)] == [True, False]
+    assert [ids.why_never_given(999 + n, "now") == "" for n in (0, 1)] == [True, False]
 
 
 def test_a_caller_that_names_such_an_id_is_refused_too() -> None:

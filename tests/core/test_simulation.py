@@ -24,6 +24,7 @@ from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocate
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.core.patience import JoinAllowance
 from torchft_ckpt.core.quorum import Asked
+from torchft_ckpt.core.quorum_ids import QuorumIds
 from torchft_ckpt.core.replica import Comparison, ReplicaState
 
 pytestmark = pytest.mark.slow
@@ -145,14 +146,15 @@ def broken_left_behind(patch: pytest.MonkeyPatch) -> None:
 
 def broken_quorum_id(patch: pytest.MonkeyPatch) -> None:
     """A new life of the lighthouse counts from 1."""
-    right = LighthouseState._learn
+    right = QuorumIds.begin_after
 
-    def forget(state: LighthouseState, hello: object, now: float) -> None:
-        before = state.quorum_id
-        right(state, hello, now)  # type: ignore[arg-type]
-        state.quorum_id = before
+    def forget(ids: QuorumIds, quorum_id: int, epoch: str) -> bool:
+        before = ids.latest
+        is_news = right(ids, quorum_id, epoch)
+        ids._latest = before
+        return is_news
 
-    patch.setattr(LighthouseState, "_learn", forget)
+    patch.setattr(QuorumIds, "begin_after", forget)
 
 
 def broken_contribution(patch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from torchft_ckpt.core.messages import (
     size_of,
 )
 from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recollection import id_before_next_life, why_no_quorum_id
+from torchft_ckpt.core.quorum_ids import QuorumIds
 
 PENDING_NOTICE_S = 1.0
 MAX_CALLERS = 65536
@@ -83,9 +83,7 @@ class Callers:
         self._settings = settings
         self._epoch = epoch
         self._unix_time_of_zero = unix_time_of_zero
-        self._quorum_id = 0
-        self._first_quorum_id = 0
-        """The first that was known when somebody named one."""
+        self._quorum_ids = QuorumIds(epoch)
         self._connections: set[str] = set()
         self._waiting: dict[str, None] = {}
         self._last: dict[str, None] = {}
@@ -174,9 +172,8 @@ class Callers:
 
     def _called(self, connection: str, call: QuorumCall, now: float) -> Iterator[Instruction]:
         replica_id = call.member.replica_id
-        self._first_quorum_id = self._first_quorum_id or self._quorum_id
         is_ours = call.last_epoch == self._epoch  # then nothing follows from it
-        no_id = "" if is_ours else why_no_quorum_id(call.last_quorum_id, self._first_quorum_id)
+        no_id = "" if is_ours else self._quorum_ids.why_never_given(call.last_quorum_id, call.last_epoch)
         if no_id:
             reason = f"{clip(replica_id, 200)} is not taken: {no_id}"
             yield from _refuse(connection, Refused(code="quorum id", reason=reason))
@@ -199,8 +196,7 @@ class Callers:
         caller = yield from self._names(replica_id, connection, now)
         if caller is None:
             return
-        if call.last_epoch != self._epoch and call.last_quorum_id >= max(1, self._quorum_id):
-            self._quorum_id = id_before_next_life(call.last_quorum_id)
+        self._quorum_ids.begin_after(call.last_quorum_id, call.last_epoch)
         self._withdraw(replica_id, caller)
         caller.call, caller.called_at, caller.step, caller.num_bytes = call, now, call.member.step, num_bytes
         self._num_bytes += num_bytes
@@ -277,11 +273,11 @@ class Callers:
         last = [member.replica_id for member in self.quorum.participants] if self.quorum is not None else []
         was_lost = len(self._last) < len(last)
         if list(verdict.members) != last or was_lost or any(member.commit_failures for member in members):
-            self._quorum_id += 1
-            yield Log(f"quorum {self._quorum_id} of callers: {name_some(verdict.members, 8)}; {self.reason}")
+            self._quorum_ids.give(self._quorum_ids.latest + 1)
+            yield Log(f"quorum {self._quorum_ids.latest} of callers: {name_some(verdict.members, 8)}; {self.reason}")
         seconds, nanos = divmod(int((self._unix_time_of_zero + now) * 1e9), 10**9)
         self.quorum = Quorum(
-            quorum_id=self._quorum_id, participants=members, created=Timestamp(seconds=seconds, nanos=nanos)
+            quorum_id=self._quorum_ids.latest, participants=members, created=Timestamp(seconds=seconds, nanos=nanos)
         )
         self._last = dict.fromkeys(verdict.members)
         for name in verdict.members:

@@ -91,7 +91,8 @@ from torchft_ckpt.core.messages import (
     name_some,
 )
 from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recollection import Recollection, StepKey, id_before_next_life, why_no_quorum_id
+from torchft_ckpt.core.quorum_ids import QuorumIds
+from torchft_ckpt.core.recollection import Recollection, StepKey
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.roster import Roster
 from torchft_ckpt.core.sequence import may_start, why_apart
@@ -140,9 +141,7 @@ class LighthouseState:
         self.settings = settings
         self.epoch = epoch
         self.callers = Callers(settings, epoch, unix_time_of_zero)
-        self.quorum_id = 0
-        self._first_quorum_id = 0
-        """The first that was known when somebody named one."""
+        self._quorum_ids = QuorumIds(epoch)
         self.allow_step_loss = False
         """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
         self.round: Round | None = None
@@ -202,6 +201,11 @@ class LighthouseState:
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines, default=None)
+
+    @property
+    def quorum_id(self) -> int:
+        """The id of the last quorum, or the highest that no quorum may have any more; 0: there was none."""
+        return self._quorum_ids.latest
 
     @property
     def newest_step(self) -> int:
@@ -420,15 +424,9 @@ class LighthouseState:
         return None
 
     def _why_no_id(self, *versions: StateVersion) -> str:
-        """Say why there cannot have been a quorum that somebody names; empty: there can. Of this life all are known."""
-        self._first_quorum_id = self._first_quorum_id or self.quorum_id
-        for version in versions:
-            if version.epoch != self.epoch:
-                if no_id := why_no_quorum_id(version.quorum_id, self._first_quorum_id):
-                    return no_id
-            elif version.quorum_id > self.quorum_id:
-                return f"it names quorum {version.quorum_id} of this lighthouse, whose latest is {self.quorum_id}"
-        return ""
+        """Say why one of these states cannot come from a quorum of this job; empty: all can."""
+        reasons = (self._quorum_ids.why_never_given(version.quorum_id, version.epoch) for version in versions)
+        return next(filter(None, reasons), "")
 
     def _learn(self, hello: Hello, now: float) -> None:
         """Take what a member remembers and this lighthouse may not."""
@@ -436,18 +434,11 @@ class LighthouseState:
         self._ledger.learn(hello, open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._recollection.heard(hello, now)
-        is_last = self._begin_after(hello.last_quorum_id, hello.last_epoch)
+        is_last = self._quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # It may hold the state of a quorum that it was not in.
-        if self._begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
+        if self._quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._quorum_members.clear()
             self._back.clear()
-
-    def _begin_after(self, quorum_id: int, epoch: str) -> bool:
-        """A quorum is heard of; one of an earlier life: its id and those after it are not given again. Whether that is news."""
-        if quorum_id < max(1, self.quorum_id) or epoch == self.epoch:
-            return False
-        self.quorum_id = id_before_next_life(quorum_id)
-        return True
 
     def _overtake_round(self, now: float) -> Iterator[Instruction]:
         """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
@@ -559,7 +550,7 @@ class LighthouseState:
     def _shows(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """A member is between steps, and this is what it holds."""
         member.version = version = self._equality.proven_of(member.replica_id, version)
-        self._begin_after(version.quorum_id, version.epoch)
+        self._quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._recollection.asked(member.replica_id)
         self._ledger.note(member.replica_id, version)
         yield from self._declined(member.replica_id)
@@ -724,7 +715,7 @@ class LighthouseState:
             yield from self._pending(told.reason, now, told.deadline, but=self._waiting.keys() - gathering)
             return
         if told.is_new:
-            self.quorum_id += 1
+            self._quorum_ids.give(self.quorum_id + 1)
             yield Log(f"{name_some(sorted(gathering))} gather, to look for a state: {told.reason}")
         for replica_id, part in told.parts.items():
             member = self.members[replica_id]
@@ -929,7 +920,7 @@ class LighthouseState:
                 text = "the others went on after the lighthouse restarted"
                 broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=text)
                 yield Send(self.members[replica_id].connection, broken)
-        self.quorum_id = quorum_id
+        self._quorum_ids.give(quorum_id)
         self.allow_step_loss = False
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
         if budget is not None:

@@ -23,33 +23,6 @@ from torchft_ckpt.core.messages import CommitVote, Hello, Outcome
 StepKey: TypeAlias = tuple[int, str, int]
 """Quorum id, epoch and step: names one step of one quorum."""
 QuorumKey: TypeAlias = tuple[int, str]
-QUORUM_IDS_PER_LIFE = 1000
-MAX_IDS_AHEAD = 10**9
-MAX_FIRST_ID = 1 << 52
-
-
-def id_before_next_life(quorum_id: int) -> int:
-    """Return after which quorum id a lighthouse goes on that hears of a quorum of an earlier life.
-
-    Half a thousand at least lie between that one and the first that is given: those that were not heard of any more.
-    """
-    return ((quorum_id + QUORUM_IDS_PER_LIFE // 2) // QUORUM_IDS_PER_LIFE + 1) * QUORUM_IDS_PER_LIFE - 1
-
-
-def why_no_quorum_id(quorum_id: int, first: int) -> str:
-    """Say why no quorum of an earlier life can have had an id that somebody names; empty: one can.
-
-    What is heard of becomes the ids that follow, and those of others have to stay far below what a message carries. So all
-    that is heard in one life goes a bounded way beyond what was known first, however often somebody names more.
-
-    Args:
-        quorum_id: what is named.
-        first: the first id that was known in this life; 0: none is yet, and it goes by what it hears first.
-    """
-    most = first + MAX_IDS_AHEAD if first else MAX_FIRST_ID
-    if quorum_id <= most:
-        return ""
-    return f"it names quorum {quorum_id}, and the first that was known here is {first}: no job has had so many since"
 
 
 @dataclass(frozen=True, slots=True)
