@@ -5,7 +5,7 @@ quorum      who trains together next
 recovery    who recovers from whom
 commit      does the step of a quorum count
 lighthouse  the three above over time, for all groups: events in (`lighthouse_events`), instructions out
-recollection  what a lighthouse that was restarted learns from the members of the last quorum
+restart     what a restarted lighthouse learns from the members of the last quorum
 group       one replica group's ranks towards the lighthouse: all of them or none
 replica     the life of one rank's step: what state it holds, whether it may contribute, vote and commit
 patience    back-off schedules, and when a collective counts as stalled behind a joiner

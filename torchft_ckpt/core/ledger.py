@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.lighthouse_records import Member
 from torchft_ckpt.core.messages import CommitDecided, CommitVote, Hello, Outcome, Role, StateVersion, clip, name_some
-from torchft_ckpt.core.recollection import StepKey
+from torchft_ckpt.core.restart import StepKey
 
 MAX_DECIDED = 8
 """Steps whose decision is remembered for those who come late."""

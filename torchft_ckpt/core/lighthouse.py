@@ -19,7 +19,7 @@ A job is of Managers, whose life that is, or of callers of `LighthouseClient.quo
 which; the other kind is refused.
 
 Which states there are and who may hold them is in `core.ledger`; what a lighthouse learns from its members after a
-restart, when it remembers nothing, in `core.recollection`.
+restart, when it remembers nothing, in `core.restart`.
 
 Work per event is constant but for the event that forms a quorum or decides a step, which costs one pass over the members.
 """
@@ -92,8 +92,8 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.quorum_ids import QuorumIds
-from torchft_ckpt.core.recollection import Recollection, StepKey
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.restart import RestartRecovery, StepKey
 from torchft_ckpt.core.roster import Roster
 from torchft_ckpt.core.sequence import may_start, why_apart
 
@@ -162,7 +162,7 @@ class LighthouseState:
         self._left_at_step = -1
         """The latest step that a group held which left on purpose."""
         self._equality = Equality(self.members)
-        self._recollection = Recollection(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
+        self._restart = RestartRecovery(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._store_hosts: tuple[str, ...] = ()
         """The member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -197,7 +197,7 @@ class LighthouseState:
             deadlines.append(self.round.look_again_at)
         if self._waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
-        for deadline in (self._recollection.deadline(self._now), self.callers.next_deadline()):
+        for deadline in (self._restart.deadline(self._now), self.callers.next_deadline()):
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines, default=None)
@@ -395,7 +395,7 @@ class LighthouseState:
 
         Where the quorum is of an earlier life, its members may go on in it, or decide its step.
         """
-        if hello.last_quorum_id == 0 or (hello.last_epoch != self.epoch and not self._recollection.is_over):
+        if hello.last_quorum_id == 0 or (hello.last_epoch != self.epoch and not self._restart.is_over):
             return
         reason = "this replica group was cut off from the lighthouse in this step"
         broken = QuorumBroken(quorum_id=hello.last_quorum_id, replica_id=hello.replica_id, lost=True, reason=reason)
@@ -433,7 +433,7 @@ class LighthouseState:
         open_step = self.round.step if self.round is not None else 0
         self._ledger.learn(hello, open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
-            self._recollection.heard(hello, now)
+            self._restart.heard(hello, now)
         is_last = self._quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # It may hold the state of a quorum that it was not in.
         if self._quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
@@ -489,7 +489,7 @@ class LighthouseState:
         member.request, member.is_looking, member.has_finished = request, False, False
         member.told_reason = ""
         if request.needs_new_quorum:
-            yield from self._break_forgotten(self._recollection.left(replica_id))
+            yield from self._break_forgotten(self._restart.left(replica_id))
         yield from self._goes_on(member)
         yield from self._shows(member, request.version, now)
         self._waiting[replica_id] = None
@@ -551,7 +551,7 @@ class LighthouseState:
         """A member is between steps, and this is what it holds."""
         member.version = version = self._equality.proven_of(member.replica_id, version)
         self._quorum_ids.begin_after(version.quorum_id, version.epoch)
-        self._recollection.asked(member.replica_id)
+        self._restart.asked(member.replica_id)
         self._ledger.note(member.replica_id, version)
         yield from self._declined(member.replica_id)
         yield from self._overtake_round(now)
@@ -586,7 +586,7 @@ class LighthouseState:
         self._evaluate_at = now + PENDING_NOTICE_S
         if not self._waiting:
             return
-        hold = self._recollection.hold(now)
+        hold = self._restart.hold(now)
         if hold is not None:
             yield from self._pending(hold[0], now, hold[1])
             return
@@ -647,7 +647,7 @@ class LighthouseState:
                 assignment.version.step,
                 verdict.members,
                 is_first=assignment.is_first,
-                restarted_at=self._recollection.first_heard_at,
+                restarted_at=self._restart.first_heard_at,
                 patience_s=self.settings.join_timeout_s,
                 now=now,
             )
@@ -915,7 +915,7 @@ class LighthouseState:
             self._finished_at_step = None  # the job goes on from a checkpoint, or from an older step
         if step < newest_step:
             yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
-        for replica_id, old_quorum_id in self._recollection.end():
+        for replica_id, old_quorum_id in self._restart.end():
             if replica_id in self.members and replica_id not in roles:
                 text = "the others went on after the lighthouse restarted"
                 broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=text)
@@ -1064,10 +1064,10 @@ class LighthouseState:
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
                 )
             yield from self._after_vote(current, now)
-        elif self._ledger.remembers(key) or vote.epoch == self.epoch or self._recollection.is_over:
+        elif self._ledger.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
             yield Send(member.connection, self._ledger.late_answer(member.replica_id, vote))
         else:
-            yield from self._break_forgotten(self._recollection.voted(member.replica_id, vote, now))
+            yield from self._break_forgotten(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten(now)
 
     def _key(self, current: Round) -> StepKey:
@@ -1358,7 +1358,7 @@ class LighthouseState:
                 yield from self._after_vote(current, now)
         if not self.members:
             self._evaluate_at = None
-        yield from self._break_forgotten(self._recollection.left(replica_id))
+        yield from self._break_forgotten(self._restart.left(replica_id))
         yield from self._settle_forgotten(now)
         if not is_back:
             yield from self._reconsider(now)
@@ -1376,8 +1376,8 @@ class LighthouseState:
     # ------------------------------------------------------------------------------------------- after our own restart
 
     def _settle_forgotten(self, now: float) -> Iterator[Instruction]:
-        was_held = self._recollection.hold(now) is not None
-        for settled in self._recollection.settle(now):
+        was_held = self._restart.hold(now) is not None
+        for settled in self._restart.settle(now):
             outcome = Outcome.COMMIT if settled.verdict is Verdict.COMMIT else Outcome.DISCARD
             reason = "decided from the members' reports after the lighthouse restarted"
             self._ledger.remember(settled.key, None, outcome, reason)
@@ -1396,7 +1396,7 @@ class LighthouseState:
                         quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, broken=True, reason=reason
                     )
                     yield Send(self.members[replica_id].connection, decided)
-        if was_held and self._waiting and self._recollection.hold(now) is None:
+        if was_held and self._waiting and self._restart.hold(now) is None:
             yield from self._evaluate(now)
 
     def _break_forgotten(self, broken: list[tuple[str, int]]) -> Iterator[Instruction]:
@@ -1422,7 +1422,7 @@ class LighthouseState:
             if not current.tally.decided:
                 yield from self._after_vote(current, now)
         yield from self.callers.tick(now)
-        yield from self._break_forgotten(self._recollection.expire(now))
+        yield from self._break_forgotten(self._restart.expire(now))
         yield from self._settle_forgotten(now)
         if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)

@@ -1,14 +1,14 @@
-"""What a lighthouse without memory learns from the members of the last quorum before it was (re)started.
+"""A restarted lighthouse remembers nothing: here it learns from the members of the last quorum before it restarted.
 
-It knows no connections and no clock. From the first such member's `Hello` on it is patient for a while:
-- no quorum is formed until all members of that quorum have been heard, or the patience is over. Somebody who was in it
-  and is still on the way back may hold the newest state;
-- votes in doubt are gathered and decided (`commit.decide_forgotten`);
-- who is still in the step's collectives is told that they are broken as soon as a member that shares them is gone, says
-  so itself, or has not come back in time. Nobody else could tell: the lighthouse that knew the quorum is no more.
+This file knows no connections and no clock. From the first such member's `Hello` on the lighthouse is patient for a while:
+- It forms no quorum until it has heard all members of that quorum, or its patience is over. A member that is still on the
+  way back may hold the newest state.
+- It collects votes in doubt and decides them (`commit.decide_forgotten`).
+- Members that are still in the step's collectives hear that these are broken as soon as a member that shares them is gone,
+  says so itself, or has not come back in time. Nobody else could tell them: the old lighthouse that knew the quorum is gone.
 
-Once a quorum of the new life is formed there is nothing to recollect: a vote in doubt that comes later must not count,
-because the job has gone on without it.
+Once this lighthouse has formed a quorum of its own there is nothing left to learn. A vote in doubt that comes later does not
+count, because the job has gone on without it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Doubt:
     votes: dict[str, CommitVote] = field(default_factory=dict)
 
 
-class Recollection:
-    """What is known of earlier lives' quorums.
+class RestartRecovery:
+    """What the members of earlier lives' quorums have reported.
 
     Args:
         patience_s: how long to wait for members that are not back.
