@@ -18,7 +18,7 @@ from torchft_ckpt.core import equality, lighthouse, recovery
 from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.group import GroupState
-from torchft_ckpt.core.ledger import Ledger
+from torchft_ckpt.core.history import StateHistory
 from torchft_ckpt.core.lighthouse import LighthouseState
 from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
 from torchft_ckpt.core.outer_schedule import OuterSchedule
@@ -164,7 +164,7 @@ def broken_contribution(patch: pytest.MonkeyPatch) -> None:
 
 def broken_newest_step(patch: pytest.MonkeyPatch) -> None:
     """Nobody remembers the newest step."""
-    patch.setattr(Ledger, "note", lambda ledger, replica_id, version: setattr(ledger, "_own_step", 0))
+    patch.setattr(StateHistory, "note", lambda history, replica_id, version: setattr(history, "_own_step", 0))
 
 
 def broken_giving_up(patch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ class Equality:
     """The groups of one job that are known to hold another state than its name says. Part of the lighthouse's state.
 
     Args:
-        members: who is connected, by replica id.
+        members: by replica id, those that are connected; read only.
     """
 
     def __init__(self, members: Mapping[str, Member]) -> None:
@@ -174,7 +174,10 @@ class Equality:
             )
 
     def judge(self, current: Round, now: float) -> Iterator[Instruction]:
-        """All voters approve a step: compare what they began it with. May discard it, or leave some of them behind."""
+        """Compare the states that voters began a step with, which all of them approve.
+
+        It may discard the step. Or it names groups in `tally.apart`: what they hold has no name from now on.
+        """
         tally = current.tally
         votes: dict[str, CommitVote] = {
             replica_id: vote
@@ -218,7 +221,6 @@ class Equality:
 
     def _set_apart(self, replica_id: str, version: StateVersion) -> None:
         self._apart[replica_id] = version
-        self._members[replica_id].version = StateVersion(step=version.step)
         while len(self._apart) > max(MAX_REMEMBERED, len(self._members)):
             self._apart.popitem(last=False)
 

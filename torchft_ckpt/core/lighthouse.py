@@ -18,7 +18,7 @@ What must hold, whatever happens (the simulation in `tests` checks it):
 A job is of Managers, whose life that is, or of callers of `LighthouseClient.quorum` (`core.callers`). Who is here first says
 which; the other kind is refused.
 
-Which states there are and who may hold them is in `core.ledger`; what a lighthouse learns from its members after a
+Which states there are and who may hold them is in `core.history`; what a lighthouse learns from its members after a
 restart, when it remembers nothing, in `core.restart`.
 
 Work per event is constant but for the event that forms a quorum or decides a step, which costs one pass over the members.
@@ -34,6 +34,7 @@ from torchft_ckpt.core.callers import CallerMessage, Callers
 from torchft_ckpt.core.commit import Tally, Verdict
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
+from torchft_ckpt.core.history import StateHistory, state_after
 from torchft_ckpt.core.joining import Joining
 from torchft_ckpt.core.layouts import (
     is_part_of,
@@ -42,7 +43,6 @@ from torchft_ckpt.core.layouts import (
     trains_in,
     what_differs,
 )
-from torchft_ckpt.core.ledger import Ledger
 from torchft_ckpt.core.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -156,7 +156,7 @@ class LighthouseState:
         self._back: set[str] = set()
         """Those of them that have asked again."""
         self._joining = Joining()
-        self._ledger = Ledger(self.members, epoch, finished_step)
+        self._history = StateHistory(epoch, finished_step)
         self._finished_at_step = finished_step
         """The latest step at which a group said that it has finished; see `finished_step`."""
         self._left_at_step = -1
@@ -210,7 +210,7 @@ class LighthouseState:
     @property
     def newest_step(self) -> int:
         """The highest committed step that anybody here knows of."""
-        return self._ledger.newest_step
+        return self._history.newest_step
 
     @property
     def finished_step(self) -> int | None:
@@ -220,7 +220,7 @@ class LighthouseState:
         if step is None or step != self.newest_step:
             return None
         goes_on = any(not m.has_finished and self._may_go_on(m, step) for m in self.members.values())
-        return None if goes_on or self._ledger.on_their_way(step, self.settings.join_timeout_s, self._now) else step
+        return None if goes_on or self._history.on_their_way(step, self.settings.join_timeout_s, self._now) else step
 
     @property
     def is_deserted(self) -> bool:
@@ -232,13 +232,17 @@ class LighthouseState:
         """Whether there is anything to remember."""
         return self.quorum_id > 0 or self.newest_step > 0 or bool(self.callers.who)
 
+    def _held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
+        """Yield the members that are not excluded, each with the state that it holds."""
+        return ((m.replica_id, m.version) for m in self.members.values() if m.replica_id not in exclude)
+
     def _may_go_on(self, member: Member, step: int) -> bool:
         """Whether a group can train on from the last step of a job that is over."""
         is_restored = member.request is not None and member.request.restored and not member.request.torn
-        return member.version.step >= step and (is_restored or self._ledger.is_valid(member.version))
+        return member.version.step >= step and (is_restored or self._history.is_valid(member.version))
 
     def _holds_newest(self, version: StateVersion) -> bool:
-        return self._ledger.is_valid(version) and version.step >= self.newest_step
+        return self._history.is_valid(version) and version.step >= self.newest_step
 
     @property
     def reason(self) -> str:
@@ -346,7 +350,7 @@ class LighthouseState:
                 yield from self._lose(before.replica_id, f"replaced by a newer process of {name}", now)
                 yield Send(before.connection, _superseded(name))
             yield Close(before.connection)
-        self._ledger.is_back(name)
+        self._history.is_back(name)
 
         member = Member(
             connection=connection,
@@ -385,7 +389,7 @@ class LighthouseState:
             current is not None
             and current.tally.decided
             and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self.epoch)
-            and self._ledger.is_valid(member.version)
+            and self._history.is_valid(member.version)
             and member.version.step >= self.newest_step
             and member.is_in_step
         )
@@ -431,7 +435,7 @@ class LighthouseState:
     def _learn(self, hello: Hello, now: float) -> None:
         """Take what a member remembers and this lighthouse may not."""
         open_step = self.round.step if self.round is not None else 0
-        self._ledger.learn(hello, open_step=open_step)
+        self._history.learn(hello, (version for _, version in self._held()), open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
             self._restart.heard(hello, now)
         is_last = self._quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
@@ -445,7 +449,9 @@ class LighthouseState:
         current = self.round
         if current is None or current.tally.decided:
             return
-        ahead = [m for m in self.members.values() if self._ledger.is_valid(m.version) and m.version.step > current.step]
+        ahead = [
+            m for m in self.members.values() if self._history.is_valid(m.version) and m.version.step > current.step
+        ]
         if ahead:
             current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
             yield from self._announce(current, now)
@@ -455,7 +461,7 @@ class LighthouseState:
         version = self._equality.proven_of(member.replica_id, request.version)
         return Holder(
             replica_id=member.replica_id,
-            version=StateVersion(step=version.step) if self._ledger.is_void(version) else version,
+            version=StateVersion(step=version.step) if self._history.is_void(version) else version,
             restored=request.restored,
             torn=request.torn,
             init_sync=request.init_sync,
@@ -535,8 +541,8 @@ class LighthouseState:
             message,
             self.members.values(),
             newest_step=self.newest_step,
-            is_valid=self._ledger.is_valid,
-            rolled_back_to=self._ledger.rolled_back_to,
+            is_valid=self._history.is_valid,
+            rolled_back_to=self._history.rolled_back_to,
         )
         if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
             self._finished_at_step = self.newest_step
@@ -552,7 +558,7 @@ class LighthouseState:
         member.version = version = self._equality.proven_of(member.replica_id, version)
         self._quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
-        self._ledger.note(member.replica_id, version)
+        self._history.note(member.replica_id, version)
         yield from self._declined(member.replica_id)
         yield from self._overtake_round(now)
 
@@ -618,7 +624,7 @@ class LighthouseState:
             alive=alive,
             asked=asked,
             last_quorum=self._quorum_members,
-            holders=self._ledger.ahead((), self.newest_step),
+            holders=self._history.holders(self._held(), self.newest_step),
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -643,9 +649,9 @@ class LighthouseState:
             return
         hold = None
         if not self.allow_step_loss:
-            hold = self._ledger.why_not_back(
+            hold = self._history.why_not_back(
                 assignment.version.step,
-                verdict.members,
+                self._held(exclude=verdict.members),
                 is_first=assignment.is_first,
                 restarted_at=self._restart.first_heard_at,
                 patience_s=self.settings.join_timeout_s,
@@ -706,7 +712,7 @@ class LighthouseState:
         told = decide_gathering(
             [self.members[replica_id] for replica_id in gathering],
             at_work,
-            is_valid=self._ledger.is_valid,
+            is_valid=self._history.is_valid,
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -746,7 +752,7 @@ class LighthouseState:
                 f"no replica group here has a whole state ({name_some(replica_ids)}: a load failed half-way, or its ranks"
                 " hold different states). Restart one of them"
             )
-        ahead = self._ledger.ahead(replica_ids, lost.newest_step)
+        ahead = self._history.holders(self._held(exclude=replica_ids), lost.newest_step)
         if ahead:
             return (
                 f"step {lost.newest_step} was committed, {name_some(ahead)} holds it and has not asked for a quorum yet"
@@ -761,7 +767,7 @@ class LighthouseState:
 
     def _if_over(self) -> str:
         """Say that the job may be over, where nobody holds its newest state and a group that did has left on purpose."""
-        if not 0 < self._left_at_step == self.newest_step or self._ledger.ahead((), self.newest_step):
+        if not 0 < self._left_at_step == self.newest_step or self._history.holders(self._held(), self.newest_step):
             return ""
         return (
             f" A group that held step {self.newest_step} left on purpose (Manager.shutdown). If the job was over, end this group;"
@@ -780,7 +786,7 @@ class LighthouseState:
         """Return who has another layout than the next quorum, with somebody who has that one."""
         if len(set(layouts.values()) - {""}) < 2:
             return {}
-        valid = [m for m in self.members.values() if m.replica_id in layouts and self._ledger.is_valid(m.version)]
+        valid = [m for m in self.members.values() if m.replica_id in layouts and self._history.is_valid(m.version)]
         newest = max((member.version for member in valid), default=None)
         holders = [member.replica_id for member in valid if member.version == newest]
         candidates = [replica_id for replica_id in self._waiting if replica_id in layouts]
@@ -824,12 +830,12 @@ class LighthouseState:
             and member.asked.allow_heal
             and member.asked.can_load
             and now >= member.learns_from
-            and (not self._ledger.is_valid(member.version) or member.version.step < self.newest_step)
+            and (not self._history.is_valid(member.version) or member.version.step < self.newest_step)
         ]
 
     def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
         """Set joiners aside for which nobody can wait now, with the reason, if those who remain are enough."""
-        best = max((m.version for m in candidates if self._ledger.is_valid(m.version)), default=None)
+        best = max((m.version for m in candidates if self._history.is_valid(m.version)), default=None)
         is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
         joining = {
             member.replica_id
@@ -910,7 +916,7 @@ class LighthouseState:
         budget = min(budgets, default=0.0) if healing and not assignment.is_first else None
         self._joining.set_limit([m for m in members if roles[m.replica_id] is Role.HEALTHY], now)
         step = assignment.version.step
-        newest_step = self._ledger.goes_on_from(assignment.version, quorum_id, self.epoch)
+        newest_step = self._history.goes_on_from(assignment.version, quorum_id, self.epoch)
         if assignment.is_first or step < newest_step:
             self._finished_at_step = None  # the job goes on from a checkpoint, or from an older step
         if step < newest_step:
@@ -979,7 +985,7 @@ class LighthouseState:
                 patience_s=patience_s,
                 differs=self._equality.differs(member.replica_id, request.version),
                 names_state=assignment.is_first,
-                rolled_back_to=self._ledger.rolled_back_to,
+                rolled_back_to=self._history.rolled_back_to,
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
@@ -1020,7 +1026,7 @@ class LighthouseState:
             warms_up=sources is None,
             unverified=assignment.unverified,
             newest_step=self.newest_step,
-            rolled_back_to=self._ledger.rolled_back_to,
+            rolled_back_to=self._history.rolled_back_to,
             reason=reason,
         )
         member.request, member.is_looking, member.has_left_step = None, True, True
@@ -1064,8 +1070,8 @@ class LighthouseState:
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
                 )
             yield from self._after_vote(current, now)
-        elif self._ledger.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
-            yield Send(member.connection, self._ledger.late_answer(member.replica_id, vote))
+        elif self._history.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
+            yield Send(member.connection, self._answer_late(member, vote))
         else:
             yield from self._break_forgotten(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten(now)
@@ -1080,19 +1086,32 @@ class LighthouseState:
             # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
             tally.votes.setdefault(member.replica_id, vote)
             return
-        answer = self._ledger.late_answer(member.replica_id, vote)
+        answer = self._answer_late(member, vote)
         if answer.outcome is Outcome.COMMIT and member.is_in_step:
             self._quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
         yield Send(member.connection, answer)
 
+    def _answer_late(self, member: Member, vote: CommitVote) -> CommitDecided:
+        """Decide what to tell a member that votes after the decision."""
+        answer = self._history.answer_late(member.replica_id, vote)
+        if answer.outcome is Outcome.COMMIT:
+            self._hold([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
+        return answer
+
+    def _hold(self, replica_ids: Iterable[str], key: StepKey) -> None:
+        """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now."""
+        for replica_id in replica_ids:
+            if self._is_listening(replica_id):
+                self.members[replica_id].version = state_after(key)
+
     def _declined(self, replica_id: str) -> Iterator[Instruction]:
         """It asks for the next step, maybe without having waited for the decision on the last one."""
-        key = self._ledger.declined(replica_id)
+        key = self._history.declined(replica_id)
         if key is not None:
             yield self._nobody_followed(key)
 
     def _nobody_followed(self, key: StepKey) -> Log:
-        self._ledger.nobody_followed(key)
+        self._history.nobody_followed(key)
         return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 
     def _after_vote(self, current: Round, now: float) -> Iterator[Instruction]:
@@ -1135,6 +1154,8 @@ class LighthouseState:
         tally = current.tally
         if tally.verdict is Verdict.COMMIT:
             yield from self._equality.judge(current, now)
+            for replica_id in tally.apart & self.members.keys():
+                self.members[replica_id].version = StateVersion(step=current.assignment.version.step)
         self._joining.ended(current, now)
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
@@ -1145,9 +1166,10 @@ class LighthouseState:
             tally.broken = True  # who has not voted is told to leave its collectives
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
-        self._ledger.remember(key, tally, outcome, tally.reason)
+        self._history.remember(key, tally, outcome, tally.reason)
         if committed:
-            self._ledger.committed(key, followers)
+            self._history.committed(key, followers)
+            self._hold(followers, key)
             behind = [
                 m
                 for m in self._joiners(tally)
@@ -1334,10 +1356,10 @@ class LighthouseState:
     ) -> Iterator[Instruction]:
         """A member is gone: tell those who share a collective with it, at once. `is_back`: it is here again in an instant."""
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
-        self._ledger.gone(replica_id)
+        self._history.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
-            self._ledger.cut_off(group_name(replica_id), member.version, now)
-        elif is_on_purpose and self._ledger.is_valid(member.version):
+            self._history.cut_off(group_name(replica_id), member.version, now)
+        elif is_on_purpose and self._history.is_valid(member.version):
             self._left_at_step = max(self._left_at_step, member.version.step)
         self._waiting.pop(replica_id, None)
         self._quorum_members.pop(replica_id, None)
@@ -1380,12 +1402,13 @@ class LighthouseState:
         for settled in self._restart.settle(now):
             outcome = Outcome.COMMIT if settled.verdict is Verdict.COMMIT else Outcome.DISCARD
             reason = "decided from the members' reports after the lighthouse restarted"
-            self._ledger.remember(settled.key, None, outcome, reason)
+            self._history.remember(settled.key, None, outcome, reason)
             quorum_id, _, step = settled.key
             yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
             if outcome is Outcome.COMMIT:
                 told = [m for m in settled.approvers if self._is_listening(m)]
-                self._ledger.committed(settled.key, told, others_may_know=settled.others_may_know)
+                self._history.committed(settled.key, told, others_may_know=settled.others_may_know)
+                self._hold(told, settled.key)
                 if not told and not settled.others_may_know:
                     yield self._nobody_followed(settled.key)
             for replica_id in settled.voters:

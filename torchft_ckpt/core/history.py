@@ -1,14 +1,14 @@
-"""Which states the job has, how its last steps were decided, and who may still hold them.
+"""The states that the job has had: the newest step, how the last steps were decided, and who may still hold their states.
 
-It knows neither quorums nor connections. The lighthouse asks it whether a state counts, whether the job may go back to an
-older one, and what to tell a member whose vote comes after the decision.
+This file knows no quorums, connections or members' records. The lighthouse tells it what members show and how steps end. It
+asks whether a state counts, whether the job may go back to an older one, and what to tell a member that votes too late.
 
 - The *newest step* is the highest committed one that anybody here knows of. Until this life of the lighthouse has formed a
-  quorum that is what members say of earlier lives, be they here or gone. Then it is what came of that quorum: a later state of
-  an earlier life that a member still comes with counts while that member is here to give it, and its mere word for nothing.
-  The job has gone on without that state, and nobody can keep it from training by a claim that he leaves behind.
-- The job may go back on purpose; later steps of earlier quorums are *void* from then on. So is a state of this life that the job
-  has not reached in it.
+  quorum, it is what members say of earlier lives, whether they are still here or not. Then it is what came of that quorum. A
+  later state of an earlier life counts while the member is here that came with it and can give it; the mere word for such a
+  state counts for nothing. The job has gone on without that state, and nobody can stop its training by a claim.
+- The job may go back on purpose. Later steps of earlier quorums are *void* from then on. A state of this life is void too
+  where the job has not reached its step in this life.
 - A commit that nobody followed is none: where all who approved gave up waiting before they heard of it, the step is free.
 """
 
@@ -19,56 +19,70 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchft_ckpt.core.commit import Tally
-from torchft_ckpt.core.lighthouse_records import Member
-from torchft_ckpt.core.messages import CommitDecided, CommitVote, Hello, Outcome, Role, StateVersion, clip, name_some
+from torchft_ckpt.core.messages import (
+    CommitDecided,
+    CommitVote,
+    Hello,
+    Outcome,
+    Role,
+    StateVersion,
+    clip,
+    group_name,
+    name_some,
+)
 from torchft_ckpt.core.restart import StepKey
 
 MAX_DECIDED = 8
-"""Steps whose decision is remembered for those who come late."""
+"""Steps whose decision is remembered for members that vote too late."""
 MAX_AWAY = 4096
+
+
+def state_after(key: StepKey) -> StateVersion:
+    """Return the name of the state that comes of a committed step."""
+    quorum_id, epoch, step = key
+    return StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
 
 
 @dataclass(slots=True)
 class Followers:
-    """Who may hold the step that was committed last, until one of them has been seen with it."""
+    """Members that may hold the step that was committed last, until one of them has been seen with it."""
 
     key: StepKey
     replica_ids: set[str]
 
     @property
     def version(self) -> StateVersion:
-        quorum_id, epoch, step = self.key
-        return StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
+        return state_after(self.key)
 
 
-class Ledger:
-    """The states of the job.
+class StateHistory:
+    """The states of the job. Not thread-safe: one caller at a time.
 
     Args:
-        members: who is connected, by replica id; looked at, and told what they hold by `told_to_commit`.
-        epoch: of this life of the lighthouse.
+        epoch: names this life of the lighthouse.
         finished_step: the job was over at this step, and all else was forgotten.
     """
 
-    def __init__(self, members: Mapping[str, Member], epoch: str, finished_step: int | None = None) -> None:
+    def __init__(self, epoch: str, finished_step: int | None = None) -> None:
         self._epoch = epoch
         self._own_step = finished_step or 0
-        """The newest step but for what is in `_beyond`."""
+        """The newest step apart from `_beyond`. Falls only where the job goes back, or where nobody followed a commit."""
         self._beyond: dict[str, int] = {}
-        """By replica id: later steps of earlier lives that members showed when this life had formed a quorum."""
+        """By the replica id of a connected member: the later step of an earlier life that it shows. Empty before `_has_begun`."""
         self._has_begun = False
-        """A quorum of this life was formed."""
+        """Whether this life has formed a quorum. Never becomes false again."""
         self._highest_step = 0
-        """The highest that this life has given a name to."""
+        """No state of this life has a higher step than this. Never falls."""
         self._reported_step = 0
-        """The part of it that members have shown or reported, beyond what was only decided here."""
+        """The highest step that members have shown or reported. Never above `_own_step`, which may only be decided here."""
         self.rolled_back_to = StateVersion()
-        """Where the job went back on purpose."""
-        self._members = members
+        """The state that the job last went back to on purpose. Its quorum id never falls."""
         self._followers: Followers | None = None
+        """Set while nobody has been seen with the state of the step that was committed last."""
         self._away: OrderedDict[str, tuple[StateVersion, float]] = OrderedDict()
-        """Groups that were cut off, with what they held and since when: they may come back."""
+        """Groups that were cut off and are not back: the state that each held, and since when it is away."""
         self._decided: OrderedDict[StepKey, tuple[Tally | None, Outcome, str]] = OrderedDict()
+        """The last `MAX_DECIDED` decisions. No tally where the step was decided from reports, or its commit had no follower."""
 
     # --------------------------------------------------------------------------------------------------------- states
 
@@ -78,7 +92,7 @@ class Ledger:
         return max(self._own_step, *self._beyond.values()) if self._beyond else self._own_step
 
     def is_valid(self, version: StateVersion) -> bool:
-        """Whether a state has a name, and one that the job has not gone back behind."""
+        """Whether a state has a name, and the job has not gone back behind it."""
         return version.proven and not self.is_void(version)
 
     def is_void(self, version: StateVersion) -> bool:
@@ -89,7 +103,7 @@ class Ledger:
         return version.quorum_id < back.quorum_id and version.step > back.step
 
     def note(self, replica_id: str, version: StateVersion) -> None:
-        """A member was seen with a state."""
+        """Note that a connected member was seen with a state."""
         self._beyond.pop(replica_id, None)
         if self.is_valid(version):
             if self._has_begun and version.epoch != self._epoch and version.step > self._own_step:
@@ -99,14 +113,19 @@ class Ledger:
             if self._followers is not None and version == self._followers.version:
                 self._followers = None
 
-    def learn(self, hello: Hello, *, open_step: int) -> None:
-        """Take what a member remembers of earlier lives of the lighthouse. `open_step`: of the present quorum, or 0.
+    def learn(self, hello: Hello, held: Iterable[StateVersion], *, open_step: int) -> None:
+        """Take what a member remembers of earlier lives of the lighthouse.
 
-        Once this life has formed a quorum, nobody's mere word of them makes what its members hold too old, or void.
+        Once this life has formed a quorum, the mere word of a member makes no state of another member too old, or void.
+
+        Args:
+            hello: of a member that is connected now.
+            held: what the connected members hold.
+            open_step: of the present quorum, or 0.
         """
         if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self._has_begun:
             self.rolled_back_to = hello.rolled_back_to
-            known = [member.version.step for member in self._members.values() if self.is_valid(member.version)]
+            known = [version.step for version in held if self.is_valid(version)]
             self._own_step = self._reported_step = max([*known, open_step])
             self._beyond.clear()
         is_new = hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != self._epoch
@@ -115,11 +134,11 @@ class Ledger:
         self.note(hello.replica_id, hello.version)
 
     def gone(self, replica_id: str) -> None:
-        """A member is gone, and what only it said of earlier lives with it."""
+        """Forget what only this member, which is gone, has shown of earlier lives."""
         self._beyond.pop(replica_id, None)
 
     def goes_on_from(self, version: StateVersion, quorum_id: int, epoch: str) -> int:
-        """A quorum trains from a state; returns the newest step before, which is beyond it if the job goes back."""
+        """Note that a quorum trains from a state. Returns the newest step until now: beyond that state if the job goes back."""
         before = self.newest_step
         if version.step < before:
             self.rolled_back_to = StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch)
@@ -137,42 +156,43 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ who holds what
 
     def cut_off(self, name: str, version: StateVersion, now: float) -> None:
-        """A group was lost, and not on purpose: it may come back with what it holds."""
+        """Note that a group was lost, and did not leave on purpose: it may come back with the state that it holds."""
         if self.is_valid(version):
             self._away[name] = (version, now)
             while len(self._away) > MAX_AWAY:
                 self._away.popitem(last=False)
 
     def is_back(self, name: str) -> None:
-        """A group is connected again, in whichever incarnation."""
+        """Note that a group is connected again, in whichever incarnation."""
         self._away.pop(name, None)
 
-    def ahead(self, replica_ids: Collection[str], step: int) -> list[str]:
-        """Living members that hold a state of this step or a later one, and are not among these."""
-        return [
-            member.replica_id
-            for member in self._members.values()
-            if member.replica_id not in replica_ids and self.is_valid(member.version) and member.version.step >= step
-        ]
+    def holders(self, held: Iterable[tuple[str, StateVersion]], step: int) -> list[str]:
+        """Return which members hold a state that counts, of this step or a later one.
+
+        Args:
+            held: members, each with the state that it holds.
+            step: the least step.
+        """
+        return [replica_id for replica_id, version in held if version.step >= step and self.is_valid(version)]
 
     def why_not_back(
         self,
         step: int,
-        replica_ids: Collection[str],
+        others: Iterable[tuple[str, StateVersion]],
         *,
         is_first: bool,
         restarted_at: float | None,
         patience_s: float,
         now: float,
     ) -> tuple[str, float | None] | None:
-        """Before the job goes back to a step, even on purpose: are those who hold more really gone?
+        """Say why the job may not go back to a step yet, even on purpose: a holder of a newer state may not be gone.
 
         Args:
-            step: that these members would train from.
-            replica_ids: the members.
-            is_first: their state has no name yet.
+            step: the step that the next quorum would train from.
+            others: the connected members outside of that quorum, each with the state that it holds.
+            is_first: whether the quorum's state has no name yet.
             restarted_at: when the first member of an earlier life was heard, if this lighthouse restarted.
-            patience_s: how long one that was cut off is waited for.
+            patience_s: how long the lighthouse waits for a group that was cut off.
             now: the time.
 
         Returns:
@@ -180,7 +200,7 @@ class Ledger:
         """
         if step >= self.newest_step and not is_first:
             return None
-        ahead = self.ahead(replica_ids, step if is_first else step + 1)
+        ahead = self.holders(others, step if is_first else step + 1)
         if ahead:
             return f"{name_some(ahead)} holds a state that the job need not go back from, and has not asked yet", None
         if restarted_at is not None and step < self.newest_step and now < restarted_at + patience_s:
@@ -199,7 +219,7 @@ class Ledger:
         return None
 
     def on_their_way(self, step: int, patience_s: float, now: float) -> dict[str, float]:
-        """Groups that held this step or a later one and were cut off a moment ago; each with how long it is waited for."""
+        """Return the groups that held this step or a later one and were cut off a moment ago, each with the end of the wait."""
         return {
             name: since + patience_s
             for name, (version, since) in self._away.items()
@@ -218,16 +238,14 @@ class Ledger:
         """Whether the decision on a step is still known."""
         return key in self._decided
 
-    def committed(self, key: StepKey, followers: Iterable[str], *, others_may_know: bool = False) -> None:
-        """A step is committed; these members are told, and wait to hear it."""
+    def committed(self, key: StepKey, followers: Collection[str], *, others_may_know: bool = False) -> None:
+        """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life."""
         self._own_step = max(self._own_step, key[2] + 1)
         self._highest_step = max(self._highest_step, key[2] + 1)
-        self._followers = None if others_may_know else Followers(key, set())
-        for replica_id in followers:
-            self._told_to_commit(replica_id, key)
+        self._followers = None if others_may_know else Followers(key, set(followers))
 
-    def late_answer(self, replica_id: str, vote: CommitVote) -> CommitDecided:
-        """What to tell a member that votes after the decision."""
+    def answer_late(self, replica_id: str, vote: CommitVote) -> CommitDecided:
+        """Return what to tell a member that votes after the decision. If that is to commit, the member may hold that state."""
         key = (vote.quorum_id, vote.epoch, vote.step)
         # What is not remembered was decided long ago, and the job went on without this member.
         unknown = (None, Outcome.DISCARD, "this step was decided without this replica group")
@@ -239,8 +257,8 @@ class Ledger:
                 outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
         elif outcome is Outcome.COMMIT and not vote.approve:
             outcome = Outcome.LEFT_BEHIND
-        if outcome is Outcome.COMMIT:
-            self._told_to_commit(replica_id, key)
+        if outcome is Outcome.COMMIT and self._followers is not None and self._followers.key == key:
+            self._followers.replica_ids.add(replica_id)
         return CommitDecided(
             quorum_id=vote.quorum_id,
             epoch=vote.epoch,
@@ -252,10 +270,10 @@ class Ledger:
         )
 
     def declined(self, replica_id: str) -> StepKey | None:
-        """A member asks for the next step: if it was told to commit the last one it shows that state now, or never had it.
+        """Note that a member asks for the next step without the state of the last one: it will not hold that any more.
 
         Returns:
-            the step that is free again, because this was the last who could have held it.
+            the step that is free again, because no other member could hold its state.
         """
         followers = self._followers
         if followers is None or replica_id not in followers.replica_ids:
@@ -264,18 +282,34 @@ class Ledger:
         return followers.key if not followers.replica_ids else None
 
     def nobody_followed(self, key: StepKey) -> None:
-        """All who approved went on without waiting for the decision: the commit has no holder, so it is none."""
+        """Take a commit back that has no holder: all who approved went on without waiting for the decision."""
         self._followers = None
         step = key[2]
         if self._own_step == step + 1:
             self._own_step = max(step, self._reported_step)
         self.remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
 
-    def _told_to_commit(self, replica_id: str, key: StepKey) -> None:
-        """Note that a living member holds the committed step from now on, unless it gave up waiting just now."""
-        quorum_id, epoch, step = key
-        member = self._members.get(replica_id)
-        if member is not None and member.is_in_step:
-            member.version = StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
-        if self._followers is not None and self._followers.key == key:
-            self._followers.replica_ids.add(replica_id)
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def validate(self, held: Mapping[str, StateVersion]) -> None:
+        """Check the invariants; for tests. It costs a pass over the members.
+
+        Args:
+            held: by replica id, what the connected members hold.
+
+        Raises:
+            RuntimeError: one is broken.
+        """
+        if not 0 <= self._reported_step <= self._own_step:
+            raise RuntimeError(f"step {self._reported_step} was reported, and {self._own_step} is the newest")
+        if self._beyond and not self._has_begun:
+            raise RuntimeError(f"{self._beyond} are beyond this life, and no quorum of it was formed")
+        if not self._beyond.keys() <= held.keys():
+            raise RuntimeError(f"{self._beyond} counts, and not all of them are here")
+        if back := self._away.keys() & {group_name(replica_id) for replica_id in held}:
+            raise RuntimeError(f"{back} are here, and count as cut off")
+        for replica_id, version in held.items():
+            if version.step > self.newest_step and self.is_valid(version):
+                raise RuntimeError(f"{replica_id} holds {version}, and step {self.newest_step} is the newest")
+        if len(self._decided) > MAX_DECIDED or len(self._away) > MAX_AWAY:
+            raise RuntimeError("more is remembered than may be")
