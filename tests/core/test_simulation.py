@@ -170,11 +170,11 @@ def broken_newest_step(patch: pytest.MonkeyPatch) -> None:
 def broken_giving_up(patch: pytest.MonkeyPatch) -> None:
     """A rank that gives up waiting does so alone."""
     right = GroupState._forget_decision
-    patch.setattr(
-        GroupState,
-        "_forget_decision",
-        lambda group, reason, but=None: [i for i in right(group, reason, but) if group._decided.clear() or i.rank == 0],
-    )
+
+    def forget(group: GroupState, reason: str, exclude: int | None = None) -> list[object]:
+        return [i for i in right(group, reason, exclude) if group._decided.clear() or i.rank == 0]
+
+    patch.setattr(GroupState, "_forget_decision", forget)
 
 
 def broken_torn_state(patch: pytest.MonkeyPatch) -> None:

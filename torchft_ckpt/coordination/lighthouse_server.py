@@ -239,7 +239,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "replica_id": member.replica_id,
             "step": member.version.step,
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
-            "reason": member.told_reason if member.request else "",
+            "reason": member.notified_reason if member.request else "",
             "silent_s": round(now - member.last_seen, 3),
         }
         for member in state.members.values()

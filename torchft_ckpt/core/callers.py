@@ -61,7 +61,7 @@ class Caller:
     step: int = 0
     num_bytes: int = 0
     """Of what it says of itself in its open call."""
-    told_reason: str = ""
+    notified_reason: str = ""
 
 
 class Callers:
@@ -220,7 +220,7 @@ class Callers:
     def _withdraw(self, replica_id: str, caller: Caller) -> None:
         self._waiting.pop(replica_id, None)
         self._num_bytes -= caller.num_bytes
-        caller.call, caller.num_bytes, caller.told_reason = None, 0, ""
+        caller.call, caller.num_bytes, caller.notified_reason = None, 0, ""
 
     def _lose(self, replica_id: str, reason: str) -> Iterator[Instruction]:
         self._withdraw(replica_id, self.members.pop(replica_id))
@@ -264,8 +264,8 @@ class Callers:
                 yield Log(f"no quorum of callers: {self.reason}")
             for name in self._waiting:
                 caller = self.members[name]
-                if caller.told_reason != self.reason:
-                    caller.told_reason = self.reason
+                if caller.notified_reason != self.reason:
+                    caller.notified_reason = self.reason
                     pending = QuorumPending(reason=clip(self.reason), waited_s=now - caller.called_at)
                     yield Send(caller.connection, pending)
             return

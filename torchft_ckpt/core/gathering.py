@@ -73,7 +73,7 @@ def decide_gathering(
         parts = {member.replica_id: _alone(Role.IDLE, member) for member in members}
         return GatheringVerdict(reason="others have looked before, and found no state", parts=parts, is_new=True)
     verdict = decide_quorum(
-        alive=[member.replica_id for member in (*members, *at_work) if not member.is_looking],
+        alive=[member.replica_id for member in (*members, *at_work) if not member.is_excused],
         asked={member.replica_id: Asked(at=member.asked_at) for member in members},
         last_quorum=(),
         min_replicas=min_replicas,

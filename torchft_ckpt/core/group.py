@@ -318,7 +318,9 @@ class GroupState:
         if self._voted is None:
             yield from self._give_up(rank)
         elif _key(self._voted) not in self._decided:
-            yield from self._forget_decision(f"group rank {rank} went on without waiting for the decision", but=rank)
+            yield from self._forget_decision(
+                f"group rank {rank} went on without waiting for the decision", exclude=rank
+            )
 
     def _gives_up_waiting(self, rank: int, message: GiveUpWaiting) -> Iterator[GroupInstruction]:
         known = self._decided.get(_key(message))
@@ -334,7 +336,7 @@ class GroupState:
         if known is not None:
             yield ToRank(rank, known)
 
-    def _forget_decision(self, reason: str, but: int | None = None) -> Iterator[GroupInstruction]:
+    def _forget_decision(self, reason: str, exclude: int | None = None) -> Iterator[GroupInstruction]:
         """Whatever is decided on the step that was voted on: no rank of this group will follow it."""
         if self._voted is None:
             return
@@ -343,7 +345,7 @@ class GroupState:
         )
         self._remember(unknown)
         for other in range(self.world_size):
-            if other != but:
+            if other != exclude:
                 yield ToRank(other, unknown)
 
     def _give_up(self, rank: int) -> Iterator[GroupInstruction]:
@@ -363,12 +365,12 @@ class GroupState:
             reason=reason,
         )
         yield Up(self._voted)
-        yield from self._break_off(formed.quorum_id, reason, but=rank)
+        yield from self._break_off(formed.quorum_id, reason, exclude=rank)
 
-    def _break_off(self, quorum_id: int, reason: str, but: int | None = None) -> Iterator[GroupInstruction]:
+    def _break_off(self, quorum_id: int, reason: str, exclude: int | None = None) -> Iterator[GroupInstruction]:
         """Ranks that have not voted may be in a collective that cannot end, or need not."""
         for rank in range(self.world_size):
-            if rank != but and rank not in self._votes and rank not in self._requests:
+            if rank != exclude and rank not in self._votes and rank not in self._requests:
                 yield ToRank(
                     rank, QuorumBroken(quorum_id=quorum_id, replica_id="this group", lost=False, reason=reason)
                 )

@@ -153,7 +153,7 @@ class LighthouseState:
         self._waiting: dict[str, None] = {}
         self._quorum_members: dict[str, None] = {}
         """Members of the last quorum that have not been lost since."""
-        self._back: set[str] = set()
+        self._returned: set[str] = set()
         """Those of them that have asked again."""
         self._joining = Joining()
         self._history = StateHistory(epoch, finished_step)
@@ -173,20 +173,15 @@ class LighthouseState:
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event, return what to do, in order. `now` in seconds, never falling."""
-        was_paused = self._notice_pause(now)
-        return [was_paused, *self._handle(event, now)] if was_paused is not None else self._handle(event, now)
+        self._now = now
+        return [*self._excuse_silence_while_paused(now), *self._on_event(event, now)]
 
-    def _handle(self, event: Event, now: float) -> list[Instruction]:
+    def _on_event(self, event: Event, now: float) -> Iterator[Instruction]:
         if isinstance(event, Received):
-            return list(self._received(event.connection, event.message, now))
+            return self._on_message(event.connection, event.message, now)
         if isinstance(event, ConnectionClosed):
-            if self.callers.speaks_on(event.connection):
-                return list(self.callers.closed(event.connection, now, event.reason))
-            member = self._roster.close(event.connection)
-            if member is None:
-                return []
-            return list(self._lose(member.replica_id, event.reason, now, is_closed=True))
-        return list(self._tick(now))
+            return self._on_connection_closed(event, now)
+        return self._on_tick(now)
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due, if nothing else happens before. It never needs to be early."""
@@ -249,69 +244,71 @@ class LighthouseState:
         """Why there is no quorum at the moment, or why the last was formed."""
         return self._reason
 
-    def _notice_pause(self, now: float) -> Log | None:
-        """If the lighthouse itself slept, the members' silence is its own deafness: what they said is yet to be read."""
-        self._now = now
+    def _excuse_silence_while_paused(self, now: float) -> Iterator[Instruction]:
+        """If the lighthouse itself was paused, it could not hear: what the members said meanwhile is yet to be read."""
         silent = self._roster.longest_silent() or self.callers.longest_silent()  # a job is of one kind
-        if silent is None:
-            return None
         timeout = self.settings.heartbeat_timeout_s
-        late = now - (silent.last_seen + timeout)
-        if late <= timeout / 2:
-            return None
-        self._roster.hear_all(now)
-        self.callers.hear_all(now)
-        return Log(f"the lighthouse was paused for at least {late:.1f} s; nobody is dropped on that account", True)
+        late = now - (silent.last_seen + timeout) if silent is not None else 0.0
+        if late > timeout / 2:
+            self._roster.hear_all(now)
+            self.callers.hear_all(now)
+            line = f"the lighthouse was paused for at least {late:.1f} s; it drops no replica group for being silent meanwhile"
+            yield Log(line, is_warning=True)
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def _received(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
+    def _on_message(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, AllowStepLoss):
-            self.allow_step_loss = True
-            self._finished_at_step = None
-            yield Log("the operator allows the loss of steps", is_warning=True)
-            yield from self._evaluate(now)
-            return
-        if isinstance(message, Hello):
-            yield from self._hello(connection, message, now)
-            return
-        if isinstance(message, CallerHello) or self.callers.speaks_on(connection):
-            yield from self._caller_said(connection, message, now)
-            return
-        member = self._roster.on(connection)
-        if member is None and self._roster.has_given_up(connection):
-            return  # the member said it before it learned that we gave this connection up
-        if member is None:
+            yield from self._on_allow_step_loss(now)
+        elif isinstance(message, Hello):
+            yield from self._on_hello(connection, message, now)
+        elif isinstance(message, CallerHello) or self.callers.speaks_on(connection):
+            yield from self._on_caller_message(connection, message, now)
+        elif (member := self._roster.on(connection)) is not None:
+            self._roster.hear(member, now)
+            yield from self._on_member_message(member, message, now)
+        elif not self._roster.has_given_up(connection):
             yield Send(connection, Refused(code="hello", reason="the first message has to be Hello"))
             yield Close(connection)
-            return
-        replica_id = member.replica_id
-        self._roster.hear(member, now)
+
+    def _on_member_message(self, member: Member, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, Heartbeat):
             return
-        if isinstance(message, QuorumRequest | LocateState) and (no_id := self._why_no_id(message.version)):
-            yield Send(connection, Refused(code="quorum id", reason=f"{clip(replica_id, 200)} is not taken: {no_id}"))
-            yield from self._lose(replica_id, "it named a quorum that there cannot have been", now, is_on_purpose=True)
-            yield Close(connection)
+        if isinstance(message, QuorumRequest | LocateState) and (no_quorum := self._why_no_quorum(message.version)):
+            refusal = Refused(code="quorum id", reason=f"{clip(member.replica_id, 200)} is not taken: {no_quorum}")
+            yield from self._send_away(member, refusal, "it named a quorum that there cannot have been", now)
         elif isinstance(message, QuorumRequest):
-            yield from self._asked(member, message, now)
+            yield from self._on_quorum_request(member, message, now)
         elif isinstance(message, LocateState):
-            yield from self._locates(member, message, now)
+            yield from self._on_locate_state(member, message, now)
         elif isinstance(message, CommitVote):
-            yield from self._voted(member, message, now)
+            yield from self._on_commit_vote(member, message, now)
         elif isinstance(message, StallReport):
-            yield from self._stalled(member, message, now)
+            yield from self._on_stall_report(member, message, now)
         elif isinstance(message, JoinProgress):
-            yield from self._receives(member, message, now)
+            yield from self._on_join_progress(member, message, now)
         elif isinstance(message, CollectiveWait):
-            yield from self._waits_in_collective(member, message, now)
+            yield from self._on_collective_wait(member, message, now)
         elif isinstance(message, LeafDigests):
-            yield from self._equality.answered(replica_id, message)
+            yield from self._equality.answered(member.replica_id, message)
         elif isinstance(message, Leave):
-            yield from self._lose(replica_id, clip(message.reason) or "it left", now, is_on_purpose=True)
-            yield Close(connection)
+            reason = clip(message.reason) or "it left"
+            yield from self._on_member_lost(member.replica_id, reason, now, is_on_purpose=True)
+            yield Close(member.connection)
 
-    def _caller_said(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
+    def _on_allow_step_loss(self, now: float) -> Iterator[Instruction]:
+        self.allow_step_loss = True
+        self._finished_at_step = None
+        yield Log("the operator allows the loss of steps", is_warning=True)
+        yield from self._evaluate(now)
+
+    def _on_connection_closed(self, event: ConnectionClosed, now: float) -> Iterator[Instruction]:
+        if self.callers.speaks_on(event.connection):
+            yield from self.callers.closed(event.connection, now, event.reason)
+        elif (member := self._roster.close(event.connection)) is not None:
+            yield from self._on_member_lost(member.replica_id, event.reason, now, is_closed=True)
+
+    def _on_caller_message(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, Leave):
             yield from self.callers.closed(connection, now, clip(message.reason) or "it left")
             yield Close(connection)
@@ -330,8 +327,8 @@ class LighthouseState:
         else:
             yield from self.callers.received(connection, message, now)
 
-    def _hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
-        refusal = self._refusal(connection, hello)
+    def _on_hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
+        refusal = self._why_refused(connection, hello)
         if refusal is not None:
             yield Send(connection, refusal)
             yield Close(connection)
@@ -341,14 +338,14 @@ class LighthouseState:
         before = self._roster.begin_incarnation(replica_id)
         if before is not None:
             if before.replica_id == replica_id:
-                yield from self._lose(replica_id, "it connected again", now, is_back=True)
+                yield from self._on_member_lost(replica_id, "it connected again", now, is_back=True)
             else:
                 yield Log(
                     f"{replica_id} takes the place of {before.replica_id}, which was connected. {OWN_ID}",
                     is_warning=True,
                 )
-                yield from self._lose(before.replica_id, f"replaced by a newer process of {name}", now)
-                yield Send(before.connection, _superseded(name))
+                yield from self._on_member_lost(before.replica_id, f"replaced by a newer process of {name}", now)
+                yield Send(before.connection, _refuse_superseded(name))
             yield Close(before.connection)
         self._history.is_back(name)
 
@@ -360,7 +357,7 @@ class LighthouseState:
             checkpoint_addresses=hello.checkpoint_addresses,
             has_warmed_up=hello.warms_up,
             has_left_step=hello.warms_up,
-            is_looking=hello.warms_up,
+            is_excused=hello.warms_up,
         )
         self._roster.add(member)
         welcome = Welcome(
@@ -372,14 +369,14 @@ class LighthouseState:
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
-        self._learn(hello, now)
+        self._learn_from(hello, now)
         if self._is_still_in_quorum(member):
             self._quorum_members[replica_id] = None
-        yield from self._overtake_round(now)
-        yield from self._reopen(hello, connection)
+        yield from self._give_up_overtaken_step(now)
+        yield from self._break_cut_off_collectives(hello, connection)
         for other in self._quorum_members:
             yield Send(self.members[other].connection, JoinerWaiting())
-        yield from self._settle_forgotten(now)
+        yield from self._settle_forgotten_steps(now)
         yield from self._reconsider(now)
 
     def _is_still_in_quorum(self, member: Member) -> bool:
@@ -394,7 +391,7 @@ class LighthouseState:
             and member.is_in_step
         )
 
-    def _reopen(self, hello: Hello, connection: str) -> Iterator[Instruction]:
+    def _break_cut_off_collectives(self, hello: Hello, connection: str) -> Iterator[Instruction]:
         """A member comes back: the collectives of its quorum are cut off, and so is a step that it has open.
 
         Where the quorum is of an earlier life, its members may go on in it, or decide its step.
@@ -405,7 +402,7 @@ class LighthouseState:
         broken = QuorumBroken(quorum_id=hello.last_quorum_id, replica_id=hello.replica_id, lost=True, reason=reason)
         yield Send(connection, broken)
 
-    def _refusal(self, connection: str, hello: Hello) -> Refused | None:
+    def _why_refused(self, connection: str, hello: Hello) -> Refused | None:
         if hello.protocol != PROTOCOL_VERSION:
             reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, {hello.replica_id} speaks {hello.protocol}"
             return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
@@ -418,21 +415,21 @@ class LighthouseState:
             )
             return Refused(code="job", reason=reason)
         if self._roster.is_superseded(hello.replica_id):
-            return _superseded(group_name(hello.replica_id))
+            return _refuse_superseded(group_name(hello.replica_id))
         last = StateVersion(quorum_id=hello.last_quorum_id, epoch=hello.last_epoch)
-        if no_id := self._why_no_id(last, hello.version, hello.rolled_back_to):
+        if no_id := self._why_no_quorum(last, hello.version, hello.rolled_back_to):
             return Refused(code="quorum id", reason=f"{clip(hello.replica_id, 200)} is not taken: {no_id}")
         if len(self.members) >= MAX_GROUPS and hello.replica_id not in self.members:
             reason = f"{clip(hello.replica_id, 200)} would be one more than the {MAX_GROUPS} groups that a job may have"
             return Refused(code="groups", reason=reason)
         return None
 
-    def _why_no_id(self, *versions: StateVersion) -> str:
+    def _why_no_quorum(self, *versions: StateVersion) -> str:
         """Say why one of these states cannot come from a quorum of this job; empty: all can."""
         reasons = (self._quorum_ids.why_never_given(version.quorum_id, version.epoch) for version in versions)
         return next(filter(None, reasons), "")
 
-    def _learn(self, hello: Hello, now: float) -> None:
+    def _learn_from(self, hello: Hello, now: float) -> None:
         """Take what a member remembers and this lighthouse may not."""
         open_step = self.round.step if self.round is not None else 0
         self._history.learn(hello, (version for _, version in self._held()), open_step=open_step)
@@ -442,9 +439,9 @@ class LighthouseState:
         # It may hold the state of a quorum that it was not in.
         if self._quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._quorum_members.clear()
-            self._back.clear()
+            self._returned.clear()
 
-    def _overtake_round(self, now: float) -> Iterator[Instruction]:
+    def _give_up_overtaken_step(self, now: float) -> Iterator[Instruction]:
         """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
         current = self.round
         if current is None or current.tally.decided:
@@ -454,7 +451,7 @@ class LighthouseState:
         ]
         if ahead:
             current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
-            yield from self._announce(current, now)
+            yield from self._announce_decision(current, now)
 
     def _holder(self, member: Member) -> Holder:
         request = member.asked
@@ -476,11 +473,11 @@ class LighthouseState:
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
-    def _asked(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
+    def _on_quorum_request(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         replica_id = member.replica_id
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
-            yield from self._abandoned(current, replica_id, now)
+            yield from self._on_step_abandoned(current, replica_id, now)
         member.layout, member.frozen = request.layout, request.frozen
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
@@ -492,14 +489,14 @@ class LighthouseState:
             member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
-        member.request, member.is_looking, member.has_finished = request, False, False
-        member.told_reason = ""
+        member.request, member.is_excused, member.has_finished = request, False, False
+        member.notified_reason = ""
         if request.needs_new_quorum:
-            yield from self._break_forgotten(self._restart.left(replica_id))
-        yield from self._goes_on(member)
-        yield from self._shows(member, request.version, now)
+            yield from self._break_forgotten_collectives(self._restart.left(replica_id))
+        yield from self._on_step_left(member)
+        yield from self._on_state_shown(member, request.version, now)
         self._waiting[replica_id] = None
-        if self._warms_up(member):
+        if self._should_warm_up(member):
             yield self._let_warm_up(member)
             return
         if member.has_warmed_up:
@@ -507,10 +504,10 @@ class LighthouseState:
             for other in self._quorum_members:
                 yield Send(self.members[other].connection, JoinerWaiting())
         if replica_id in self._quorum_members:
-            self._back.add(replica_id)
+            self._returned.add(replica_id)
         yield from self._reconsider(now)
 
-    def _warms_up(self, member: Member) -> bool:
+    def _should_warm_up(self, member: Member) -> bool:
         """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
         request = member.asked
         if not request.warms_up or not request.allow_heal or not request.can_load or self.round is None:
@@ -518,24 +515,23 @@ class LighthouseState:
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
         at_work = [self.members[replica_id] for replica_id in self._quorum_members]
-        return len(at_work) >= self._fewest(at_work) and member.replica_id not in self._of_another_layout()
+        return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._of_another_layout()
 
-    def _fewest(self, holders: Iterable[Member]) -> int:
+    def _min_trainers(self, holders: Iterable[Member]) -> int:
         """Return how many groups that hold the state can train a step that counts."""
         return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
 
-    def _locates(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
+    def _on_locate_state(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
         """It is between steps, and wants to know where the newest state is. Nobody waits for it until it asks for a quorum."""
         replica_id = member.replica_id
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
-            yield from self._abandoned(current, replica_id, now)
+            yield from self._on_step_abandoned(current, replica_id, now)
         member.request, member.has_left_step = None, True
         member.has_finished = message.has_finished
-        self._waiting.pop(replica_id, None)
-        self._back.discard(replica_id)
-        yield from self._goes_on(member)
-        yield from self._shows(member, message.version, now)
+        self._stop_waiting(replica_id)
+        yield from self._on_step_left(member)
+        yield from self._on_state_shown(member, message.version, now)
         located = locate_state(
             member,
             message,
@@ -547,22 +543,22 @@ class LighthouseState:
         if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
             self._finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
-        member.is_looking = message.has_finished or not located.is_held
-        if member.is_looking:
+        member.is_excused = message.has_finished or not located.is_held
+        if member.is_excused:
             self._quorum_members.pop(replica_id, None)
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         yield from self._reconsider(now)
 
-    def _shows(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
+    def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """A member is between steps, and this is what it holds."""
         member.version = version = self._equality.proven_of(member.replica_id, version)
         self._quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
         self._history.note(member.replica_id, version)
-        yield from self._declined(member.replica_id)
-        yield from self._overtake_round(now)
+        yield from self._on_commit_declined(member.replica_id)
+        yield from self._give_up_overtaken_step(now)
 
-    def _abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
+    def _on_step_abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
         role = current.tally.roles[replica_id]
         if replica_id in current.tally.votes or replica_id in current.tally.lost:
             # It gave up waiting for the decision: its vote stands. Or it was cut off: the others know.
@@ -570,19 +566,19 @@ class LighthouseState:
         reason = f"{replica_id} gave step {current.step} up"
         if role in (Role.HEALTHY, Role.INLINE):
             current.tally.give_up(reason)
-            yield from self._announce(current, now, culprit=replica_id)
+            yield from self._announce_decision(current, now, culprit=replica_id)
         else:
-            self._fail_join([replica_id], now - current.formed_at, now)
+            self._note_failed_join([replica_id], now - current.formed_at, now)
             yield from self._break_collectives(current, replica_id, lost=False, reason=reason)
             current.tally.lose(replica_id, reason)
-            yield from self._after_vote(current, now)
+            yield from self._advance_step(current, now)
 
     def _reconsider(self, now: float) -> Iterator[Instruction]:
         """Evaluate the rule if this event can have changed its answer; else leave it to the deadline."""
         if not self._waiting:
             return
         everyone = len(self._waiting) == len(self.members)
-        survivors_back = bool(self._quorum_members) and len(self._back) == len(self._quorum_members)
+        survivors_back = bool(self._quorum_members) and len(self._returned) == len(self._quorum_members)
         if everyone or survivors_back or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
@@ -594,19 +590,19 @@ class LighthouseState:
             return
         hold = self._restart.hold(now)
         if hold is not None:
-            yield from self._pending(hold[0], now, hold[1])
+            yield from self._notify_pending(hold[0], now, hold[1])
             return
-        yield from self._end_late_groups(now)
+        yield from self._refuse_late_groups(now)
         if not self._waiting:
             return
-        yield from self._gather(now)
-        gathering = self._gathering()
+        yield from self._answer_gathering(now)
+        gathering = self._who_gathers()
         if len(gathering) == len(self._waiting):
             return
         others = self._of_another_layout()
         candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
-        admitted, outside = self._split_out(candidates, now)
-        yield from self._tell_apart(outside | others, others, now)
+        admitted, outside = self._set_joiners_aside(candidates, now)
+        yield from self._notify_left_out(outside | others, others, now)
         if not admitted:
             return
         out = outside.keys() | others.keys() | gathering
@@ -619,7 +615,7 @@ class LighthouseState:
             )
             for m in admitted
         }
-        alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_looking]
+        alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_excused]
         verdict = decide_quorum(
             alive=alive,
             asked=asked,
@@ -631,9 +627,9 @@ class LighthouseState:
         )
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
-            if left := self._if_over():
+            if left := self._hint_if_over():
                 reason = f"{reason}.{left}"
-            yield from self._pending(reason, now, verdict.deadline, is_warning=bool(others), but=out)
+            yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
         members = [self.members[replica_id] for replica_id in verdict.members]
         assignment = assign_recovery(
@@ -645,7 +641,7 @@ class LighthouseState:
             epoch=self.epoch,
         )
         if isinstance(assignment, StepLost):
-            yield from self._pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
+            yield from self._notify_pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
             return
         hold = None
         if not self.allow_step_loss:
@@ -658,14 +654,14 @@ class LighthouseState:
                 now=now,
             )
         if hold is not None:
-            yield from self._pending(hold[0], now, hold[1], is_warning=True)
+            yield from self._notify_pending(hold[0], now, hold[1], is_warning=True)
             return
         helpless = [p.replica_id for p in assignment.parts if p.role in (Role.INLINE, Role.JOINER) and p.sources]
         helpless = [replica_id for replica_id in helpless if not self.members[replica_id].asked.can_load]
         if helpless:
             yield from self._refuse_to_heal(helpless, assignment, now)
             return
-        yield from self._form(assignment, self._learners(others, now), verdict.reason, now)
+        yield from self._form_quorum(assignment, self._learners(others, now), verdict.reason, now)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send those away that would have to load a state and cannot; the others form their quorum without them."""
@@ -676,14 +672,17 @@ class LighthouseState:
                 " functions: pass load_state_dict and state_dict to Manager, or call register_state_dict_fn. Groups that start"
                 " with equal weights need them only when one comes back: Manager(init_sync=False)"
             )
-            connection = self.members[replica_id].connection
-            yield Send(connection, Refused(code="no state", reason=clip(reason)))
-            yield from self._lose(
-                replica_id, "it has no state dict functions and would have to heal", now, is_on_purpose=True
-            )
-            yield Close(connection)
+            refusal = Refused(code="no state", reason=clip(reason))
+            why = "it has no state dict functions and would have to heal"
+            yield from self._send_away(self.members[replica_id], refusal, why, now)
 
-    def _end_late_groups(self, now: float) -> Iterator[Instruction]:
+    def _send_away(self, member: Member, refusal: Refused, reason: str, now: float) -> Iterator[Instruction]:
+        """Refuse a member, which counts as leaving on purpose."""
+        yield Send(member.connection, refusal)
+        yield from self._on_member_lost(member.replica_id, reason, now, is_on_purpose=True)
+        yield Close(member.connection)
+
+    def _refuse_late_groups(self, now: float) -> Iterator[Instruction]:
         """Where the job is over, tell those who came too late for its last step."""
         step = self.finished_step
         if step is None:
@@ -696,20 +695,19 @@ class LighthouseState:
                 " the beginning, name another job (Manager(job=...), TORCHFT_CKPT_JOB), or have this one forgotten:"
                 " python -m torchft_ckpt forget-job"
             )
-            yield Send(member.connection, Refused(code="finished", reason=clip(reason), step=step))
-            yield from self._lose(replica_id, "it came when the job was over", now, is_on_purpose=True)
-            yield Close(member.connection)
+            refusal = Refused(code="finished", reason=clip(reason), step=step)
+            yield from self._send_away(member, refusal, "it came when the job was over", now)
 
-    def _gathering(self) -> set[str]:
+    def _who_gathers(self) -> set[str]:
         return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
 
-    def _gather(self, now: float) -> Iterator[Instruction]:
+    def _answer_gathering(self, now: float) -> Iterator[Instruction]:
         """Answer those who are about to look for a state, once all are here that may come; no step is open to them."""
-        gathering = self._gathering()
+        gathering = self._who_gathers()
         if not gathering:
             return
         at_work = [member for replica_id, member in self.members.items() if replica_id not in gathering]
-        told = decide_gathering(
+        verdict = decide_gathering(
             [self.members[replica_id] for replica_id in gathering],
             at_work,
             is_valid=self._history.is_valid,
@@ -717,22 +715,22 @@ class LighthouseState:
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
         )
-        if not told.parts:
-            yield from self._pending(told.reason, now, told.deadline, but=self._waiting.keys() - gathering)
+        if not verdict.parts:
+            yield from self._notify_pending(
+                verdict.reason, now, verdict.deadline, exclude=self._waiting.keys() - gathering
+            )
             return
-        if told.is_new:
+        if verdict.is_new:
             self._quorum_ids.give(self.quorum_id + 1)
-            yield Log(f"{name_some(sorted(gathering))} gather, to look for a state: {told.reason}")
-        for replica_id, part in told.parts.items():
+            yield Log(f"{name_some(sorted(gathering))} gather, to look for a state: {verdict.reason}")
+        for replica_id, part in verdict.parts.items():
             member = self.members[replica_id]
-            request = member.asked
-            member.request, member.told_reason = None, ""
-            del self._waiting[replica_id]
+            request = self._take_request(member)
             formed = QuorumFormed(
                 request_id=request.request_id,
                 quorum_id=self.quorum_id,
                 epoch=self.epoch,
-                version=told.version,
+                version=verdict.version,
                 role=part.role,
                 replica_rank=part.replica_rank,
                 replica_world_size=part.replica_world_size,
@@ -742,7 +740,7 @@ class LighthouseState:
                 store_address=part.store_address,
                 newest_step=self.newest_step,
                 gathers=True,
-                reason=clip(told.reason),
+                reason=clip(verdict.reason),
             )
             yield Send(member.connection, formed)
 
@@ -760,12 +758,12 @@ class LighthouseState:
         gone = name_some(list(self.lost_members)[-5:]) or "not known here"
         return (
             f"step {lost.newest_step} was committed, the newest state here is step {lost.best_step}:"
-            f" every group that held it is gone ({gone}).{self._if_over()} Bring one of them back, or start a group from a"
+            f" every group that held it is gone ({gone}).{self._hint_if_over()} Bring one of them back, or start a group from a"
             " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss. A new run of"
             " the same script is another job: set another TORCHFT_CKPT_JOB"
         )
 
-    def _if_over(self) -> str:
+    def _hint_if_over(self) -> str:
         """Say that the job may be over, where nobody holds its newest state and a group that did has left on purpose."""
         if not 0 < self._left_at_step == self.newest_step or self._history.holders(self._held(), self.newest_step):
             return ""
@@ -807,17 +805,19 @@ class LighthouseState:
             " or until those groups are gone"
         )
 
-    def _tell_apart(self, reasons: Mapping[str, str], others: Collection[str], now: float) -> Iterator[Instruction]:
+    def _notify_left_out(
+        self, reasons: Mapping[str, str], others: Collection[str], now: float
+    ) -> Iterator[Instruction]:
         """Tell those who wait outside why; `others`, of another layout, also the operator each time that changes."""
         for replica_id in self._waiting:
             member = self.members[replica_id]
             has_waited = replica_id in others or now - member.asked_at >= PENDING_NOTICE_S / 2
-            if replica_id in reasons and has_waited and now - member.told_at >= PENDING_NOTICE_S:
+            if replica_id in reasons and has_waited and now - member.notified_at >= PENDING_NOTICE_S:
                 reason = reasons[replica_id]
-                if not member.told_reason or (replica_id in others and member.told_reason != reason):
+                if not member.notified_reason or (replica_id in others and member.notified_reason != reason):
                     said = reason if replica_id in others else f"{replica_id} is not admitted: {reason}"
                     yield Log(said, is_warning=True)
-                member.told_reason, member.told_at = reason, now
+                member.notified_reason, member.notified_at = reason, now
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
@@ -833,7 +833,7 @@ class LighthouseState:
             and (not self._history.is_valid(member.version) or member.version.step < self.newest_step)
         ]
 
-    def _split_out(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
+    def _set_joiners_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
         """Set joiners aside for which nobody can wait now, with the reason, if those who remain are enough."""
         best = max((m.version for m in candidates if self._history.is_valid(m.version)), default=None)
         is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
@@ -851,7 +851,7 @@ class LighthouseState:
         holding = [member for member in candidates if member.replica_id not in joining]
         if is_at_work and not admitted:
             return admitted, out
-        if len(admitted) < self.settings.min_replicas or len(holding) < self._fewest(holding):
+        if len(admitted) < self.settings.min_replicas or len(holding) < self._min_trainers(holding):
             return candidates, {}
         return admitted, out
 
@@ -867,13 +867,13 @@ class LighthouseState:
             return self.quorum_id + 1
         return self.quorum_id
 
-    def _pending(
+    def _notify_pending(
         self,
         reason: str,
         now: float,
         deadline: float | None,
         is_warning: bool = False,
-        but: Collection[str] = (),
+        exclude: Collection[str] = (),
     ) -> Iterator[Instruction]:
         """Tell those who wait why, now and then."""
         if deadline is not None:
@@ -882,20 +882,22 @@ class LighthouseState:
             self._reason = reason
             yield Log(f"no quorum: {reason}", is_warning=is_warning)
         for replica_id in self._waiting:
-            if replica_id in but:
+            if replica_id in exclude:
                 continue
             member = self.members[replica_id]
             waited = now - member.asked_at
             if waited >= PENDING_NOTICE_S / 2 and (
-                reason != member.told_reason or now - member.told_at >= 5 * PENDING_NOTICE_S
+                reason != member.notified_reason or now - member.notified_at >= 5 * PENDING_NOTICE_S
             ):
-                member.told_reason, member.told_at = reason, now
+                member.notified_reason, member.notified_at = reason, now
                 yield Send(member.connection, QuorumPending(reason=reason, waited_s=waited))
 
-    def _form(self, assignment: Assignment, learners: list[Member], reason: str, now: float) -> Iterator[Instruction]:
+    def _form_quorum(
+        self, assignment: Assignment, learners: list[Member], reason: str, now: float
+    ) -> Iterator[Instruction]:
         if self.round is not None and not self.round.tally.decided:
             self.round.tally.give_up("a new quorum was formed without those who have not voted")
-            yield from self._announce(self.round, now)
+            yield from self._announce_decision(self.round, now)
         replica_ids = tuple(part.replica_id for part in assignment.parts)
         members = [self.members[replica_id] for replica_id in replica_ids]
         quorum_id = self._next_quorum_id(replica_ids, members)
@@ -931,7 +933,7 @@ class LighthouseState:
         self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
         if budget is not None:
             holding = [m for m in members if roles[m.replica_id] is Role.HEALTHY and m.asked.contributes]
-            self.round.is_needed = len(holding) < self._fewest(holding)
+            self.round.is_needed = len(holding) < self._min_trainers(holding)
             self.round.join_wait_s = self._joining.most_s(budget, now)
             asked = {part.replica_id: self.members[part.replica_id].asked for part in healing}
             self.round.reach = {
@@ -941,7 +943,7 @@ class LighthouseState:
             }
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
-        self._back.clear()
+        self._returned.clear()
         self._evaluate_at = None
         self._choose_store_hosts(roles)
         store, standby = self._store_addresses()
@@ -954,10 +956,8 @@ class LighthouseState:
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters
         patience_s = max(member.asked.patience_s for member in members)
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
-            request = member.asked
-            member.request, member.has_left_step = None, False
-            member.told_reason = ""
-            del self._waiting[member.replica_id]
+            request = self._take_request(member)
+            member.has_left_step = False
             if part.role is Role.HEALTHY:
                 member.version = assignment.version
             formed = QuorumFormed(
@@ -994,7 +994,7 @@ class LighthouseState:
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
             yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {reason}")
-            yield self._answer_beside(member, self.round, place, reason, sources=_sources(members, teachers))
+            yield self._answer_outside_quorum(member, self.round, place, reason, sources=_sources(members, teachers))
         if self._waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to tell them why
 
@@ -1003,15 +1003,16 @@ class LighthouseState:
             raise RuntimeError("internal error: nobody is at work")
         member.has_warmed_up = True
         reason = "it warms up: its first step is computed outside of the quorum, where nobody waits for it"
-        return self._answer_beside(member, self.round, 0, reason)
+        return self._answer_outside_quorum(member, self.round, 0, reason)
 
-    def _answer_beside(
+    def _answer_outside_quorum(
         self, member: Member, current: Round, place: int, reason: str, *, sources: list[Source] | None = None
     ) -> Send:
         """Let a member compute a step beside a quorum: nobody waits for it. Without sources it loads nothing, it warms up."""
         assignment = current.assignment
+        request = self._take_request(member)
         formed = QuorumFormed(
-            request_id=member.asked.request_id,
+            request_id=request.request_id,
             quorum_id=self.quorum_id,
             epoch=self.epoch,
             version=assignment.version,
@@ -1029,10 +1030,20 @@ class LighthouseState:
             rolled_back_to=self._history.rolled_back_to,
             reason=reason,
         )
-        member.request, member.is_looking, member.has_left_step = None, True, True
-        member.told_reason = ""
-        self._waiting.pop(member.replica_id, None)
+        member.is_excused, member.has_left_step = True, True
         return Send(member.connection, formed)
+
+    def _take_request(self, member: Member) -> QuorumRequest:
+        """Return the open request of a member that is answered now."""
+        request = member.asked
+        member.request, member.notified_reason = None, ""
+        self._stop_waiting(member.replica_id)
+        return request
+
+    def _stop_waiting(self, replica_id: str) -> None:
+        """A member asks for no quorum any more."""
+        self._waiting.pop(replica_id, None)
+        self._returned.discard(replica_id)
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
@@ -1050,12 +1061,12 @@ class LighthouseState:
 
     # --------------------------------------------------------------------------------------------------------- commit
 
-    def _voted(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
+    def _on_commit_vote(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
         current = self.round
         key = (vote.quorum_id, vote.epoch, vote.step)
         if current is not None and self._key(current) == key:
             if current.tally.decided or member.replica_id in current.tally.lost:
-                yield from self._tell_late(member, vote, current, now)
+                yield from self._on_late_vote(member, vote, current, now)
                 return
             was_broken = current.tally.broken
             current.tally.cast(member.replica_id, vote)
@@ -1064,22 +1075,22 @@ class LighthouseState:
                 # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
                 if member.replica_id not in current.failed:
                     current.failed.add(member.replica_id)
-                    self._fail_join([member.replica_id], now - current.formed_at, now)
+                    self._note_failed_join([member.replica_id], now - current.formed_at, now)
                 reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
                 yield from self._break_collectives(
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
                 )
-            yield from self._after_vote(current, now)
+            yield from self._advance_step(current, now)
         elif self._history.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
             yield Send(member.connection, self._answer_late(member, vote))
         else:
-            yield from self._break_forgotten(self._restart.voted(member.replica_id, vote, now))
-            yield from self._settle_forgotten(now)
+            yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
+            yield from self._settle_forgotten_steps(now)
 
     def _key(self, current: Round) -> StepKey:
         return current.quorum_id, self.epoch, current.step
 
-    def _tell_late(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
+    def _on_late_vote(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
         """A vote after the decision, or of a member that was taken for dead meanwhile."""
         tally = current.tally
         if not tally.decided:
@@ -1095,16 +1106,16 @@ class LighthouseState:
         """Decide what to tell a member that votes after the decision."""
         answer = self._history.answer_late(member.replica_id, vote)
         if answer.outcome is Outcome.COMMIT:
-            self._hold([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
+            self._note_held([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
         return answer
 
-    def _hold(self, replica_ids: Iterable[str], key: StepKey) -> None:
+    def _note_held(self, replica_ids: Iterable[str], key: StepKey) -> None:
         """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now."""
         for replica_id in replica_ids:
             if self._is_listening(replica_id):
                 self.members[replica_id].version = state_after(key)
 
-    def _declined(self, replica_id: str) -> Iterator[Instruction]:
+    def _on_commit_declined(self, replica_id: str) -> Iterator[Instruction]:
         """It asks for the next step, maybe without having waited for the decision on the last one."""
         key = self._history.declined(replica_id)
         if key is not None:
@@ -1114,24 +1125,24 @@ class LighthouseState:
         self._history.nobody_followed(key)
         return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 
-    def _after_vote(self, current: Round, now: float) -> Iterator[Instruction]:
+    def _advance_step(self, current: Round, now: float) -> Iterator[Instruction]:
         tally = current.tally
         if tally.all_voters_approved:
             current.all_approved_at = now if current.all_approved_at is None else current.all_approved_at
-            self._close_if_over(current, now)
+            self._close_without_joiners(current, now)
         if tally.decided:
-            yield from self._announce(current, now)
+            yield from self._announce_decision(current, now)
             return
-        yield from self._judge_waits(current, now)
+        yield from self._check_waits(current, now)
         if current.stalled and not tally.decided and not tally.all_voters_approved:
-            yield from self._judge_stall(current, now)
+            yield from self._check_stall(current, now)
 
-    def _close_if_over(self, current: Round, now: float) -> None:
+    def _close_without_joiners(self, current: Round, now: float) -> None:
         """Commit without the joiners where they are waited for no longer."""
         if current.join_budget_s is None or not self._joining.keeps_waiting(current, now):
             current.tally.close(current.gave_up)
 
-    def _receives(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
+    def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
         """A joiner says how long it still needs."""
         current = self.round
         if (
@@ -1145,11 +1156,11 @@ class LighthouseState:
         if before is None or before.seconds or progress.reach_s:  # since when it has all counts
             current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, does=progress.does)
         if current.tally.all_voters_approved or current.stalled:
-            yield from self._after_vote(current, now)
+            yield from self._advance_step(current, now)
         elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:
             yield from self._give_up_on(current, [member.replica_id], now)
 
-    def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
+    def _announce_decision(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
         tally = current.tally
         if tally.verdict is Verdict.COMMIT:
@@ -1169,14 +1180,14 @@ class LighthouseState:
         self._history.remember(key, tally, outcome, tally.reason)
         if committed:
             self._history.committed(key, followers)
-            self._hold(followers, key)
+            self._note_held(followers, key)
             behind = [
                 m
                 for m in self._joiners(tally)
                 if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart
             ]
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
-            self._fail_join(behind, cost_s, now, current.gave_up, current.underestimated)
+            self._note_failed_join(behind, cost_s, now, current.gave_up, current.underestimated)
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in self._joiners(tally):
@@ -1221,16 +1232,16 @@ class LighthouseState:
         """Joiners of a quorum that have not been lost."""
         return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
 
-    def _fail_join(
+    def _note_failed_join(
         self, joiners: list[str], cost_s: float, now: float, reason: str = "", underestimated: Collection[str] = ()
     ) -> None:
         """Note that an attempt to join cost the others `cost_s`."""
         for replica_id in joiners:
             self._quorum_members.pop(replica_id, None)
-            self._back.discard(replica_id)
+            self._returned.discard(replica_id)
         self._joining.failed(joiners, cost_s, now, reason, underestimated)
 
-    def _waits_in_collective(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
+    def _on_collective_wait(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
         current = self.round
         if current is None or wait.group_rank >= member.hello.group_world_size:
             return
@@ -1249,7 +1260,7 @@ class LighthouseState:
         if current.tally.decided:
             return
         current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
-        yield from self._judge_waits(current, now)
+        yield from self._check_waits(current, now)
         if current.tally.decided:
             return
         waits = self._living_waits(current, wait.group_rank)
@@ -1261,7 +1272,7 @@ class LighthouseState:
             for replica_id in living:
                 yield Send(self.members[replica_id].connection, cleared)
 
-    def _judge_waits(self, current: Round, now: float) -> Iterator[Instruction]:
+    def _check_waits(self, current: Round, now: float) -> Iterator[Instruction]:
         """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
         if not current.waits:
             return  # each vote comes here
@@ -1271,12 +1282,12 @@ class LighthouseState:
             if apart is not None:
                 culprit, reason = apart
                 if current.tally.roles.get(culprit) is Role.JOINER:
-                    self._fail_join([culprit], now - current.formed_at, now)
+                    self._note_failed_join([culprit], now - current.formed_at, now)
                 current.tally.give_up(reason)
-                yield from self._announce(current, now, culprit=culprit)
+                yield from self._announce_decision(current, now, culprit=culprit)
                 return
 
-    def _goes_on(self, member: Member) -> Iterator[Instruction]:
+    def _on_step_left(self, member: Member) -> Iterator[Instruction]:
         """A member is done with its step, and will issue no further collective of it."""
         current = self.round
         if current is None or member.replica_id not in current.tally.roles:
@@ -1306,7 +1317,7 @@ class LighthouseState:
         waits = current.waits.get(group_rank, {})
         return {replica_id: wait for replica_id, wait in waits.items() if replica_id not in current.tally.lost}
 
-    def _stalled(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
+    def _on_stall_report(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
         current = self.round
         if (
             current is None
@@ -1316,9 +1327,9 @@ class LighthouseState:
         ):
             return
         current.stalled.add(member.replica_id)
-        yield from self._judge_stall(current, now)
+        yield from self._check_stall(current, now)
 
-    def _judge_stall(self, current: Round, now: float) -> Iterator[Instruction]:
+    def _check_stall(self, current: Round, now: float) -> Iterator[Instruction]:
         """Every living member that held the state waits in a collective or is done: it can only be the others."""
         roles, tally = current.tally.roles, current.tally
         held = [m for m, role in roles.items() if role is Role.HEALTHY and m not in tally.lost]
@@ -1338,13 +1349,13 @@ class LighthouseState:
         if self._joining.keeps_waiting_in_collective(current, joiners, now):
             return
         why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
-        self._fail_join(joiners, now - current.formed_at, now, why, current.underestimated)
+        self._note_failed_join(joiners, now - current.formed_at, now, why, current.underestimated)
         tally.give_up(why)
-        yield from self._announce(current, now, culprit=joiners[0])
+        yield from self._announce_decision(current, now, culprit=joiners[0])
 
     # --------------------------------------------------------------------------------------------------------- losses
 
-    def _lose(
+    def _on_member_lost(
         self,
         replica_id: str,
         reason: str,
@@ -1361,9 +1372,8 @@ class LighthouseState:
             self._history.cut_off(group_name(replica_id), member.version, now)
         elif is_on_purpose and self._history.is_valid(member.version):
             self._left_at_step = max(self._left_at_step, member.version.step)
-        self._waiting.pop(replica_id, None)
+        self._stop_waiting(replica_id)
         self._quorum_members.pop(replica_id, None)
-        self._back.discard(replica_id)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
         current = self.round
@@ -1372,16 +1382,16 @@ class LighthouseState:
             was_decided, was_broken = tally.decided, tally.broken
             tally.lose(replica_id, reason)
             if not was_decided and tally.roles[replica_id] is Role.JOINER:
-                self._fail_join([replica_id], now - current.formed_at, now)
+                self._note_failed_join([replica_id], now - current.formed_at, now)
             if not (was_decided and was_broken):  # else all know
                 why = f"{replica_id}: {reason}"
                 yield from self._break_collectives(current, replica_id, lost=True, reason=why, voted_too=not was_broken)
             if not was_decided:
-                yield from self._after_vote(current, now)
+                yield from self._advance_step(current, now)
         if not self.members:
             self._evaluate_at = None
-        yield from self._break_forgotten(self._restart.left(replica_id))
-        yield from self._settle_forgotten(now)
+        yield from self._break_forgotten_collectives(self._restart.left(replica_id))
+        yield from self._settle_forgotten_steps(now)
         if not is_back:
             yield from self._reconsider(now)
 
@@ -1397,7 +1407,7 @@ class LighthouseState:
 
     # ------------------------------------------------------------------------------------------- after our own restart
 
-    def _settle_forgotten(self, now: float) -> Iterator[Instruction]:
+    def _settle_forgotten_steps(self, now: float) -> Iterator[Instruction]:
         was_held = self._restart.hold(now) is not None
         for settled in self._restart.settle(now):
             outcome = Outcome.COMMIT if settled.verdict is Verdict.COMMIT else Outcome.DISCARD
@@ -1406,10 +1416,10 @@ class LighthouseState:
             quorum_id, _, step = settled.key
             yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
             if outcome is Outcome.COMMIT:
-                told = [m for m in settled.approvers if self._is_listening(m)]
-                self._history.committed(settled.key, told, others_may_know=settled.others_may_know)
-                self._hold(told, settled.key)
-                if not told and not settled.others_may_know:
+                followers = [m for m in settled.approvers if self._is_listening(m)]
+                self._history.committed(settled.key, followers, others_may_know=settled.others_may_know)
+                self._note_held(followers, settled.key)
+                if not followers and not settled.others_may_know:
                     yield self._nobody_followed(settled.key)
             for replica_id in settled.voters:
                 if self._is_listening(replica_id):
@@ -1422,7 +1432,7 @@ class LighthouseState:
         if was_held and self._waiting and self._restart.hold(now) is None:
             yield from self._evaluate(now)
 
-    def _break_forgotten(self, broken: list[tuple[str, int]]) -> Iterator[Instruction]:
+    def _break_forgotten_collectives(self, broken: list[tuple[str, int]]) -> Iterator[Instruction]:
         for replica_id, quorum_id in broken:
             member = self.members.get(replica_id)
             if member is not None:
@@ -1432,26 +1442,26 @@ class LighthouseState:
 
     # ----------------------------------------------------------------------------------------------------------- time
 
-    def _tick(self, now: float) -> Iterator[Instruction]:
+    def _on_tick(self, now: float) -> Iterator[Instruction]:
         timeout = self.settings.heartbeat_timeout_s
         while (silent := self._roster.longest_silent()) is not None and now >= silent.last_seen + timeout:
             reason = f"nothing heard from it for {now - silent.last_seen:.1f} s"
-            yield from self._lose(silent.replica_id, reason, now)
+            yield from self._on_member_lost(silent.replica_id, reason, now)
             yield Send(silent.connection, Dropped(reason=reason))
             yield Close(silent.connection)
         current = self.round
         if current is not None and current.look_again_at is not None and now >= current.look_again_at:
             current.look_again_at = None
             if not current.tally.decided:
-                yield from self._after_vote(current, now)
+                yield from self._advance_step(current, now)
         yield from self.callers.tick(now)
-        yield from self._break_forgotten(self._restart.expire(now))
-        yield from self._settle_forgotten(now)
+        yield from self._break_forgotten_collectives(self._restart.expire(now))
+        yield from self._settle_forgotten_steps(now)
         if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)
 
 
-def _superseded(name: str) -> Refused:
+def _refuse_superseded(name: str) -> Refused:
     return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
 
 

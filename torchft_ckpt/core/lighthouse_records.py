@@ -40,11 +40,11 @@ class Member:
     """It asked where the newest state is, and takes no decision on an earlier step any more."""
     has_finished: bool = False
     """It has made its last step, and has not asked for another since."""
-    is_looking: bool = False
+    is_excused: bool = False
     """It is about to fetch the newest state: nobody waits for it before it asks for a quorum."""
     asked_at: float = 0.0
-    told_reason: str = ""
-    told_at: float = float("-inf")
+    notified_reason: str = ""
+    notified_at: float = float("-inf")
 
     @property
     def replica_id(self) -> str:
