@@ -38,17 +38,22 @@ class Tally:
 
     roles: Mapping[str, Role]
     verdict: Verdict = Verdict.PENDING
+    """Decided once; only a commit that nobody may follow turns into a discard."""
     reason: str = ""
     broken: bool = False
-    """The quorum's collectives cannot be used again."""
+    """The quorum's collectives cannot be used again. Never becomes false again."""
     votes: dict[str, CommitVote] = field(default_factory=dict)
+    """Of members, each one's first vote. That of a member which had been lost before decides nothing."""
     lost: set[str] = field(default_factory=set)
+    """Members that were lost in this step, also those that are back. Only grows."""
     undecided_voters: int = 0
+    """Members whose vote counts and that neither voted nor were lost before the decision."""
     undecided_joiners: int = 0
+    """Likewise, of those who join."""
     apart: frozenset[str] = frozenset()
     """Members that approved and began the step with another state than most: they do not commit."""
     first_approval: str | None = None
-    """The voter whose collectives are those of the step."""
+    """The voter whose collectives are those of the step; it has approved."""
 
     def __post_init__(self) -> None:
         self.undecided_voters = sum(role in (Role.HEALTHY, Role.INLINE) for role in self.roles.values())
@@ -139,6 +144,34 @@ class Tally:
         """Whether a member waits in a collective that it issued after its vote, so the vote is not about it."""
         vote = self.votes.get(replica_id)
         return vote is not None and wait.index >= num_issued(vote, wait.group_rank)
+
+    def validate(self) -> None:
+        """Check the invariants; for tests. It costs a pass over the members.
+
+        Raises:
+            RuntimeError: one is broken.
+        """
+        if not (self.votes.keys() | self.lost | self.apart) <= self.roles.keys():
+            raise RuntimeError(f"others than the members {self.roles} voted, were lost or differ: {self}")
+        if self.first_approval is not None and not self.votes[self.first_approval].approve:
+            raise RuntimeError(f"{self.first_approval} did not approve")
+        if self.lost and not self.broken:
+            raise RuntimeError(f"{self.lost} are lost, and the collectives with them count as whole")
+        if self.decided:
+            return
+        open_roles = [role for m, role in self.roles.items() if m not in self.votes and m not in self.lost]
+        voters = sum(role in (Role.HEALTHY, Role.INLINE) for role in open_roles)
+        joiners = sum(role is Role.JOINER for role in open_roles)
+        if (self.undecided_voters, self.undecided_joiners) != (voters, joiners):
+            raise RuntimeError(
+                f"{voters} voters and {joiners} joiners are undecided, and counted are other numbers: {self}"
+            )
+        if voters + joiners == 0:
+            raise RuntimeError(f"nobody is undecided, and the step is: {self}")
+        for replica_id, role in self.roles.items():
+            vote = self.votes.get(replica_id) if role in (Role.HEALTHY, Role.INLINE) else None
+            if vote is not None and not vote.approve and replica_id not in self.lost:
+                raise RuntimeError(f"{replica_id} is against the step, and it is not discarded: {self}")
 
     def _has_other_collectives(self, vote: CommitVote) -> bool:
         """Whether it issued others than the voter that approved first."""

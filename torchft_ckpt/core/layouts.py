@@ -15,8 +15,11 @@ still differs waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
+
+from torchft_ckpt.core.lighthouse_records import Member
+from torchft_ckpt.core.messages import StateVersion, clip
 
 SEPARATOR = "; "
 """Between the items of a layout in words."""
@@ -56,6 +59,57 @@ def of_another_layout(layouts: Mapping[str, str], layout: str, *, at_work: Colle
         for replica_id, own in layouts.items()
         if layout and own and own != layout and replica_id not in at_work
     }
+
+
+def groups_apart(
+    members: Mapping[str, Member],
+    *,
+    last_quorum: Collection[str],
+    candidates: Collection[str],
+    is_valid: Callable[[StateVersion], bool],
+) -> dict[str, str]:
+    """Return the groups that cannot train with the others, each with the reason for the operator.
+
+    Either they have other parameters than the next quorum, or others of the same parameters are frozen.
+
+    Args:
+        members: by replica id, those that are connected.
+        last_quorum: members of the last quorum.
+        candidates: members that ask for a quorum.
+        is_valid: whether a state has a name that counts.
+    """
+
+    def apart(values: dict[str, str]) -> dict[str, str]:
+        """Return the groups with another value than the next quorum, each with a group that has that one."""
+        if len(set(values.values()) - {""}) < 2:
+            return {}
+        valid = [members[replica_id] for replica_id in values if is_valid(members[replica_id].version)]
+        newest = max((member.version for member in valid), default=None)
+        right = trains_in(
+            values,
+            last_quorum=[replica_id for replica_id in last_quorum if replica_id in values],
+            holders=[member.replica_id for member in valid if member.version == newest],
+            candidates=[replica_id for replica_id in candidates if replica_id in values],
+        )
+        at_work = set(last_quorum).difference(candidates)
+        like = next((replica_id for replica_id, own in values.items() if own == right), "")
+        return dict.fromkeys(sorted(of_another_layout(values, right, at_work=at_work)), like)
+
+    found = {
+        replica_id: _why_apart(members[replica_id].layout_text, replica_id, members[like].layout_text, like)
+        for replica_id, like in apart({replica_id: member.layout for replica_id, member in members.items()}).items()
+    }
+    alike = {replica_id: member.frozen for replica_id, member in members.items() if replica_id not in found}
+    for replica_id, like in apart(alike).items():
+        found[replica_id] = _why_apart(members[replica_id].frozen, replica_id, members[like].frozen, like)
+    return found
+
+
+def _why_apart(own: str, replica_id: str, theirs: str, like: str) -> str:
+    return (
+        f"{replica_id} cannot train with {like}: {clip(what_differs(own, theirs))}. It waits until its parameters are the same,"
+        " or until those groups are gone"
+    )
 
 
 def combine_layouts(of_ranks: Sequence[str]) -> str:

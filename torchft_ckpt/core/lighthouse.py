@@ -36,13 +36,7 @@ from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.history import StateHistory, state_after
 from torchft_ckpt.core.joining import Joining
-from torchft_ckpt.core.layouts import (
-    is_part_of,
-    of_another_layout,
-    pause_before_learning_again_s,
-    trains_in,
-    what_differs,
-)
+from torchft_ckpt.core.layouts import groups_apart, is_part_of, pause_before_learning_again_s
 from torchft_ckpt.core.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -95,7 +89,6 @@ from torchft_ckpt.core.quorum_ids import QuorumIds
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.restart import RestartRecovery, StepKey
 from torchft_ckpt.core.roster import Roster
-from torchft_ckpt.core.sequence import may_start, why_apart
 
 PENDING_NOTICE_S = 1.0
 OWN_ID = (
@@ -515,7 +508,7 @@ class LighthouseState:
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
         at_work = [self.members[replica_id] for replica_id in self._quorum_members]
-        return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._of_another_layout()
+        return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._apart()
 
     def _min_trainers(self, holders: Iterable[Member]) -> int:
         """Return how many groups that hold the state can train a step that counts."""
@@ -527,9 +520,8 @@ class LighthouseState:
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._on_step_abandoned(current, replica_id, now)
-        member.request, member.has_left_step = None, True
-        member.has_finished = message.has_finished
-        self._stop_waiting(replica_id)
+        self._stop_waiting(member)
+        member.has_left_step, member.has_finished = True, message.has_finished
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, message.version, now)
         located = locate_state(
@@ -599,7 +591,7 @@ class LighthouseState:
         gathering = self._who_gathers()
         if len(gathering) == len(self._waiting):
             return
-        others = self._of_another_layout()
+        others = self._apart()
         candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
         admitted, outside = self._set_joiners_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
@@ -772,37 +764,13 @@ class LighthouseState:
             " where its script calls Manager.finish() after the last step, a late group ends by itself."
         )
 
-    def _of_another_layout(self) -> dict[str, str]:
-        """Groups that cannot train with the others, and why not: their parameters, or which of them train, are others."""
-        found = self._apart({member.replica_id: member.layout for member in self.members.values()})
-        others = {replica_id: self._why_apart(replica_id, like, "layout_text") for replica_id, like in found.items()}
-        alike = {m.replica_id: m.frozen for m in self.members.values() if m.replica_id not in others}
-        found = self._apart(alike)
-        return others | {replica_id: self._why_apart(replica_id, like, "frozen") for replica_id, like in found.items()}
-
-    def _apart(self, layouts: dict[str, str]) -> dict[str, str]:
-        """Return who has another layout than the next quorum, with somebody who has that one."""
-        if len(set(layouts.values()) - {""}) < 2:
-            return {}
-        valid = [m for m in self.members.values() if m.replica_id in layouts and self._history.is_valid(m.version)]
-        newest = max((member.version for member in valid), default=None)
-        holders = [member.replica_id for member in valid if member.version == newest]
-        candidates = [replica_id for replica_id in self._waiting if replica_id in layouts]
-        layout = trains_in(
-            layouts,
-            last_quorum=[replica_id for replica_id in self._quorum_members if replica_id in layouts],
-            holders=holders,
-            candidates=candidates,
-        )
-        apart = of_another_layout(layouts, layout, at_work=self._quorum_members.keys() - self._waiting.keys())
-        like = next((replica_id for replica_id, own in layouts.items() if own == layout), "")
-        return dict.fromkeys(sorted(apart), like)
-
-    def _why_apart(self, replica_id: str, like: str, what: str) -> str:
-        own, theirs = getattr(self.members[replica_id], what), getattr(self.members[like], what)
-        return (
-            f"{replica_id} cannot train with {like}: {clip(what_differs(own, theirs))}. It waits until its parameters are alike,"
-            " or until those groups are gone"
+    def _apart(self) -> dict[str, str]:
+        """Return the groups that cannot train with the others, each with the reason for the operator."""
+        return groups_apart(
+            self.members,
+            last_quorum=self._quorum_members,
+            candidates=self._waiting,
+            is_valid=self._history.is_valid,
         )
 
     def _notify_left_out(
@@ -830,7 +798,7 @@ class LighthouseState:
             and member.asked.allow_heal
             and member.asked.can_load
             and now >= member.learns_from
-            and (not self._history.is_valid(member.version) or member.version.step < self.newest_step)
+            and not self._holds_newest(member.version)
         ]
 
     def _set_joiners_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
@@ -1036,14 +1004,14 @@ class LighthouseState:
     def _take_request(self, member: Member) -> QuorumRequest:
         """Return the open request of a member that is answered now."""
         request = member.asked
-        member.request, member.notified_reason = None, ""
-        self._stop_waiting(member.replica_id)
+        self._stop_waiting(member)
         return request
 
-    def _stop_waiting(self, replica_id: str) -> None:
+    def _stop_waiting(self, member: Member) -> None:
         """A member asks for no quorum any more."""
-        self._waiting.pop(replica_id, None)
-        self._returned.discard(replica_id)
+        member.request, member.notified_reason = None, ""
+        self._waiting.pop(member.replica_id, None)
+        self._returned.discard(member.replica_id)
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
@@ -1147,8 +1115,7 @@ class LighthouseState:
         current = self.round
         if (
             current is None
-            or current.tally.decided
-            or (current.quorum_id, current.step) != (progress.quorum_id, progress.step)
+            or not current.is_open_at(progress.quorum_id, progress.step)
             or current.tally.roles.get(member.replica_id) not in (Role.JOINER, Role.INLINE)
         ):
             return
@@ -1261,86 +1228,51 @@ class LighthouseState:
             return
         current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
         yield from self._check_waits(current, now)
-        if current.tally.decided:
-            return
-        waits = self._living_waits(current, wait.group_rank)
-        living = [replica_id for replica_id in current.tally.roles if replica_id not in current.tally.lost]
-        if wait.deviates and may_start(waits, living):
+        if not current.tally.decided and wait.deviates and current.may_start(wait.group_rank):
             cleared = CollectiveCleared(
                 quorum_id=wait.quorum_id, step=wait.step, group_rank=wait.group_rank, index=wait.index
             )
-            for replica_id in living:
+            for replica_id in current.living():
                 yield Send(self.members[replica_id].connection, cleared)
 
     def _check_waits(self, current: Round, now: float) -> Iterator[Instruction]:
         """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
-        if not current.waits:
-            return  # each vote comes here
-        ended = {replica_id: vote.num_collectives for replica_id, vote in current.tally.votes.items() if vote.approve}
-        for group_rank in current.waits:
-            apart = why_apart(self._living_waits(current, group_rank), ended)
-            if apart is not None:
-                culprit, reason = apart
-                if current.tally.roles.get(culprit) is Role.JOINER:
-                    self._note_failed_join([culprit], now - current.formed_at, now)
-                current.tally.give_up(reason)
-                yield from self._announce_decision(current, now, culprit=culprit)
-                return
+        apart = current.why_collectives_never_complete()
+        if apart is not None:
+            culprit, reason = apart
+            if current.tally.roles.get(culprit) is Role.JOINER:
+                self._note_failed_join([culprit], now - current.formed_at, now)
+            current.tally.give_up(reason)
+            yield from self._announce_decision(current, now, culprit=culprit)
 
     def _on_step_left(self, member: Member) -> Iterator[Instruction]:
         """A member is done with its step, and will issue no further collective of it."""
         current = self.round
-        if current is None or member.replica_id not in current.tally.roles:
-            return
-        for group_rank in range(member.hello.group_world_size):
-            current.late.get(group_rank, {}).pop(member.replica_id, None)
-            mine = member.num_issued(group_rank), member.replica_id
-            current.fewest[group_rank] = min(mine, current.fewest.get(group_rank, mine))
-        yield from self._end_late_waits(current)
+        if current is not None and member.replica_id in current.tally.roles:
+            current.note_left(member)
+            yield from self._end_late_waits(current)
 
     def _end_late_waits(self, current: Round) -> Iterator[Instruction]:
         """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
         if not current.tally.decided or current.tally.broken:
             return  # where they are broken all have been told
-        for group_rank, waits in current.late.items():
-            last = max(waits, key=lambda m: waits[m].index, default=None)
-            if last is None or group_rank not in current.fewest:
-                continue
-            count, who = current.fewest[group_rank]
-            apart = why_apart({last: waits[last]}, {who: count})
-            if apart is not None:
-                current.tally.broken = True
-                yield from self._break_collectives(current, apart[0], lost=False, reason=apart[1])
-                return
-
-    def _living_waits(self, current: Round, group_rank: int) -> dict[str, CollectiveWait]:
-        waits = current.waits.get(group_rank, {})
-        return {replica_id: wait for replica_id, wait in waits.items() if replica_id not in current.tally.lost}
+        apart = current.why_late_collectives_never_complete()
+        if apart is not None:
+            current.tally.broken = True
+            yield from self._break_collectives(current, apart[0], lost=False, reason=apart[1])
 
     def _on_stall_report(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
         current = self.round
         if (
-            current is None
-            or current.tally.decided
-            or (current.quorum_id, current.step) != (report.quorum_id, report.step)
-            or member.replica_id not in current.tally.roles
+            current is not None
+            and current.is_open_at(report.quorum_id, report.step)
+            and member.replica_id in current.tally.roles
         ):
-            return
-        current.stalled.add(member.replica_id)
-        yield from self._check_stall(current, now)
+            current.stalled.add(member.replica_id)
+            yield from self._check_stall(current, now)
 
     def _check_stall(self, current: Round, now: float) -> Iterator[Instruction]:
-        """Every living member that held the state waits in a collective or is done: it can only be the others."""
-        roles, tally = current.tally.roles, current.tally
-        held = [m for m, role in roles.items() if role is Role.HEALTHY and m not in tally.lost]
-        if not all(member in current.stalled or member in tally.votes for member in held):
-            return
-        joiners = [
-            member
-            for member, role in roles.items()
-            if role in (Role.JOINER, Role.INLINE) and member not in tally.lost and member not in current.stalled
-        ] or [member for member, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
-        if joiners:
+        if joiners := current.stalled_behind():
             yield from self._give_up_on(current, joiners, now)
 
     def _give_up_on(self, current: Round, joiners: list[str], now: float) -> Iterator[Instruction]:
@@ -1372,7 +1304,7 @@ class LighthouseState:
             self._history.cut_off(group_name(replica_id), member.version, now)
         elif is_on_purpose and self._history.is_valid(member.version):
             self._left_at_step = max(self._left_at_step, member.version.step)
-        self._stop_waiting(replica_id)
+        self._stop_waiting(member)
         self._quorum_members.pop(replica_id, None)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
