@@ -146,8 +146,6 @@ class LighthouseState:
         self._waiting: dict[str, None] = {}
         self._quorum_members: dict[str, None] = {}
         """Members of the last quorum that have not been lost since."""
-        self._returned: set[str] = set()
-        """Those of them that have asked again."""
         self._joining = Joining()
         self._history = StateHistory(epoch, finished_step)
         self._finished_at_step = finished_step
@@ -432,7 +430,6 @@ class LighthouseState:
         # It may hold the state of a quorum that it was not in.
         if self._quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._quorum_members.clear()
-            self._returned.clear()
 
     def _give_up_overtaken_step(self, now: float) -> Iterator[Instruction]:
         """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
@@ -496,8 +493,6 @@ class LighthouseState:
             member.has_warmed_up = False
             for other in self._quorum_members:
                 yield Send(self.members[other].connection, JoinerWaiting())
-        if replica_id in self._quorum_members:
-            self._returned.add(replica_id)
         yield from self._reconsider(now)
 
     def _should_warm_up(self, member: Member) -> bool:
@@ -570,7 +565,7 @@ class LighthouseState:
         if not self._waiting:
             return
         everyone = len(self._waiting) == len(self.members)
-        survivors_back = bool(self._quorum_members) and len(self._returned) == len(self._quorum_members)
+        survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
         if everyone or survivors_back or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
@@ -911,7 +906,6 @@ class LighthouseState:
             }
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
-        self._returned.clear()
         self._evaluate_at = None
         self._choose_store_hosts(roles)
         store, standby = self._store_addresses()
@@ -1011,7 +1005,6 @@ class LighthouseState:
         """A member asks for no quorum any more."""
         member.request, member.notified_reason = None, ""
         self._waiting.pop(member.replica_id, None)
-        self._returned.discard(member.replica_id)
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
@@ -1205,7 +1198,6 @@ class LighthouseState:
         """Note that an attempt to join cost the others `cost_s`."""
         for replica_id in joiners:
             self._quorum_members.pop(replica_id, None)
-            self._returned.discard(replica_id)
         self._joining.failed(joiners, cost_s, now, reason, underestimated)
 
     def _on_collective_wait(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
