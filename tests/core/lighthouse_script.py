@@ -92,7 +92,9 @@ class Job:
         return member
 
     def handle(self, event: Event) -> None:
-        for instruction in self.lighthouse.handle(event, self.now):
+        instructions = self.lighthouse.handle(event, self.now)
+        self.lighthouse.validate()
+        for instruction in instructions:
             if isinstance(instruction, Send):
                 member = self.by_connection.get(instruction.connection)
                 if member is not None:

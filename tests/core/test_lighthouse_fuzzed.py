@@ -157,10 +157,7 @@ def test_it_never_raises_and_says_nothing_that_cannot_be_read(
                     state.handle(Received(instruction.connection, vote), now)
         deadline = state.next_deadline()
         assert deadline is None or isinstance(deadline, float)
-        assert set(state._waiting) <= set(state.members)
-        assert set(state._quorum_members) <= set(state.members)
-        assert all(state.members[r].request is not None for r in state._waiting)
-        state._roster.validate()
+        state.validate()
 
 
 @settings(max_examples=by_default(60, thorough=300), deadline=None)
@@ -181,12 +178,6 @@ def test_nor_do_callers_make_it_raise_and_a_job_is_of_one_kind(
                     names = [member.replica_id for member in message.quorum.participants]
                     assert sets.setdefault(message.quorum.quorum_id, names) == names
                     assert message.quorum.quorum_id == max(sets)
-        callers = state.callers
-        assert not (callers.members and state.members)
-        assert {name for name, caller in callers.members.items() if caller.call} == set(callers._waiting)
-        assert set(callers._last) <= set(callers.members)
-        assert callers._num_bytes == sum(caller.num_bytes for caller in callers.members.values())
-        seen = [caller.last_seen for caller in callers.members.values()]
-        assert seen == sorted(seen)
+        state.validate()
         deadline = state.next_deadline()
         assert deadline is None or isinstance(deadline, float)

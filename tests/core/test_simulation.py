@@ -5,6 +5,7 @@ A seed that fails is printed with its log; `Simulation(seed).run()` replays it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -19,13 +20,14 @@ from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.group import GroupState
 from torchft_ckpt.core.history import StateHistory
-from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse import Instruction, LighthouseState
 from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.core.patience import JoinAllowance
 from torchft_ckpt.core.quorum import Asked
 from torchft_ckpt.core.quorum_ids import QuorumIds
 from torchft_ckpt.core.replica import Comparison, ReplicaState
+from torchft_ckpt.core.roster import Roster
 
 pytestmark = pytest.mark.slow
 
@@ -230,6 +232,22 @@ def broken_stand_in(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def broken_order_of_silence(patch: pytest.MonkeyPatch) -> None:
+    """A member that speaks counts as silent for as long as before."""
+    patch.setattr(Roster, "hear", lambda roster, member, now: setattr(member, "last_seen", now))
+
+
+def broken_second_look(patch: pytest.MonkeyPatch) -> None:
+    """Nothing looks again at groups that wait for a quorum."""
+    right = LighthouseState._reconsider
+
+    def reconsider(state: LighthouseState, now: float) -> Iterator[Instruction]:
+        yield from right(state, now)
+        state._evaluate_at = None
+
+    patch.setattr(LighthouseState, "_reconsider", reconsider)
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -245,6 +263,8 @@ def broken_stand_in(patch: pytest.MonkeyPatch) -> None:
         broken_probation_of_groups,
         broken_comparison,
         broken_stand_in,
+        broken_order_of_silence,
+        broken_second_look,
     ],
     ids=lambda function: function.__name__,
 )

@@ -88,6 +88,7 @@ class Lighthouse:
     def handle(self, event: Event) -> None:
         """Take an event, as the service does."""
         instructions = self.state.handle(event, self._clock.now)
+        self.state.validate()
         self._oracle.lighthouse_handled(self.state, event, instructions)
         for instruction in instructions:
             if isinstance(instruction, Send):

@@ -51,17 +51,19 @@ CallerMessage: TypeAlias = CallerHello | QuorumCall | CallerHeartbeat | CallGive
 
 @dataclass(slots=True)
 class Caller:
-    """One that has called, or said that it lives."""
+    """A member of a job that has called, or said that it lives."""
 
     connection: str
+    """The one that it called on last, or was first named on. It is open."""
     last_seen: float
     call: QuorumCall | None = None
-    """Its call that waits for a quorum."""
+    """Set exactly while it waits for a quorum."""
     called_at: float = 0.0
     step: int = 0
     num_bytes: int = 0
-    """Of what it says of itself in its open call."""
+    """The size of what it says of itself in its open call; 0 where there is none."""
     notified_reason: str = ""
+    """Why it waits, as it was last notified."""
 
 
 class Callers:
@@ -85,11 +87,15 @@ class Callers:
         self._unix_time_of_zero = unix_time_of_zero
         self._quorum_ids = QuorumIds(epoch)
         self._connections: set[str] = set()
+        """Open connections on which a caller said hello."""
         self._waiting: dict[str, None] = {}
+        """Exactly the callers that have an open call, in the order in which they called."""
         self._last: dict[str, None] = {}
-        """Who was in the last quorum and has not been gone since."""
+        """The callers of the last quorum that have not been gone since."""
         self._num_bytes = 0
+        """The sum over the open calls."""
         self._evaluate_at: float | None = None
+        """When to look again whether a quorum can be formed. Set while anybody waits for one."""
 
     @property
     def who(self) -> str:
@@ -116,6 +122,26 @@ class Callers:
         if (silent := self.longest_silent()) is not None:
             deadlines.append(silent.last_seen + self._settings.heartbeat_timeout_s)
         return min(deadlines, default=None)
+
+    def validate(self) -> None:
+        """Check the invariants; for tests. It costs a pass over the callers.
+
+        Raises:
+            RuntimeError: one is broken.
+        """
+        if self._waiting.keys() != {name for name, caller in self.members.items() if caller.call is not None}:
+            raise RuntimeError(f"{list(self._waiting)} wait, and others have an open call")
+        if not self._last.keys() <= self.members.keys():
+            raise RuntimeError(f"some of {list(self._last)}, of the last quorum, are gone")
+        if self._num_bytes != sum(caller.num_bytes for caller in self.members.values()):
+            raise RuntimeError(f"{self._num_bytes} bytes are counted, and the callers said others of themselves")
+        if not {caller.connection for caller in self.members.values()} <= self._connections:
+            raise RuntimeError("a caller lives on a connection that is gone")
+        seen = [caller.last_seen for caller in self.members.values()]
+        if seen != sorted(seen):
+            raise RuntimeError("the first caller is not the one that has been silent for longest")
+        if self._waiting and self._evaluate_at is None:
+            raise RuntimeError(f"{list(self._waiting)} wait, and nothing looks at them again")
 
     # ------------------------------------------------------------------------------------------------------- messages
 

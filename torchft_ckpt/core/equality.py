@@ -134,7 +134,8 @@ class Equality:
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members
         self._apart: OrderedDict[str, StateVersion] = OrderedDict()
-        """Groups that hold another state than most under this name, and have not shown another name since."""
+        """Groups that hold another state than most under this name, and have not shown another name since. While such a group
+        is connected, its record says that what it holds has no name."""
         self._question: _Question | None = None
         self._said: tuple[list[list[str]], float] | None = None
         """The last difference that was named, and when."""
@@ -223,6 +224,17 @@ class Equality:
         self._apart[replica_id] = version
         while len(self._apart) > max(MAX_REMEMBERED, len(self._members)):
             self._apart.popitem(last=False)
+
+    def validate(self) -> None:
+        """Check the invariants; for tests.
+
+        Raises:
+            RuntimeError: one is broken.
+        """
+        for replica_id, version in self._apart.items():
+            member = self._members.get(replica_id)
+            if member is not None and member.version == version:
+                raise RuntimeError(f"{replica_id} counts as a holder of {version}, and is known to hold another state")
 
     # ------------------------------------------------------------------------------------------------- what differs
 

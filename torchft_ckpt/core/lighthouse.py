@@ -136,29 +136,34 @@ class LighthouseState:
         self.callers = Callers(settings, epoch, unix_time_of_zero)
         self._quorum_ids = QuorumIds(epoch)
         self.allow_step_loss = False
-        """The operator's word, for the next quorum; `settings.allow_step_loss` holds for all."""
+        """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
         self.round: Round | None = None
+        """The step of the last quorum. None before the first one."""
         self._roster = Roster()
         self.members = self._roster.members
         """Read-only, by replica id, the longest silent member first."""
         self.lost_members = self._roster.lost
         """Read-only: the latest members that are gone, with the reason, for the operator."""
         self._waiting: dict[str, None] = {}
+        """Exactly the members that have an open request for a quorum, in the order in which they asked."""
         self._quorum_members: dict[str, None] = {}
-        """Members of the last quorum that have not been lost since."""
+        """Members that the next quorum waits for, because they hold the state: those of the last quorum that were not lost or
+        left behind, and those that caught up with them. Always connected."""
         self._joining = Joining()
         self._history = StateHistory(epoch, finished_step)
         self._finished_at_step = finished_step
-        """The latest step at which a group said that it has finished; see `finished_step`."""
+        """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
         self._left_at_step = -1
-        """The latest step that a group held which left on purpose."""
+        """The latest step that a group held which left on purpose. Never falls."""
         self._equality = Equality(self.members)
         self._restart = RestartRecovery(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._store_hosts: tuple[str, ...] = ()
-        """The member at whose store the last quorum met, and the one that stands by for it."""
+        """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
+        """When to look again whether a quorum can be formed. Set while anybody waits for one."""
         self._reason = ""
         self._now = 0.0
+        """The time of the last event. Never falls."""
 
     # -------------------------------------------------------------------------------------------------- the interface
 
@@ -245,6 +250,48 @@ class LighthouseState:
             self.callers.hear_all(now)
             line = f"the lighthouse was paused for at least {late:.1f} s; it drops no replica group for being silent meanwhile"
             yield Log(line, is_warning=True)
+
+    def validate(self) -> None:
+        """Check what must hold after every event; for tests. It costs a pass over the members.
+
+        Raises:
+            RuntimeError: an invariant of this class, or of one of its parts, is broken.
+        """
+        self._roster.validate()
+        self.callers.validate()
+        self._history.validate(dict(self._held()))
+        self._equality.validate()
+        self._restart.validate(self.members.keys())
+        if self.members and self.callers.members:
+            raise RuntimeError("a job is of Managers or of callers, and both are here")
+        if self._waiting.keys() != {replica_id for replica_id, m in self.members.items() if m.request is not None}:
+            raise RuntimeError(f"{list(self._waiting)} wait, and others have an open request")
+        if not self._quorum_members.keys() <= self.members.keys():
+            raise RuntimeError(f"the next quorum waits for some of {list(self._quorum_members)} that are not here")
+        if self._waiting and self._evaluate_at is None:
+            raise RuntimeError(f"{list(self._waiting)} wait, and nothing looks at them again")
+        for member in self.members.values():
+            if member.request is not None and member.is_excused:
+                raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")
+            if member.request is None and member.notified_reason:
+                raise RuntimeError(f"{member.replica_id} waits for nothing, and has a reason for it")
+        if self.round is not None:
+            self._validate_round(self.round)
+
+    def _validate_round(self, current: Round) -> None:
+        current.validate()
+        if current.quorum_id > self.quorum_id:
+            raise RuntimeError(f"the step is of quorum {current.quorum_id}, and the latest is {self.quorum_id}")
+        living = current.living()
+        if not self.members.keys() >= set(living):
+            raise RuntimeError(f"{living} were not lost in the step, and are not all here")
+        if current.tally.decided:
+            return
+        if current.step < self.newest_step:
+            raise RuntimeError(f"step {current.step} is open, and step {self.newest_step} was committed before")
+        gone = [m for m in living if m not in current.tally.votes and not self.members[m].is_in_step]
+        if gone:
+            raise RuntimeError(f"{gone} have gone on from the open step, which waits for their votes")
 
     # ------------------------------------------------------------------------------------------------------- messages
 

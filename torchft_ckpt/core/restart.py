@@ -13,7 +13,7 @@ count, because the job has gone on without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -174,6 +174,22 @@ class RestartRecovery:
         self._hellos.clear()
         self._doubts.clear()
         return broken
+
+    def validate(self, connected: Collection[str]) -> None:
+        """Check the invariants; for tests.
+
+        Args:
+            connected: replica ids of the connected members.
+
+        Raises:
+            RuntimeError: one is broken.
+        """
+        if not self._training.keys().isdisjoint(self._between):
+            raise RuntimeError(f"{self._training.keys() & self._between.keys()} are in a step, and between two")
+        if not self._here.keys() <= set(connected):
+            raise RuntimeError(f"some of {list(self._here)} are not connected")
+        if self.is_over and (self._here or self._hellos or self._doubts):
+            raise RuntimeError("a quorum of this life was formed, and something of earlier ones is still open")
 
     def _break_off(self, quorum: QuorumKey) -> list[tuple[str, int]]:
         return [(replica_id, key[0]) for replica_id, key in self._here.items() if key[:2] == quorum]
