@@ -205,11 +205,15 @@ def test_each_kind_of_job_refuses_the_other_by_name(lighthouse: LighthouseServer
     client = client_of(lighthouse)
     group = manager_of(lighthouse)
     for _ in range(2):
-        with pytest.raises(RefusedError, match=r"a is a caller of LighthouseClient, .* of Managers \(group:1\)"):
+        with pytest.raises(
+            RefusedError, match=r"a is a caller of LighthouseClient, but Managers run this job \(group:1\)"
+        ):
             client.quorum("a", LONG)
     group.shutdown("the test is over")
     client_of(lighthouse).quorum("a", LONG)
-    with pytest.raises(RefusedError, match=r"group:1 is a Manager's, .* of callers of LighthouseClient.quorum \(a\)"):
+    with pytest.raises(
+        RefusedError, match=r"group:1 is a Manager's, .* callers of LighthouseClient.quorum run this job \(a\)"
+    ):
         manager_of(lighthouse)
 
 

@@ -219,7 +219,7 @@ def test_a_caller_is_refused_by_name_in_a_job_of_managers() -> None:
         job.says("a", CallerHello(protocol=PROTOCOL_VERSION))
         job.says("a", message)
         refusal, closed = job.hears("a")
-        assert "a is a caller of LighthouseClient" in refusal and "of Managers (group:1)" in refusal
+        assert "a is a caller of LighthouseClient" in refusal and "Managers run this job (group:1)" in refusal
         assert closed == "close"
         job.handle(ConnectionClosed("a"))
     assert not job.lighthouse.callers.members
@@ -231,7 +231,7 @@ def test_a_manager_is_refused_by_name_in_a_job_of_callers_and_also_after_they_ar
     for connection in ("m", "n"):
         job.says(connection, Hello(protocol=PROTOCOL_VERSION, replica_id="group:1"))
         refusal, closed = job.hears(connection)
-        assert "group:1 is a Manager's" in refusal and "LighthouseClient.quorum (a)" in refusal
+        assert "group:1 is a Manager's" in refusal and "LighthouseClient.quorum run this job (a)" in refusal
         assert closed == "close"
         job.handle(ConnectionClosed("a"))
 
@@ -285,7 +285,7 @@ def test_what_does_not_fit_into_the_message_of_a_quorum_is_refused_by_name() -> 
     job.calls("caller0", request_id=2, data={"a": "x" * (MAX_DATA_BYTES - 8)})  # in the place of its first call
     job.calls("big", data={"a": "x" * (MAX_DATA_BYTES - 8)})
     refusal, closed = job.hears("big")
-    assert refusal.startswith("big says ") and closed == "close"
+    assert refusal.startswith("big brings ") and closed == "close"
     members = [caller.call.member for caller in job.lighthouse.callers.members.values() if caller.call]
     assert len(members) == fits
     assert sum(map(size_of, members)) < MAX_MESSAGE_BYTES
@@ -296,4 +296,4 @@ def test_callers_beyond_a_number_are_refused_by_name() -> None:
     job.says("a", CallerHello(protocol=PROTOCOL_VERSION))
     job.lighthouse.callers.members.update(dict.fromkeys(map(str, range(MAX_CALLERS))))  # type: ignore[arg-type]
     refused = list(job.lighthouse.callers.received("a", CallerHeartbeat(request_id=1, replica_id="more"), 0.0))
-    assert isinstance(refused[0], Send) and "more would be one more than" in refused[0].message.reason  # type: ignore[union-attr]
+    assert isinstance(refused[0], Send) and "more would exceed the" in refused[0].message.reason  # type: ignore[union-attr]

@@ -150,7 +150,7 @@ def test_two_groups_that_differ_are_named_and_train_on():
     job, members = started(OnReplicasDiffer.HEAL, "ab")
     compares(members, "xy")
     assert [member.step for member in members] == [3, 3]
-    assert any("No state is that of most of them" in line for line in job.log)
+    assert any("No state has a majority" in line for line in job.log)
 
 
 def test_what_stays_different_is_named_once_a_minute():
@@ -185,7 +185,7 @@ def test_stop_ends_all_groups_although_one_that_is_asked_for_its_tensors_dies():
     b.dies()
     for member in (a, c):
         (said,) = (words for words in member.hears() if words.startswith("stop: "))
-        assert said.endswith("which tensors differ is not known: not all have said it")
+        assert said.endswith("which tensors differ is not known, because not all groups have answered")
 
 
 def test_stop_ends_all_groups_although_nobody_names_the_tensors():
@@ -246,7 +246,7 @@ def test_a_group_with_another_wish_is_named_once():
         job.join("a", life=life, check_equal_every=100, on_replicas_differ=OnReplicasDiffer.HEAL)
         job.join("b", life=life, check_equal_every=100)
         job.join("c", life=life)
-    said = [line for line in job.log if "strictest wish" in line]
+    said = [line for line in job.log if "strictest setting" in line]
     assert len(said) == 2 and "b:1 has check_equal_every=100, on_replicas_differ='warn', and a:1" in said[0]
     assert "c:1 has check_equal_every=0" in said[1]
 

@@ -197,7 +197,7 @@ def test_what_is_no_name_is_refused(name: str) -> None:
     lighthouse = Lighthouse()
     lighthouse.open("c", name)
     (refused,) = lighthouse.said["c"]
-    assert isinstance(refused, Refused) and "no name of a job" in refused.reason
+    assert isinstance(refused, Refused) and "not a valid job name" in refused.reason
     assert lighthouse.closed == {"c"}
     assert lighthouse.hear("c", Hello(protocol=PROTOCOL_VERSION, replica_id="g:1")) == []
 

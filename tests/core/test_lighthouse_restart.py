@@ -301,7 +301,7 @@ def test_after_a_restart_the_job_goes_back_only_when_a_holder_has_had_the_time_t
     restored.asks()
     job.passes(19.0)
     assert restored.formed is None
-    assert any("waiting at most 20 s for who holds it" in words for words in restored.hears())
+    assert any("waiting at most 20 s for a group that holds it" in words for words in restored.hears())
     a.connects()
     a.asks(can_serve=True)
     assert (a.formed.role.value, restored.formed.role.value) == ("healthy", "joiner")

@@ -523,7 +523,7 @@ def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_
     job.passes(120.0)
     pending = old.hears()[-1]
     assert old.formed.version.step == 1
-    assert "step 3 was committed, the newest state here is step 1" in pending
+    assert "step 3 was committed, but the newest state here is of step 1" in pending
     assert "a:1" in pending
     assert "allow-step-loss" in pending
 
@@ -549,7 +549,10 @@ def test_before_it_goes_back_it_waits_for_holders_that_were_cut_off_a_moment_ago
     assert restored.formed is None
     job.passes(9.0)
     assert restored.formed is None
-    assert any("waiting at most 10 s for it before the job goes back" in words for words in restored.hears())
+    assert any(
+        "waiting at most 10 s for a, which held a newer state and was disconnected" in words
+        for words in restored.hears()
+    )
     a.is_stopped = False
     a.connects()
     a.asks(can_serve=True)
@@ -574,7 +577,7 @@ def test_it_never_goes_back_while_a_holder_lives_and_trains() -> None:
         member.asks()
     job.passes(60.0)
     assert restored[0].formed is None
-    assert "a:1 holds a state that the job need not go back from" in restored[0].hears()[-1]
+    assert "waiting for a:1: alive, and holding a newer state than the groups that asked" in restored[0].hears()[-1]
     a.votes()
     assert a.step == 4
 

@@ -25,7 +25,7 @@ def decide(
 
 def test_nobody_asked() -> None:
     verdict = decide("", alive="ab")
-    assert (verdict.formed, verdict.reason) == (False, "nobody has asked for a quorum")
+    assert (verdict.formed, verdict.reason) == (False, "no replica group has asked for a quorum")
 
 
 def test_all_living_have_asked() -> None:

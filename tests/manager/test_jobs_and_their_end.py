@@ -78,7 +78,7 @@ def test_the_end_is_known_when_all_have_left(lighthouse: LighthouseServer, capsy
     assert main(["status", "--job", "short", "--lighthouse", lighthouse.address()]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1
     assert main(["forget-job", "--job", "short", "--lighthouse", lighthouse.address()]) == 0
-    assert "begins it anew" in capsys.readouterr().out
+    assert "starts it over" in capsys.readouterr().out
     assert main(["status", "--job", "short", "--lighthouse", lighthouse.address()]) == 2
     assert "knows no job short" in capsys.readouterr().err
 

@@ -136,7 +136,7 @@ def test_two_groups_that_differ_are_named_with_what_differs_and_train_on(
     change(replicas[1])
     with caplog.at_level(logging.WARNING):
         train_to(replicas, EVERY + 2)
-    assert said(caplog, "No state is that of most of them", name)
+    assert said(caplog, "No state has a majority", name)
     assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 0]
     shutdown(*replicas)
     server.shutdown()

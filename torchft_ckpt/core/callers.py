@@ -201,7 +201,7 @@ class Callers:
         is_ours = call.last_epoch == self._epoch  # then nothing follows from it
         no_id = "" if is_ours else self._quorum_ids.why_never_given(call.last_quorum_id, call.last_epoch)
         if no_id:
-            reason = f"{clip(replica_id, 200)} is not taken: {no_id}"
+            reason = f"{clip(replica_id, 200)} is refused: {no_id}"
             yield from _refuse(connection, Refused(code="quorum id", reason=reason))
             return
         num_bytes = size_of(call.member)
@@ -209,8 +209,8 @@ class Callers:
         total = self._num_bytes - (before.num_bytes if before is not None else 0) + num_bytes
         if total > MAX_MEMBERS_BYTES:
             reason = (
-                f"{clip(replica_id, 200)} says {num_bytes} bytes of itself, {total} with those of the others who wait for"
-                f" a quorum; one carries at most {MAX_MEMBERS_BYTES}: all of them give less `data`"
+                f"{clip(replica_id, 200)} brings {num_bytes} bytes, {total} with the others that wait for a quorum; a quorum"
+                f" carries at most {MAX_MEMBERS_BYTES}: give less `data` in all callers"
             )
             yield from _refuse(connection, Refused(code="data", reason=reason))
             return
@@ -234,7 +234,7 @@ class Callers:
         caller = self.members.get(replica_id)
         if caller is None:
             if len(self.members) >= MAX_CALLERS:
-                reason = f"{clip(replica_id, 200)} would be one more than the {MAX_CALLERS} callers that are taken"
+                reason = f"{clip(replica_id, 200)} would exceed the {MAX_CALLERS} callers that a job may have"
                 yield from _refuse(connection, Refused(code="callers", reason=reason))
                 return None
             caller = self.members[replica_id] = Caller(connection=connection, last_seen=now)

@@ -169,8 +169,8 @@ class Equality:
         other = next((h for h in others if (h.check_equal_every, h.on_replicas_differ) != mine), None)
         if other is not None:
             yield Log(
-                f"{_wish_of(hello)}, and {_wish_of(other)}: give all replica groups the same; states are compared at the steps at"
-                " which several groups want it, and the strictest wish holds",
+                f"{_wish_of(hello)}, and {_wish_of(other)}: give all replica groups the same settings; until then, states are"
+                " compared at the steps that several groups ask for, and the strictest setting holds",
                 is_warning=True,
             )
 
@@ -201,10 +201,10 @@ class Equality:
         few = minority(groups)
         what = f"replica groups hold different states of step {version.step}: {_in_words(groups)}"
         if policy is OnReplicasDiffer.STOP:
-            said = f"{what}. Nobody trains on (on_replicas_differ is 'stop')"
+            said = f"{what}. No group trains on (on_replicas_differ is 'stop')"
             tally.discard_all(clip(said))
         elif policy is OnReplicasDiffer.HEAL and few:
-            said = f"{what}. {name_some(few)} has to load the state of the others, which are the most"
+            said = f"{what}. {name_some(few)} has to load the state of the majority"
             tally.apart = frozenset(with_those_served(few, current.assignment))
             for replica_id in tally.apart & self._members.keys():
                 self._set_apart(replica_id, version)
@@ -213,7 +213,7 @@ class Equality:
         elif self._said is not None and self._said[0] == groups and now < self._said[1] + SAY_AGAIN_S:
             return
         elif policy is OnReplicasDiffer.HEAL:
-            said = f"{what}. No state is that of most of them, so nobody has to load another's"
+            said = f"{what}. No state has a majority, so no group has to load another's"
         else:
             said = f"{what}. They train on (on_replicas_differ is 'warn')"
         self._said = groups, now
@@ -293,7 +293,11 @@ class Equality:
             if names:
                 found.append(f"{clip(other, 100)} and {clip(first, 100)} differ in {name_some(names)}")
         where = f"; seen at group rank {question.rank}" if found and question.rank else ""
-        tensors = "; ".join(found) + where if found else "which tensors differ is not known: not all have said it"
+        tensors = (
+            "; ".join(found) + where
+            if found
+            else "which tensors differ is not known, because not all groups have answered"
+        )
         if found:
             yield Log(f"step {question.version.step}: {tensors}", is_warning=True)
         message = ReplicasDiffer(

@@ -202,18 +202,18 @@ class StateHistory:
             return None
         ahead = self.holders(others, step if is_first else step + 1)
         if ahead:
-            return f"{name_some(ahead)} holds a state that the job need not go back from, and has not asked yet", None
+            return f"waiting for {name_some(ahead)}: alive, and holding a newer state than the groups that asked", None
         if restarted_at is not None and step < self.newest_step and now < restarted_at + patience_s:
             reason = (
-                f"the lighthouse restarted, and step {self.newest_step} was committed before; waiting at most {patience_s:g} s"
-                f" for who holds it before the job goes back to step {step}"
+                f"step {self.newest_step} was committed before the lighthouse restarted; waiting at most {patience_s:g} s for a"
+                f" group that holds it, before the job goes back to step {step}"
             )
             return reason, restarted_at + patience_s
         on_their_way = self.on_their_way(step + 1, patience_s, now)
         if on_their_way:
             reason = (
-                f"{name_some(on_their_way)} held a later state than step {step} and was cut off; waiting at most"
-                f" {patience_s:g} s for it before the job goes back"
+                f"waiting at most {patience_s:g} s for {name_some(on_their_way)}, which held a newer state and was disconnected a"
+                f" moment ago, before the job goes back to step {step}"
             )
             return reason, max(on_their_way.values())
         return None

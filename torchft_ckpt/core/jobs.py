@@ -145,7 +145,9 @@ class Jobs:
 
     def _open(self, opened: Opened) -> Iterator[Instruction]:
         if opened.job is not None and not is_job_name(opened.job):
-            yield from self._refuse(opened.connection, f"{clip(opened.job, 80)!r} is no name of a job: {JOB_NAME_RULE}")
+            yield from self._refuse(
+                opened.connection, f"{clip(opened.job, 80)!r} is not a valid job name: {JOB_NAME_RULE}"
+            )
         else:
             self._job_of[opened.connection] = opened.job
 
@@ -157,8 +159,8 @@ class Jobs:
     def _why_full(self, name: str) -> str:
         deserted = [other for other, state in self.states.items() if state.is_deserted]
         return (
-            f"this lighthouse remembers {MAX_JOBS} jobs, as many as it may, and {name} would be one more. Without a group now:"
-            f" {name_some(deserted) or 'none of them'}. `python -m torchft_ckpt forget-job --job NAME` makes room"
+            f"this lighthouse remembers {MAX_JOBS} jobs at most, and {name} would be one more. Jobs without a group now:"
+            f" {name_some(deserted) or 'none'}. `python -m torchft_ckpt forget-job --job NAME` makes room"
         )
 
     # --------------------------------------------------------------------------------------------- the operator's word
@@ -174,10 +176,10 @@ class Jobs:
         name = job or here[0]
         state = self.states.get(name)
         if state is None and name in self.finished and isinstance(message, AllowStepLoss):
-            over = f"job {name} is finished at step {self.finished[name].step}; to begin it anew have it forgotten: forget-job"
+            over = f"job {name} is finished at step {self.finished[name].step}; to start it over, run forget-job first"
             yield from self._refuse(connection, over)
         elif state is None and name not in self.finished:
-            known = f"known are {name_some(here)}" if here else "none is known"
+            known = f"known jobs: {name_some(here)}" if here else "no job is known"
             yield from self._refuse(connection, f"no job {name} is here; {known}")
         elif isinstance(message, AllowStepLoss):
             told = self._tell(name, Received(connection, message), now)
@@ -194,5 +196,5 @@ class Jobs:
             if state is not None:
                 self._drop(name)
             self.finished.pop(name, None)
-            yield Log(f"job {name}: the operator had it forgotten", is_warning=True)
-            yield Send(connection, Done(text=f"job {name} is forgotten: its next group begins it anew"))
+            yield Log(f"job {name}: forgotten, because the operator asked for it", is_warning=True)
+            yield Send(connection, Done(text=f"job {name} is forgotten: its next group starts it over"))

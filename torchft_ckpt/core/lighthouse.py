@@ -1,27 +1,28 @@
-"""The lighthouse over time: events in, instructions out. It knows no sockets and no clock.
+"""The lighthouse over time: events in, instructions out. This file knows no sockets and no clock.
 
     state = LighthouseState(settings, epoch="5f0c")
     for instruction in state.handle(Received("conn-1", Hello(...)), now=12.0): ...
     state.next_deadline()  # call handle(Tick(), now) then
 
-The life of a step: members ask (`QuorumRequest`), a quorum is formed (`core.quorum`), each gets its part
-(`core.recovery`), each votes, the step is decided for all (`core.commit`), they ask again.
+The life of a step: members ask (`QuorumRequest`), the lighthouse forms a quorum (`core.quorum`) and tells each member its role
+(`core.recovery`), each member votes, the lighthouse decides the step for all of them (`core.commit`), they ask again.
 
-What must hold, whatever happens (the simulation in `tests` checks it):
-- a `quorum_id` names one set of members; it only rises, also across restarts, since members report the last they saw and
-  a lighthouse that hears of an older life begins at the next thousand;
-- a step is decided once;
-- who is not in the quorum, or did not approve in time, is never told to commit;
-- no quorum is formed below the newest committed step that anybody here knows of, unless on purpose; and while a member
-  that holds a newer state lives, or was cut off a moment ago and may be on its way back, not even on purpose;
+What must hold, whatever happens (the simulation in `tests/simulation` checks it):
+- A `quorum_id` names one set of members. It only rises, also when the lighthouse restarts: members report the last one that
+  they saw, and a lighthouse that hears of an earlier life goes on at the next thousand (`core.quorum_ids`).
+- A step is decided once.
+- A member that is not in the quorum, or did not approve in time, is never told to commit.
+- No quorum forms below the newest committed step that any member reports, unless the operator allows step loss; and not even
+  then while a holder of a newer state is alive or was disconnected a moment ago.
+`LighthouseState.validate` says what holds between two events.
 
-A job is of Managers, whose life that is, or of callers of `LighthouseClient.quorum` (`core.callers`). Who is here first says
-which; the other kind is refused.
+A job is run by Managers, as described here, or by callers of `LighthouseClient.quorum` (`core.callers`). The first one to
+connect settles which; the lighthouse refuses the other kind.
 
-Which states there are and who may hold them is in `core.history`; what a lighthouse learns from its members after a
-restart, when it remembers nothing, in `core.restart`.
+Who is a member: `core.roster`. Which states there are, and who may hold them: `core.history`. What a restarted lighthouse learns
+from its members: `core.restart`.
 
-Work per event is constant but for the event that forms a quorum or decides a step, which costs one pass over the members.
+Work per event is constant, but for the event that forms a quorum or decides a step: it costs one pass over the members.
 """
 
 from __future__ import annotations
@@ -313,8 +314,8 @@ class LighthouseState:
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, QuorumRequest | LocateState) and (no_quorum := self._why_no_quorum(message.version)):
-            refusal = Refused(code="quorum id", reason=f"{clip(member.replica_id, 200)} is not taken: {no_quorum}")
-            yield from self._send_away(member, refusal, "it named a quorum that there cannot have been", now)
+            refusal = Refused(code="quorum id", reason=f"{clip(member.replica_id, 200)} is refused: {no_quorum}")
+            yield from self._send_away(member, refusal, "it named a quorum that cannot have existed", now)
         elif isinstance(message, QuorumRequest):
             yield from self._on_quorum_request(member, message, now)
         elif isinstance(message, LocateState):
@@ -351,13 +352,13 @@ class LighthouseState:
             yield from self.callers.closed(connection, now, clip(message.reason) or "it left")
             yield Close(connection)
         elif not isinstance(message, CallerMessage) or self._roster.on(connection) is not None:
-            yield Send(connection, Refused(code="hello", reason="a connection is of a Manager or of callers"))
+            yield Send(connection, Refused(code="hello", reason="one connection cannot serve a Manager and callers"))
             yield Close(connection)
         elif (self.members or self.round is not None) and not isinstance(message, CallerHello):
             name = message.member.replica_id if isinstance(message, QuorumCall) else message.replica_id
             here = name_some(sorted(self.members)) or "none of them is here now"
             reason = (
-                f"{clip(name, 200)} is a caller of LighthouseClient, and this job is of Managers ({here}); name another job"
+                f"{clip(name, 200)} is a caller of LighthouseClient, but Managers run this job ({here}); name another job"
                 " (TORCHFT_CKPT_JOB)"
             )
             yield Send(connection, Refused(code="job", reason=reason))
@@ -448,7 +449,7 @@ class LighthouseState:
             return Refused(code="hello", reason="a connection says Hello once")
         if self.callers.who:
             reason = (
-                f"{clip(hello.replica_id, 200)} is a Manager's, and this job is of callers of LighthouseClient.quorum"
+                f"{clip(hello.replica_id, 200)} is a Manager's, but callers of LighthouseClient.quorum run this job"
                 f" ({self.callers.who}); name another job (Manager(job=...), TORCHFT_CKPT_JOB)"
             )
             return Refused(code="job", reason=reason)
@@ -456,9 +457,9 @@ class LighthouseState:
             return _refuse_superseded(group_name(hello.replica_id))
         last = StateVersion(quorum_id=hello.last_quorum_id, epoch=hello.last_epoch)
         if no_id := self._why_no_quorum(last, hello.version, hello.rolled_back_to):
-            return Refused(code="quorum id", reason=f"{clip(hello.replica_id, 200)} is not taken: {no_id}")
+            return Refused(code="quorum id", reason=f"{clip(hello.replica_id, 200)} is refused: {no_id}")
         if len(self.members) >= MAX_GROUPS and hello.replica_id not in self.members:
-            reason = f"{clip(hello.replica_id, 200)} would be one more than the {MAX_GROUPS} groups that a job may have"
+            reason = f"{clip(hello.replica_id, 200)} would exceed the {MAX_GROUPS} groups that a job may have"
             return Refused(code="groups", reason=reason)
         return None
 
@@ -702,7 +703,7 @@ class LighthouseState:
         holders = name_some(part.replica_id for part in assignment.parts if part.role is Role.HEALTHY)
         for replica_id in helpless:
             reason = (
-                f"{replica_id} has to load the state of step {assignment.version.step} from {holders}, and has no state dict"
+                f"{replica_id} has to load the state of step {assignment.version.step} from {holders}, but has no state dict"
                 " functions: pass load_state_dict and state_dict to Manager, or call register_state_dict_fn. Groups that start"
                 " with equal weights need them only when one comes back: Manager(init_sync=False)"
             )
@@ -725,12 +726,12 @@ class LighthouseState:
             replica_id = next(iter(self._waiting))
             member = self.members[replica_id]
             reason = (
-                f"the job is finished at step {step}, and {replica_id} came with step {member.version.step}. To train on, or from"
-                " the beginning, name another job (Manager(job=...), TORCHFT_CKPT_JOB), or have this one forgotten:"
+                f"the job is finished at step {step}, and {replica_id} came with step {member.version.step}. To train on or"
+                " to start over, name another job (Manager(job=...), TORCHFT_CKPT_JOB), or let the lighthouse forget this one:"
                 " python -m torchft_ckpt forget-job"
             )
             refusal = Refused(code="finished", reason=clip(reason), step=step)
-            yield from self._send_away(member, refusal, "it came when the job was over", now)
+            yield from self._send_away(member, refusal, "it came after the job had finished", now)
 
     def _who_gathers(self) -> set[str]:
         return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
@@ -756,7 +757,7 @@ class LighthouseState:
             return
         if verdict.is_new:
             self._quorum_ids.give(self.quorum_id + 1)
-            yield Log(f"{name_some(sorted(gathering))} gather, to look for a state: {verdict.reason}")
+            yield Log(f"{name_some(sorted(gathering))} meet to look for a state to start from: {verdict.reason}")
         for replica_id, part in verdict.parts.items():
             member = self.members[replica_id]
             request = self._take_request(member)
@@ -786,15 +787,13 @@ class LighthouseState:
             )
         ahead = self._history.holders(self._held(exclude=replica_ids), lost.newest_step)
         if ahead:
-            return (
-                f"step {lost.newest_step} was committed, {name_some(ahead)} holds it and has not asked for a quorum yet"
-            )
+            return f"waiting for {name_some(ahead)}: alive, and holding step {lost.newest_step}, which was committed"
         gone = name_some(list(self.lost_members)[-5:]) or "not known here"
         return (
-            f"step {lost.newest_step} was committed, the newest state here is step {lost.best_step}:"
-            f" every group that held it is gone ({gone}).{self._hint_if_over()} Bring one of them back, or start a group from a"
-            " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss. A new run of"
-            " the same script is another job: set another TORCHFT_CKPT_JOB"
+            f"step {lost.newest_step} was committed, but the newest state here is of step {lost.best_step}: every group that"
+            f" held a newer one is gone ({gone}).{self._hint_if_over()} Bring one of them back, or start a group from a"
+            " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss. A new run of the"
+            " same script is another job: set another TORCHFT_CKPT_JOB"
         )
 
     def _hint_if_over(self) -> str:
@@ -906,7 +905,7 @@ class LighthouseState:
         self, assignment: Assignment, learners: list[Member], reason: str, now: float
     ) -> Iterator[Instruction]:
         if self.round is not None and not self.round.tally.decided:
-            self.round.tally.give_up("a new quorum was formed without those who have not voted")
+            self.round.tally.give_up("a new quorum was formed without the members that have not voted")
             yield from self._announce_decision(self.round, now)
         replica_ids = tuple(part.replica_id for part in assignment.parts)
         members = [self.members[replica_id] for replica_id in replica_ids]
@@ -999,7 +998,7 @@ class LighthouseState:
             )
             yield Send(member.connection, formed)
         for place, member in enumerate(taught):
-            reason = "it learns at which step the others are: it does not train the same parameters yet"
+            reason = "it does not train the same parameters yet, and first has to learn at which step the others are"
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
             yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {reason}")
@@ -1011,7 +1010,7 @@ class LighthouseState:
         if self.round is None:
             raise RuntimeError("internal error: nobody is at work")
         member.has_warmed_up = True
-        reason = "it warms up: its first step is computed outside of the quorum, where nobody waits for it"
+        reason = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
         return self._answer_outside_quorum(member, self.round, 0, reason)
 
     def _answer_outside_quorum(
@@ -1178,7 +1177,7 @@ class LighthouseState:
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
         if approvers and not followers:
-            tally.verdict, tally.reason = Verdict.DISCARD, "all who approved gave up waiting for the decision"
+            tally.verdict, tally.reason = Verdict.DISCARD, "every member that approved gave up waiting for the decision"
         committed = tally.verdict is Verdict.COMMIT
         if not committed and any(self._is_listening(m) for m in tally.roles if m not in tally.votes):
             tally.broken = True  # who has not voted is told to leave its collectives

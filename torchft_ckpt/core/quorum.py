@@ -76,9 +76,9 @@ def decide_quorum(
     if last_quorum and any(asked[replica_id].shrink_only for replica_id in candidates):
         candidates = [replica_id for replica_id in candidates if replica_id in last_quorum]
         if not candidates:
-            return QuorumVerdict(members=(), reason="shrink_only is asked for, and nobody of the last quorum is back")
+            return QuorumVerdict(members=(), reason="shrink_only is set, and no member of the last quorum has asked")
     if not candidates:
-        return QuorumVerdict(members=(), reason="nobody has asked for a quorum")
+        return QuorumVerdict(members=(), reason="no replica group has asked for a quorum")
 
     if len(candidates) < min_replicas:
         return QuorumVerdict(

@@ -48,10 +48,10 @@ class QuorumIds:
         if epoch == self._epoch:
             if quorum_id <= self._latest:
                 return ""
-            return f"it names quorum {quorum_id} of this lighthouse, whose latest is {self._latest}"
+            return f"it names quorum {quorum_id} of this lighthouse, but the latest one is {self._latest}"
         if quorum_id <= (self._first + MAX_IDS_AHEAD if self._first else MAX_FIRST_ID):
             return ""
-        return f"it names quorum {quorum_id}, and the first that was known here is {self._first}: no job has had so many since"
+        return f"it names quorum {quorum_id}, but the first one known here is {self._first}: no job has formed so many since"
 
     def begin_after(self, quorum_id: int, epoch: str) -> bool:
         """Take a report of a quorum that `why_never_given` has nothing against.

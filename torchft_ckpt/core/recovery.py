@@ -182,7 +182,9 @@ def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas
     ]
     reason = f"{len(holders)} of {len(members)} hold step {version.step}"
     if not verified:
-        reason = f"{reason}; who is known to hold its very bits is gone, {holders[0].replica_id} stands in"
+        reason = (
+            f"{reason}; every group that is known to hold its exact bits is gone, so {holders[0].replica_id} stands in"
+        )
     return _assignment(
         members, roles, version=version, deferred=deferred, is_first=False, reason=reason, unverified=not verified
     )
