@@ -14,6 +14,7 @@ asks whether a state counts, whether the job may go back to an older one, and wh
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,13 +24,17 @@ from torchft_ckpt.core.messages import (
     CommitDecided,
     CommitVote,
     Hello,
+    LocateState,
     Outcome,
     Role,
+    Source,
+    StateLocated,
     StateVersion,
     clip,
     group_name,
     name_some,
 )
+from torchft_ckpt.core.recovery import MAX_SOURCES
 from torchft_ckpt.core.restart import StepKey
 
 MAX_DECIDED = 8
@@ -225,6 +230,38 @@ class StateHistory:
             for name, (version, since) in self._away.items()
             if self.is_valid(version) and version.step >= step and now < since + patience_s
         }
+
+    def locate(self, asker: str, question: LocateState, members: Iterable[tuple[Source, StateVersion]]) -> StateLocated:
+        """Answer a member that asks, between steps, where the newest state is.
+
+        The answer names the newest state that a connected member holds, unless a newer one is known to have been committed.
+        Then the holders of that one are gone, or have not been heard of since, and the next quorum has to find out.
+        All who ask are sent to the same primary, because they find each other through it. The other sources are spread over
+        them.
+
+        Args:
+            asker: the replica id of the member that asks.
+            question: what it asked.
+            members: all connected members as sources, in the order of their ranks, each with the state that it holds.
+        """
+        living = list(members)
+        newest = max((version for _, version in living if self.is_valid(version)), default=StateVersion())
+        if not newest.proven or newest.step < self.newest_step:
+            return StateLocated(request_id=question.request_id, rolled_back_to=self.rolled_back_to)
+        holders = [
+            source
+            for source, version in living
+            if source.replica_id != asker and version == newest and source.checkpoint_addresses
+        ]
+        primary, others = holders[:1], holders[1:]
+        first = zlib.crc32(asker.encode()) % max(1, len(others))
+        return StateLocated(
+            request_id=question.request_id,
+            version=newest,
+            is_held=question.version == newest,
+            sources=[*primary, *others[first:], *others[:first]][:MAX_SOURCES],
+            rolled_back_to=self.rolled_back_to,
+        )
 
     # ------------------------------------------------------------------------------------------------------ decisions
 

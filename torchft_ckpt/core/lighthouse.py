@@ -50,7 +50,6 @@ from torchft_ckpt.core.lighthouse_events import (
     Tick,
 )
 from torchft_ckpt.core.lighthouse_records import Member, Reach, Round
-from torchft_ckpt.core.locating import locate_state
 from torchft_ckpt.core.messages import (
     MAX_GROUPS,
     PROTOCOL_VERSION,
@@ -567,14 +566,9 @@ class LighthouseState:
         member.has_left_step, member.has_finished = True, message.has_finished
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, message.version, now)
-        located = locate_state(
-            member,
-            message,
-            self.members.values(),
-            newest_step=self.newest_step,
-            is_valid=self._history.is_valid,
-            rolled_back_to=self._history.rolled_back_to,
-        )
+        living = sorted(self.members.values(), key=lambda other: other.replica_id)
+        sources = ((_source(other, rank), other.version) for rank, other in enumerate(living))
+        located = self._history.locate(replica_id, message, sources)
         if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
             self._finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
@@ -981,7 +975,7 @@ class LighthouseState:
                 num_voters=num_voters,
                 store_address=store,
                 standby_store_address=standby,
-                sources=_sources(members, part.sources),
+                sources=[_source(members[source], source) for source in part.sources],
                 destinations=[*part.destinations, *(len(members) + n for n in range(len(taught)) if rank in teachers)],
                 join_budget_s=budget,
                 join_wait_s=self.round.join_wait_s,
@@ -1002,7 +996,9 @@ class LighthouseState:
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
             yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {reason}")
-            yield self._answer_outside_quorum(member, self.round, place, reason, sources=_sources(members, teachers))
+            yield self._answer_outside_quorum(
+                member, self.round, place, reason, sources=[_source(members[rank], rank) for rank in teachers]
+            )
         if self._waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to tell them why
 
@@ -1435,12 +1431,5 @@ def _refuse_superseded(name: str) -> Refused:
     return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
 
 
-def _sources(members: Sequence[Member], ranks: Iterable[int]) -> list[Source]:
-    return [
-        Source(
-            replica_id=members[rank].replica_id,
-            replica_rank=rank,
-            checkpoint_addresses=members[rank].checkpoint_addresses,
-        )
-        for rank in ranks
-    ]
+def _source(member: Member, rank: int) -> Source:
+    return Source(replica_id=member.replica_id, replica_rank=rank, checkpoint_addresses=member.checkpoint_addresses)

@@ -22,6 +22,10 @@ The rules, in this order:
    no holder while a verified one is here: it compares its state with the holders' as a joiner, or, where those who may
    contribute are too few without it, before its forward pass. If nobody could serve it goes along, and compares later. Where
    all holders are unverified the first of them stands in, so that the job goes on, and the others compare with that one.
+
+A group with as many ranks as a source group most likely has the same layout. Then each rank has everything from the rank of its
+own number, and asks nobody else (`same_rank_peers`). It turns to all ranks of the sources only where their group is of another
+size, or where its peer turns out to hold other parts of the tensors.
 """
 
 from __future__ import annotations
@@ -255,3 +259,20 @@ def _assignment(
         reason=reason,
         unverified=unverified,
     )
+
+
+def same_rank_peers(groups: Sequence[Sequence[str]], rank: int, world_size: int) -> list[str]:
+    """Return the addresses of the ranks of this number in source groups of the same size, the primary's first.
+
+    Args:
+        groups: for each source group, the primary first, the addresses of its ranks; an empty one is not known.
+        rank: this rank, in its group.
+        world_size: how many ranks its group has.
+
+    Returns:
+        none where the primary group is of another size.
+    """
+    able = [group for group in groups if any(group)]
+    if not able or len(able[0]) != world_size:
+        return []
+    return [group[rank] for group in able if len(group) == world_size and group[rank]]

@@ -28,9 +28,9 @@ from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
-from torchft_ckpt.core.counterparts import counterparts
 from torchft_ckpt.core.joining import Reception
 from torchft_ckpt.core.messages import QuorumFormed, Receives, StateLocated
+from torchft_ckpt.core.recovery import same_rank_peers
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -539,7 +539,7 @@ class Healing:
     ) -> Any:
         """Fetch from the ranks of the same number, or, where their shards are not those of this rank, from all ranks."""
         until = time.monotonic() + limit.total_seconds()
-        addresses = counterparts(groups, self._rank, self._world_size)
+        addresses = same_rank_peers(groups, self._rank, self._world_size)
         is_alike = bool(addresses)
         has_written = False
         with torn_where_it_raises(f"fetching step {step}", "local_state", lambda: has_written):

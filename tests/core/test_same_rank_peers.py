@@ -1,10 +1,10 @@
-"""Whom a rank turns to first: the rank of its own number in groups of as many ranks as its own."""
+"""A rank turns first to the ranks of its own number in groups of as many ranks as its own."""
 
 from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.counterparts import counterparts
+from torchft_ckpt.core.recovery import same_rank_peers
 
 TWO = ["a0", "a1"]
 OTHER_TWO = ["b0", "b1"]
@@ -35,12 +35,12 @@ FOUR = ["c0", "c1", "c2", "c3"]
         "more ranks here than there",
         "a primary that is not known at all counts as none",
         "an empty primary counts as none",
-        "a counterpart that is not known is made up for by another group's",
-        "no counterpart is known",
+        "another group's peer makes up for one that is not known",
+        "no peer is known",
         "no groups",
         "an empty group",
         "groups of one",
     ],
 )
-def test_a_rank_turns_to_its_counterparts(groups, rank, world_size, expected):
-    assert counterparts(groups, rank, world_size) == expected
+def test_a_rank_turns_to_the_ranks_of_its_number(groups, rank, world_size, expected):
+    assert same_rank_peers(groups, rank, world_size) == expected
