@@ -27,7 +27,7 @@ Work per event is constant, but for the event that forms a quorum or decides a s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -666,7 +666,7 @@ class LighthouseState:
             newest_step=self.newest_step,
             allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
             min_replicas=self.settings.min_replicas,
-            quorum_id=self._next_quorum_id(verdict.members, members),
+            quorum_id=self._next_quorum_id(members),
             epoch=self.epoch,
         )
         if isinstance(assignment, StepLost):
@@ -858,14 +858,14 @@ class LighthouseState:
             return candidates, {}
         return admitted, out
 
-    def _next_quorum_id(self, replica_ids: tuple[str, ...], members: list[Member]) -> int:
+    def _next_quorum_id(self, members: list[Member]) -> int:
         last = self.round
         if (
             last is None
             or last.tally.broken
             or self.quorum_id != last.quorum_id
             or any(member.asked.needs_new_quorum for member in members)
-            or set(last.tally.roles) != set(replica_ids)
+            or last.tally.roles.keys() != {member.replica_id for member in members}
         ):
             return self.quorum_id + 1
         return self.quorum_id
@@ -898,65 +898,34 @@ class LighthouseState:
     def _form_quorum(
         self, assignment: Assignment, learners: list[Member], reason: str, now: float
     ) -> Iterator[Instruction]:
+        """Begin a step with these members, and give learners its state outside of the quorum if anybody can serve it."""
         if self.round is not None and not self.round.tally.decided:
             self.round.tally.give_up("a new quorum was formed without the members that have not voted")
             yield from self._announce_decision(self.round, now)
-        replica_ids = tuple(part.replica_id for part in assignment.parts)
-        members = [self.members[replica_id] for replica_id in replica_ids]
-        quorum_id = self._next_quorum_id(replica_ids, members)
+        members = [self.members[part.replica_id] for part in assignment.parts]
+        quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
-        roles = {part.replica_id: part.role for part in assignment.parts}
-        teachers = [
-            rank
-            for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True))
-            if part.role is Role.HEALTHY and member.asked.can_serve
-        ][:MAX_SOURCES]
-        taught = learners if teachers else []
-        healing = [part for part in assignment.parts if part.role in (Role.INLINE, Role.JOINER)]
-        budgets = [
-            member.asked.join_budget_s
-            for member, part in zip(members, assignment.parts, strict=True)
-            if part.role is Role.HEALTHY
-        ]
-        budget = min(budgets, default=0.0) if healing and not assignment.is_first else None
-        self._joining.set_limit([m for m in members if roles[m.replica_id] is Role.HEALTHY], now)
-        step = assignment.version.step
-        newest_step = self._history.goes_on_from(assignment.version, quorum_id, self.epoch)
-        if assignment.is_first or step < newest_step:
-            self._finished_at_step = None  # the job goes on from a checkpoint, or from an older step
-        if step < newest_step:
-            yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
-        for replica_id, old_quorum_id in self._restart.end():
-            if replica_id in self.members and replica_id not in roles:
-                text = "the others went on after the lighthouse restarted"
-                broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=text)
-                yield Send(self.members[replica_id].connection, broken)
-        self._quorum_ids.give(quorum_id)
-        self.allow_step_loss = False
-        self.round = Round(quorum_id, step, assignment, Tally(roles), budget, formed_at=now)
-        if budget is not None:
-            holding = [m for m in members if roles[m.replica_id] is Role.HEALTHY and m.asked.contributes]
-            self.round.is_needed = len(holding) < self._min_trainers(holding)
-            self.round.join_wait_s = self._joining.most_s(budget, now)
-            asked = {part.replica_id: self.members[part.replica_id].asked for part in healing}
-            self.round.reach = {
-                who: Reach(request.reach_s + request.load_s, now, is_measured=False)
-                for who, request in asked.items()
-                if request.reach_s is not None
-            }
+        yield from self._go_on_from(assignment, quorum_id)
+        self.round = current = self._begin_round(assignment, members, quorum_id, now)
+        roles = current.tally.roles
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._evaluate_at = None
         self._choose_store_hosts(roles)
-        store, standby = self._store_addresses()
         if is_new:
             who = ", ".join(f"{part.replica_id} ({part.role.value})" for part in assignment.parts[:8])
             more = f" and {len(members) - 8} more" if len(members) > 8 else ""
-            yield Log(
-                f"quorum {quorum_id} at step {assignment.version.step}: {who}{more}; {reason}; {assignment.reason}"
-            )
-        num_contributors, num_voters = assignment.num_contributors, assignment.num_voters
+            yield Log(f"quorum {quorum_id} at step {current.step}: {who}{more}; {reason}; {assignment.reason}")
+        teachers = [
+            rank
+            for rank, member in enumerate(members)
+            if roles[member.replica_id] is Role.HEALTHY and member.asked.can_serve
+        ][:MAX_SOURCES]
+        taught = learners if teachers else []
+        places = range(len(members), len(members) + len(taught))
+        store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
+        num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._take_request(member)
             member.has_left_step = False
@@ -976,9 +945,9 @@ class LighthouseState:
                 store_address=store,
                 standby_store_address=standby,
                 sources=[_source(members[source], source) for source in part.sources],
-                destinations=[*part.destinations, *(len(members) + n for n in range(len(taught)) if rank in teachers)],
-                join_budget_s=budget,
-                join_wait_s=self.round.join_wait_s,
+                destinations=[*part.destinations, *(places if rank in teachers else ())],
+                join_budget_s=current.join_budget_s,
+                join_wait_s=current.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)
                 or len(taught) < len(learners)
                 or Role.JOINER in roles.values(),
@@ -991,16 +960,58 @@ class LighthouseState:
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
+        sources = [_source(members[rank], rank) for rank in teachers]
         for place, member in enumerate(taught):
-            reason = "it does not train the same parameters yet, and first has to learn at which step the others are"
+            why = "it does not train the same parameters yet, and first has to learn at which step the others are"
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
-            yield Log(f"{member.replica_id} gets step {step} outside of the quorum: {reason}")
-            yield self._answer_outside_quorum(
-                member, self.round, place, reason, sources=[_source(members[rank], rank) for rank in teachers]
-            )
+            yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
+            yield self._answer_outside_quorum(member, current, place, why, sources=sources)
         if self._waiting:
-            self._evaluate_at = now + PENDING_NOTICE_S  # to tell them why
+            self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
+
+    def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
+        """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
+        step = assignment.version.step
+        newest_step = self._history.goes_on_from(assignment.version, quorum_id, self.epoch)
+        if assignment.is_first or step < newest_step:
+            self._finished_at_step = None  # the job goes on from a checkpoint, or from an older step
+        if step < newest_step:
+            yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
+        self._quorum_ids.give(quorum_id)
+        self.allow_step_loss = False
+        in_quorum = {part.replica_id for part in assignment.parts}
+        for replica_id, old_quorum_id in self._restart.end():
+            if replica_id in self.members and replica_id not in in_quorum:
+                reason = "the others went on after the lighthouse restarted"
+                broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=reason)
+                yield Send(self.members[replica_id].connection, broken)
+
+    def _begin_round(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
+        """Return the step that these members begin, with what the others may spend on those who join."""
+        roles = {part.replica_id: part.role for part in assignment.parts}
+        holding = [member for member in members if roles[member.replica_id] is Role.HEALTHY]
+        healing = [member for member in members if roles[member.replica_id] in (Role.INLINE, Role.JOINER)]
+        self._joining.set_limit(holding, now)
+        current = Round(
+            quorum_id=quorum_id,
+            step=assignment.version.step,
+            assignment=assignment,
+            tally=Tally(roles),
+            join_budget_s=None,
+            formed_at=now,
+        )
+        if healing and not assignment.is_first:
+            current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
+            contributing = [member for member in holding if member.asked.contributes]
+            current.is_needed = len(contributing) < self._min_trainers(contributing)
+            current.join_wait_s = self._joining.most_s(current.join_budget_s, now)
+            current.reach = {
+                member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
+                for member in healing
+                if member.asked.reach_s is not None
+            }
+        return current
 
     def _let_warm_up(self, member: Member) -> Instruction:
         if self.round is None:
