@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchft_ckpt
+import torchft_ckpt.core
 
 PACKAGE = Path(torchft_ckpt.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
@@ -34,7 +35,6 @@ FLOORS = {
     "data": 4,
     "fsdp": 4,
     "local_sgd": 4,
-    "diloco": 4,
     "outer": 4,
     "testing": 5,
     "cli": 5,
@@ -49,7 +49,6 @@ BESIDE = {
     "front": {"core", "network"},
     "optimizer": set(),
     "local_sgd": {"outer"},
-    "diloco": {"outer"},
     "__init__": {"testing"},
     "__main__": {"__init__", "testing", "cli"},
     "testing": set(),
@@ -127,6 +126,14 @@ def test_core_knows_decisions_only() -> None:
         is_pure = root in allowed or (root in sys.stdlib_module_names and root not in STANDARD_BUT_NOT_PURE)
         assert is_pure, f"{module} imports {name}"
         assert root != "torchft_ckpt" or top(name) in {"core", "errors"}, f"{module} imports {name}"
+
+
+def test_the_map_of_core_has_a_line_for_each_module() -> None:
+    lines = (torchft_ckpt.core.__doc__ or "").splitlines()
+    named = [name for line in lines for name in re.findall(r"^([a-z_]+) {2,}\S", line)]
+    assert sorted(named) == [
+        module.removeprefix("core/") for module in MODULES if re.fullmatch(r"core/[a-z]\w*", module)
+    ]
 
 
 def test_imports_point_down_only() -> None:
