@@ -205,8 +205,11 @@ class LighthouseState:
 
     @property
     def finished_step(self) -> int | None:
-        """At which step the job is over, None where it is not: a group that held the newest state said so, and no group goes on
-        that holds it or was restored from it. One that was cut off a moment ago may be on its way back."""
+        """The step at which the job is over; None: it is not.
+
+        It is over when a group that held the newest state said so, and no group goes on that holds it or was restored from it.
+        A group that was disconnected a moment ago may be on its way back.
+        """
         step = self._finished_at_step
         if step is None or step != self.newest_step:
             return None
@@ -418,7 +421,7 @@ class LighthouseState:
         yield from self._reconsider(now)
 
     def _is_still_in_quorum(self, member: Member) -> bool:
-        """It was cut off between two steps and holds what the others hold: it is at work for the next, and waited for."""
+        """Whether the next quorum waits for a member: it was cut off between two steps, and holds what the others hold."""
         current = self.round
         return (
             current is not None
@@ -430,7 +433,7 @@ class LighthouseState:
         )
 
     def _break_cut_off_collectives(self, hello: Hello, connection: str) -> Iterator[Instruction]:
-        """A member comes back: the collectives of its quorum are cut off, and so is a step that it has open.
+        """Tell a member that comes back to leave the collectives of its quorum, and a step that it has open.
 
         Where the quorum is of an earlier life, its members may go on in it, or decide its step.
         """
@@ -468,7 +471,7 @@ class LighthouseState:
         return next(filter(None, reasons), "")
 
     def _learn_from(self, hello: Hello, now: float) -> None:
-        """Take what a member remembers and this lighthouse may not."""
+        """Take what a member remembers, and this lighthouse may not remember."""
         open_step = self.round.step if self.round is not None else 0
         self._history.learn(hello, (version for _, version in self._held()), open_step=open_step)
         if hello.last_quorum_id and hello.last_epoch != self.epoch:
@@ -479,7 +482,7 @@ class LighthouseState:
             self._quorum_members.clear()
 
     def _give_up_overtaken_step(self, now: float) -> Iterator[Instruction]:
-        """Somebody holds a later state than the open round would commit: it was committed already, elsewhere."""
+        """Discard the open step if a member holds a later state: then the step was committed before, elsewhere."""
         current = self.round
         if current is None or current.tally.decided:
             return
@@ -557,7 +560,7 @@ class LighthouseState:
         return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
 
     def _on_locate_state(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
-        """It is between steps, and wants to know where the newest state is. Nobody waits for it until it asks for a quorum."""
+        """Tell a member, between two steps, where the newest state is. Unless it holds that, nobody waits for it from now on."""
         replica_id = member.replica_id
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
@@ -579,7 +582,7 @@ class LighthouseState:
         yield from self._reconsider(now)
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
-        """A member is between steps, and this is what it holds."""
+        """Note the state that a member holds between two steps."""
         member.version = version = self._equality.proven_of(member.replica_id, version)
         self._quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
@@ -603,7 +606,7 @@ class LighthouseState:
             yield from self._advance_step(current, now)
 
     def _reconsider(self, now: float) -> Iterator[Instruction]:
-        """Evaluate the rule if this event can have changed its answer; else leave it to the deadline."""
+        """Look whether a quorum can be formed, if this event can have changed that. Else leave it to the deadline."""
         if not self._waiting:
             return
         everyone = len(self._waiting) == len(self.members)
@@ -693,7 +696,7 @@ class LighthouseState:
         yield from self._form_quorum(assignment, self._learners(others, now), verdict.reason, now)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
-        """Send those away that would have to load a state and cannot; the others form their quorum without them."""
+        """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
         holders = name_some(part.replica_id for part in assignment.parts if part.role is Role.HEALTHY)
         for replica_id in helpless:
             reason = (
@@ -712,7 +715,7 @@ class LighthouseState:
         yield Close(member.connection)
 
     def _refuse_late_groups(self, now: float) -> Iterator[Instruction]:
-        """Where the job is over, tell those who came too late for its last step."""
+        """If the job is over, refuse the members that came too late for its last step."""
         step = self.finished_step
         if step is None:
             return
@@ -731,7 +734,7 @@ class LighthouseState:
         return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
 
     def _answer_gathering(self, now: float) -> Iterator[Instruction]:
-        """Answer those who are about to look for a state, once all are here that may come; no step is open to them."""
+        """Answer the members that are about to look for a state, once all that may come are here. They begin no step."""
         gathering = self._who_gathers()
         if not gathering:
             return
@@ -791,7 +794,7 @@ class LighthouseState:
         )
 
     def _hint_if_over(self) -> str:
-        """Say that the job may be over, where nobody holds its newest state and a group that did has left on purpose."""
+        """Say that the job may be over, if no member holds its newest state and a group that held it left on purpose."""
         if not 0 < self._left_at_step == self.newest_step or self._history.holders(self._held(), self.newest_step):
             return ""
         return (
@@ -811,7 +814,7 @@ class LighthouseState:
     def _notify_left_out(
         self, reasons: Mapping[str, str], others: Collection[str], now: float
     ) -> Iterator[Instruction]:
-        """Tell those who wait outside why; `others`, of another layout, also the operator each time that changes."""
+        """Tell the members that stay outside why. The operator hears that once; for `others`, of another layout, each reason."""
         for replica_id in self._waiting:
             member = self.members[replica_id]
             has_waited = replica_id in others or now - member.asked_at >= PENDING_NOTICE_S / 2
@@ -824,7 +827,7 @@ class LighthouseState:
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
-        """Groups that may train with the others once they know the step: they are behind, and train part of the parameters."""
+        """Return the groups that may train with the others once they know the step: they are behind, and train fewer parameters."""
         layouts = {self.members[m].layout: self.members[m].layout_text for m in self._waiting if m not in others}
         return [
             member
@@ -837,7 +840,10 @@ class LighthouseState:
         ]
 
     def _set_joiners_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
-        """Set joiners aside for which nobody can wait now, with the reason, if those who remain are enough."""
+        """Return the members that are admitted, and the joiners that the others cannot wait for now, each with the reason.
+
+        If the admitted members would be too few, all are admitted.
+        """
         best = max((m.version for m in candidates if self._history.is_valid(m.version)), default=None)
         is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
         joining = {
@@ -878,7 +884,7 @@ class LighthouseState:
         is_warning: bool = False,
         exclude: Collection[str] = (),
     ) -> Iterator[Instruction]:
-        """Tell those who wait why, now and then."""
+        """Tell the members that wait why, now and then; the operator hears each new reason."""
         if deadline is not None:
             self._evaluate_at = min(now + PENDING_NOTICE_S, deadline)
         if reason != self._reason:
@@ -1023,7 +1029,7 @@ class LighthouseState:
     def _answer_outside_quorum(
         self, member: Member, current: Round, place: int, reason: str, *, sources: list[Source] | None = None
     ) -> Send:
-        """Let a member compute a step beside a quorum: nobody waits for it. Without sources it loads nothing, it warms up."""
+        """Let a member compute a step beside a quorum, which does not wait for it. Without sources it warms up, and loads nothing."""
         assignment = current.assignment
         request = self._take_request(member)
         formed = QuorumFormed(
@@ -1105,7 +1111,7 @@ class LighthouseState:
         return current.quorum_id, self.epoch, current.step
 
     def _on_late_vote(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
-        """A vote after the decision, or of a member that was taken for dead meanwhile."""
+        """Take a vote that comes after the decision, or from a member that was lost in the step."""
         tally = current.tally
         if not tally.decided:
             # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
@@ -1130,7 +1136,7 @@ class LighthouseState:
                 self.members[replica_id].version = state_after(key)
 
     def _on_commit_declined(self, replica_id: str) -> Iterator[Instruction]:
-        """It asks for the next step, maybe without having waited for the decision on the last one."""
+        """Free the last step if this member, which goes on to the next one, was the last that could hold its state."""
         key = self._history.declined(replica_id)
         if key is not None:
             yield self._nobody_followed(key)
@@ -1152,12 +1158,12 @@ class LighthouseState:
             yield from self._check_stall(current, now)
 
     def _close_without_joiners(self, current: Round, now: float) -> None:
-        """Commit without the joiners where they are waited for no longer."""
+        """Commit without the joiners if the others wait for them no longer."""
         if current.join_budget_s is None or not self._joining.keeps_waiting(current, now):
             current.tally.close(current.gave_up)
 
     def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
-        """A joiner says how long it still needs."""
+        """Take how long a joiner still needs."""
         current = self.round
         if (
             current is None
@@ -1174,7 +1180,7 @@ class LighthouseState:
             yield from self._give_up_on(current, [member.replica_id], now)
 
     def _announce_decision(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
-        """Tell all living members how the step ended, once. `culprit`: on whose account it is discarded."""
+        """Tell all connected members how the step ended, once. `culprit`: the member on whose account it is discarded."""
         tally = current.tally
         if tally.verdict is Verdict.COMMIT:
             yield from self._equality.judge(current, now)
@@ -1238,7 +1244,7 @@ class LighthouseState:
         yield from self._end_late_waits(current)
 
     def _is_listening(self, replica_id: str) -> bool:
-        """Whether it waits for the decision: it lives, and has not gone on from this step."""
+        """Whether a member is connected and waits for the decision: it has not gone on from this step."""
         return replica_id in self.members and self.members[replica_id].is_in_step
 
     def _joiners(self, tally: Tally) -> list[str]:
@@ -1291,7 +1297,7 @@ class LighthouseState:
             yield from self._announce_decision(current, now, culprit=culprit)
 
     def _on_step_left(self, member: Member) -> Iterator[Instruction]:
-        """A member is done with its step, and will issue no further collective of it."""
+        """End the collectives of the last step in which others wait for this member, which has gone on."""
         current = self.round
         if current is not None and member.replica_id in current.tally.roles:
             current.note_left(member)
@@ -1321,7 +1327,7 @@ class LighthouseState:
             yield from self._give_up_on(current, joiners, now)
 
     def _give_up_on(self, current: Round, joiners: list[str], now: float) -> Iterator[Instruction]:
-        """Those who hold the state wait, or will, for these members in a collective: discard the step, unless they may."""
+        """Discard the step if the holders of the state may not wait any longer, in a collective, for these members."""
         tally = current.tally
         if self._joining.keeps_waiting_in_collective(current, joiners, now):
             return
@@ -1342,7 +1348,16 @@ class LighthouseState:
         is_closed: bool = False,
         is_back: bool = False,
     ) -> Iterator[Instruction]:
-        """A member is gone: tell those who share a collective with it, at once. `is_back`: it is here again in an instant."""
+        """Remove a member, and tell at once those that share a collective with it.
+
+        Args:
+            replica_id: a member.
+            reason: why, for the others and the operator.
+            now: the time.
+            is_on_purpose: whether it leaves, or is refused; else it may come back with its state.
+            is_closed: whether its connection is closed.
+            is_back: whether it is here again in an instant, so that nothing needs to be looked at before.
+        """
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._history.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
@@ -1375,7 +1390,7 @@ class LighthouseState:
     def _break_collectives(
         self, current: Round, culprit: str, *, lost: bool, reason: str, voted_too: bool = True
     ) -> Iterator[Instruction]:
-        """Tell all who may be in a collective of this quorum that it cannot finish; those that have voted need it once."""
+        """Tell all that may be in a collective of this quorum that it cannot finish. Members that have voted need it only once."""
         broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
         for replica_id in current.tally.roles:
             is_concerned = voted_too or replica_id not in current.tally.votes

@@ -79,6 +79,7 @@ class Roster:
         """Add a member that is heard just now. Its incarnation has begun, and no member holds its connection."""
         self._members[member.replica_id] = member
         self._by_connection[member.connection] = member.replica_id
+        self._given_up.discard(member.connection)
         self._lost.pop(member.replica_id, None)
 
     def remove(self, replica_id: str, reason: str, *, is_closed: bool) -> Member:
