@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchft_ckpt.core.commit import Tally, Verdict, decide_forgotten
+from torchft_ckpt.core.commit import CommitDecision, Tally, decide_forgotten
 from torchft_ckpt.core.messages import CommitVote, Outcome, Role
 
 HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
@@ -42,15 +42,15 @@ def tally(**roles: Role) -> Tally:
 def test_all_voters_approve() -> None:
     step = tally(a=HEALTHY, b=INLINE)
     step.cast("a", YES)
-    assert step.verdict is Verdict.PENDING
+    assert step.verdict is CommitDecision.PENDING
     step.cast("b", YES)
-    assert (step.verdict, step.outcome("a"), step.broken) == (Verdict.COMMIT, Outcome.COMMIT, False)
+    assert (step.verdict, step.outcome("a"), step.broken) == (CommitDecision.COMMIT, Outcome.COMMIT, False)
 
 
 def test_one_voter_against_ends_it_at_once_and_is_named() -> None:
     step = tally(a=HEALTHY, b=HEALTHY)
     step.cast("b", NO)
-    assert (step.verdict, step.reason) == (Verdict.DISCARD, "b: a collective failed")
+    assert (step.verdict, step.reason) == (CommitDecision.DISCARD, "b: a collective failed")
 
 
 def test_a_joiners_vote_against_leaves_it_behind_and_nobody_else() -> None:
@@ -58,7 +58,7 @@ def test_a_joiners_vote_against_leaves_it_behind_and_nobody_else() -> None:
     step.cast("j", NO)
     step.cast("a", YES)
     assert (step.verdict, step.outcome("a"), step.outcome("j")) == (
-        Verdict.COMMIT,
+        CommitDecision.COMMIT,
         Outcome.COMMIT,
         Outcome.LEFT_BEHIND,
     )
@@ -67,42 +67,42 @@ def test_a_joiners_vote_against_leaves_it_behind_and_nobody_else() -> None:
 def test_a_joiner_is_waited_for_until_the_step_is_closed() -> None:
     step = tally(a=HEALTHY, j=JOINER)
     step.cast("a", YES)
-    assert (step.verdict, step.all_voters_approved, step.joiners_waited_for()) == (Verdict.PENDING, True, ["j"])
+    assert (step.verdict, step.all_voters_approved, step.joiners_waited_for()) == (CommitDecision.PENDING, True, ["j"])
     step.close()
-    assert (step.verdict, step.outcome("j"), step.broken) == (Verdict.COMMIT, Outcome.LEFT_BEHIND, True)
+    assert (step.verdict, step.outcome("j"), step.broken) == (CommitDecision.COMMIT, Outcome.LEFT_BEHIND, True)
 
 
 def test_closing_does_nothing_while_a_voter_is_waited_for() -> None:
     step = tally(a=HEALTHY, j=JOINER)
     step.close()
-    assert step.verdict is Verdict.PENDING
+    assert step.verdict is CommitDecision.PENDING
 
 
 def test_the_vote_of_the_lost_is_not_waited_for() -> None:
     step = tally(a=HEALTHY, b=HEALTHY)
     step.cast("a", YES)
     step.lose("b", "it died")
-    assert (step.verdict, step.broken, step.outcome("b")) == (Verdict.COMMIT, True, Outcome.LEFT_BEHIND)
+    assert (step.verdict, step.broken, step.outcome("b")) == (CommitDecision.COMMIT, True, Outcome.LEFT_BEHIND)
 
 
 def test_losing_the_last_voter_is_no_commit() -> None:
     step = tally(a=HEALTHY, j=JOINER)
     step.cast("j", YES)
     step.lose("a", "it died")
-    assert (step.verdict, step.broken) == (Verdict.DISCARD, True)
+    assert (step.verdict, step.broken) == (CommitDecision.DISCARD, True)
 
 
 def test_idle_members_are_not_waited_for() -> None:
     step = tally(a=HEALTHY, i=IDLE)
     step.cast("a", YES)
-    assert (step.verdict, step.outcome("i")) == (Verdict.COMMIT, Outcome.LEFT_BEHIND)
+    assert (step.verdict, step.outcome("i")) == (CommitDecision.COMMIT, Outcome.LEFT_BEHIND)
 
 
 def test_a_late_vote_never_counts() -> None:
     step = tally(a=HEALTHY, b=HEALTHY)
     step.cast("a", NO)
     step.cast("b", YES)
-    assert (step.verdict, "b" in step.votes) == (Verdict.DISCARD, False)
+    assert (step.verdict, "b" in step.votes) == (CommitDecision.DISCARD, False)
 
 
 def test_a_loss_after_the_decision_breaks_the_collectives_and_decides_nothing() -> None:
@@ -110,20 +110,20 @@ def test_a_loss_after_the_decision_breaks_the_collectives_and_decides_nothing() 
     step.cast("a", YES)
     step.cast("b", YES)
     step.lose("b", "it died")
-    assert (step.verdict, step.broken, step.outcome("b")) == (Verdict.COMMIT, True, Outcome.COMMIT)
+    assert (step.verdict, step.broken, step.outcome("b")) == (CommitDecision.COMMIT, True, Outcome.COMMIT)
 
 
 def test_a_second_vote_changes_nothing() -> None:
     step = tally(a=HEALTHY, b=HEALTHY)
     step.cast("a", YES)
     step.cast("a", NO)
-    assert (step.verdict, step.votes["a"]) == (Verdict.PENDING, YES)
+    assert (step.verdict, step.votes["a"]) == (CommitDecision.PENDING, YES)
 
 
 # ------------------------------------------------------------------------------------------- every order of events
 
 
-def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> Verdict:
+def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> CommitDecision:
     """Look at the whole history again after each event."""
     for length in range(1, len(events) + 1):
         past = events[:length]
@@ -136,13 +136,13 @@ def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> Verdict
                 said.setdefault(member, what)
         voters = [m for m, role in roles.items() if role in VOTING]
         if any(said.get(m) == "no" for m in voters):
-            return Verdict.DISCARD
+            return CommitDecision.DISCARD
         if all(m in lost for m in voters):
-            return Verdict.DISCARD
+            return CommitDecision.DISCARD
         waited_for = [m for m, role in roles.items() if role is not IDLE and m not in said and m not in lost]
         if not waited_for:
-            return Verdict.COMMIT
-    return Verdict.PENDING
+            return CommitDecision.COMMIT
+    return CommitDecision.PENDING
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_agrees_with_the_oracle_in_every_order_of_votes_and_losses(roles: dict[s
                 else:
                     step.cast(member, YES if what == "yes" else NO)
             assert step.verdict is oracle(roles, order), order
-            if step.verdict is Verdict.COMMIT:
+            if step.verdict is CommitDecision.COMMIT:
                 followers = [m for m in roles if step.outcome(m) is Outcome.COMMIT]
                 assert all(step.votes[m].approve for m in followers)
 
@@ -183,7 +183,7 @@ def decide(
     training: bool = False,
     everyone: bool = False,
     over: bool = False,
-) -> Verdict:
+) -> CommitDecision:
     return decide_forgotten(
         votes,
         committed_somewhere=committed,
@@ -199,30 +199,30 @@ JOINED = vote(True, counts=False, num_voters=3)
 
 
 def test_forgotten_somebody_knows_of_the_commit() -> None:
-    assert decide(FOR, AGAINST, committed=True) is Verdict.COMMIT
+    assert decide(FOR, AGAINST, committed=True) is CommitDecision.COMMIT
 
 
 def test_forgotten_all_voters_approve_again() -> None:
-    assert decide(FOR, FOR, FOR) is Verdict.COMMIT
-    assert decide(FOR, FOR, JOINED) is Verdict.PENDING
+    assert decide(FOR, FOR, FOR) is CommitDecision.COMMIT
+    assert decide(FOR, FOR, JOINED) is CommitDecision.PENDING
 
 
 def test_forgotten_a_discard_waits_for_those_who_may_know_of_a_commit() -> None:
-    assert decide(FOR, AGAINST) is Verdict.PENDING
-    assert decide(FOR, AGAINST, everyone=True) is Verdict.DISCARD
-    assert decide(FOR, AGAINST, over=True) is Verdict.DISCARD
+    assert decide(FOR, AGAINST) is CommitDecision.PENDING
+    assert decide(FOR, AGAINST, everyone=True) is CommitDecision.DISCARD
+    assert decide(FOR, AGAINST, over=True) is CommitDecision.DISCARD
 
 
 def test_forgotten_those_who_approved_commit_when_the_missing_do_not_come() -> None:
-    assert decide(FOR, FOR) is Verdict.PENDING
-    assert decide(FOR, FOR, over=True, training=True) is Verdict.PENDING
-    assert decide(FOR, FOR, over=True) is Verdict.COMMIT
+    assert decide(FOR, FOR) is CommitDecision.PENDING
+    assert decide(FOR, FOR, over=True, training=True) is CommitDecision.PENDING
+    assert decide(FOR, FOR, over=True) is CommitDecision.COMMIT
 
 
 def test_forgotten_joiners_alone_follow_what_may_have_been_a_commit() -> None:
-    assert decide(JOINED) is Verdict.PENDING
-    assert decide(JOINED, over=True) is Verdict.COMMIT
-    assert decide(JOINED, refused=True, over=True) is Verdict.DISCARD
+    assert decide(JOINED) is CommitDecision.PENDING
+    assert decide(JOINED, over=True) is CommitDecision.COMMIT
+    assert decide(JOINED, refused=True, over=True) is CommitDecision.DISCARD
 
 
 @pytest.mark.parametrize("num_joiners", [0, 1])
@@ -269,12 +269,12 @@ def check_new_life(old: Tally, said: dict[str, str], heard: Sequence[str], back:
     )
     case = (old, said, heard, back, verdict)
     if any(member in here for member in followed):
-        assert verdict is Verdict.COMMIT, case
+        assert verdict is CommitDecision.COMMIT, case
     if any(told.get(member) is Outcome.DISCARD for member in here):
-        assert verdict is Verdict.DISCARD, case
-    if verdict is Verdict.COMMIT and old.verdict is Verdict.DISCARD:
+        assert verdict is CommitDecision.DISCARD, case
+    if verdict is CommitDecision.COMMIT and old.verdict is CommitDecision.DISCARD:
         # Allowed where nobody here knows better: those who approved hold the sum, and nobody else has gone on.
         assert not any(member in here for member in heard), case
-    if verdict is Verdict.DISCARD and followed:
+    if verdict is CommitDecision.DISCARD and followed:
         # The limit: all who know of the commit are away. They hold an older quorum's state when they come back.
         assert not any(member in here for member in followed), case

@@ -21,7 +21,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     encode,
 )
-from torchft_ckpt.core.recovery import Assignment, Part
+from torchft_ckpt.core.recovery import Assignment, MemberRole
 
 
 def test_the_state_after_each_nth_committed_step_is_compared_and_the_first_one_is_not():
@@ -52,7 +52,9 @@ def test_groups_differ_where_one_of_their_ranks_does():
 
 def test_who_loads_from_one_that_differs_in_the_same_step_differs_too():
     roles = {"a": (Role.HEALTHY, ()), "b": (Role.HEALTHY, ()), "c": (Role.JOINER, (0,)), "d": (Role.JOINER, (1, 0))}
-    parts = tuple(Part(replica_id=m, role=role, contributor_rank=None, sources=s) for m, (role, s) in roles.items())
+    parts = tuple(
+        MemberRole(replica_id=m, role=role, contributor_rank=None, sources=s) for m, (role, s) in roles.items()
+    )
     step = Assignment(version=StateVersion(), parts=parts, deferred=(), is_first=False, reason="")
     assert with_those_served(["b"], step) == {"b", "d"}
     assert with_those_served(["a"], step) == {"a", "c", "d"}

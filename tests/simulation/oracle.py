@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.core.commit import Verdict
+from torchft_ckpt.core.commit import CommitDecision
 from torchft_ckpt.core.lighthouse import Event, Instruction, LighthouseState, Received, Send
 from torchft_ckpt.core.lighthouse_records import Round
 from torchft_ckpt.core.messages import (
@@ -385,7 +385,7 @@ class Oracle:
             current is None
             or (current.quorum_id, current.step) != (decided.quorum_id, decided.step)
             or decided.epoch != state.epoch
-            or current.tally.verdict is not Verdict.COMMIT
+            or current.tally.verdict is not CommitDecision.COMMIT
         ):
             return
         key = (decided.quorum_id, decided.epoch, current.assignment.version)

@@ -20,7 +20,7 @@ from enum import Enum
 from torchft_ckpt.core.messages import CollectiveWait, CommitVote, Outcome, QuorumRequest, Role, clip, name_some
 
 
-class Verdict(Enum):
+class CommitDecision(Enum):
     """State of a vote: pending, or decided one way."""
 
     PENDING = "pending"
@@ -37,7 +37,7 @@ class Tally:
     """
 
     roles: Mapping[str, Role]
-    verdict: Verdict = Verdict.PENDING
+    verdict: CommitDecision = CommitDecision.PENDING
     """Decided once; only a commit that nobody may follow turns into a discard."""
     reason: str = ""
     broken: bool = False
@@ -61,7 +61,7 @@ class Tally:
 
     @property
     def decided(self) -> bool:
-        return self.verdict is not Verdict.PENDING
+        return self.verdict is not CommitDecision.PENDING
 
     @property
     def all_voters_approved(self) -> bool:
@@ -76,13 +76,15 @@ class Tally:
         self._settle(replica_id)
         is_voter = self.roles[replica_id] in (Role.HEALTHY, Role.INLINE)
         if is_voter and not vote.approve:
-            self._decide(Verdict.DISCARD, f"{replica_id}: {clip(vote.reason or 'voted against')}", broken=vote.broken)
+            self._decide(
+                CommitDecision.DISCARD, f"{replica_id}: {clip(vote.reason or 'voted against')}", broken=vote.broken
+            )
         elif is_voter and self._has_other_collectives(vote):
             reason = (
                 f"{self.first_approval} and {replica_id} issued different collectives in this step: the loops of the"
                 " groups differ"
             )
-            self._decide(Verdict.DISCARD, reason, broken=True)
+            self._decide(CommitDecision.DISCARD, reason, broken=True)
         else:
             if is_voter and self.first_approval is None:
                 self.first_approval = replica_id
@@ -103,7 +105,9 @@ class Tally:
             role in (Role.HEALTHY, Role.INLINE) and member not in self.lost for member, role in self.roles.items()
         ):
             self._decide(
-                Verdict.DISCARD, f"no living voter is left, the last was {replica_id}: {clip(reason)}", broken=True
+                CommitDecision.DISCARD,
+                f"no living voter is left, the last was {replica_id}: {clip(reason)}",
+                broken=True,
             )
         else:
             self._close_if_complete()
@@ -111,18 +115,20 @@ class Tally:
     def give_up(self, reason: str) -> None:
         """Discard the step because its collectives cannot finish."""
         if not self.decided:
-            self._decide(Verdict.DISCARD, reason, broken=True)
+            self._decide(CommitDecision.DISCARD, reason, broken=True)
 
     def discard_all(self, reason: str) -> None:
         """A step that all approved does not count after all; its collectives are over."""
-        self.verdict, self.reason = Verdict.DISCARD, reason
+        self.verdict, self.reason = CommitDecision.DISCARD, reason
 
     def close(self, reason: str = "the joiners' time is up") -> None:
         """Stop waiting for joiners. Does nothing while a voter is waited for."""
         if self.all_voters_approved:
             waited_for = self.joiners_waited_for()
             self.broken = self.broken or bool(waited_for)
-            self._decide(Verdict.COMMIT, f"{reason}: without {name_some(waited_for)}" if waited_for else "all approved")
+            self._decide(
+                CommitDecision.COMMIT, f"{reason}: without {name_some(waited_for)}" if waited_for else "all approved"
+            )
 
     def joiners_waited_for(self) -> list[str]:
         """Joiners that live and have not voted."""
@@ -134,7 +140,7 @@ class Tally:
 
     def outcome(self, replica_id: str) -> Outcome:
         """How the decided step ends for one member; who is not a member was left behind by a commit."""
-        if self.verdict is not Verdict.COMMIT:
+        if self.verdict is not CommitDecision.COMMIT:
             return Outcome.DISCARD
         vote = self.votes.get(replica_id)
         approved = vote is not None and vote.approve and not self._has_other_collectives(vote)
@@ -186,9 +192,9 @@ class Tally:
 
     def _close_if_complete(self) -> None:
         if self.undecided_voters == 0 and self.undecided_joiners == 0:
-            self._decide(Verdict.COMMIT, "all approved")
+            self._decide(CommitDecision.COMMIT, "all approved")
 
-    def _decide(self, verdict: Verdict, reason: str, broken: bool = False) -> None:
+    def _decide(self, verdict: CommitDecision, reason: str, broken: bool = False) -> None:
         self.verdict = verdict
         self.reason = reason
         self.broken = self.broken or broken
@@ -208,7 +214,7 @@ def decide_forgotten(
     someone_still_training: bool,
     everyone_is_back: bool,
     grace_over: bool,
-) -> Verdict:
+) -> CommitDecision:
     """Decide a step whose quorum this lighthouse does not remember, from what its members report.
 
     A member that approved holds the averaged gradients of all; two that approved and commit are equal, whenever each of
@@ -233,13 +239,13 @@ def decide_forgotten(
         grace_over: those who are not back are not waited for any longer.
     """
     if committed_somewhere:
-        return Verdict.COMMIT
+        return CommitDecision.COMMIT
     approvals = [vote for vote in votes if vote.approve]
     counting = [vote for vote in votes if vote.counts]
     if refused_somewhere or any(not vote.approve for vote in counting):
-        return Verdict.DISCARD if everyone_is_back or grace_over else Verdict.PENDING
+        return CommitDecision.DISCARD if everyone_is_back or grace_over else CommitDecision.PENDING
     if counting and len(counting) >= max(vote.num_voters for vote in counting):
-        return Verdict.COMMIT
+        return CommitDecision.COMMIT
     if not grace_over or someone_still_training:
-        return Verdict.PENDING
-    return Verdict.COMMIT if approvals else Verdict.DISCARD
+        return CommitDecision.PENDING
+    return CommitDecision.COMMIT if approvals else CommitDecision.DISCARD

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from torchft_ckpt.core.commit import Verdict
+from torchft_ckpt.core.commit import CommitDecision
 from torchft_ckpt.core.lighthouse_records import Member, Round
 from torchft_ckpt.core.messages import Receives, Role, group_name
 from torchft_ckpt.core.patience import JoinAllowance, JoinBackoff
@@ -222,7 +222,7 @@ class Joining:
     def ended(self, current: Round, now: float) -> None:
         """A step is decided: take what its joiners cost from the allowance, and no more than they were granted."""
         if current.join_budget_s is None:
-            if current.tally.verdict is Verdict.COMMIT:
+            if current.tally.verdict is CommitDecision.COMMIT:
                 self._usual_s += (now - current.formed_at - self._usual_s) * (_WEIGHT if self._usual_s else 1.0)
         elif not current.is_needed:
             self._allowance.spend(min(self._stood_s(current, now), current.join_wait_s), now)

@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import msgspec
 
 from torchft_ckpt.core.callers import CallerMessage, Callers
-from torchft_ckpt.core.commit import Tally, Verdict
+from torchft_ckpt.core.commit import CommitDecision, Tally
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.history import StateHistory, state_after
@@ -827,7 +827,7 @@ class LighthouseState:
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
-        """Return the groups that may train with the others once they know the step: they are behind, and train fewer parameters."""
+        """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
         layouts = {self.members[m].layout: self.members[m].layout_text for m in self._waiting if m not in others}
         return [
             member
@@ -1029,7 +1029,7 @@ class LighthouseState:
     def _answer_outside_quorum(
         self, member: Member, current: Round, place: int, reason: str, *, sources: list[Source] | None = None
     ) -> Send:
-        """Let a member compute a step beside a quorum, which does not wait for it. Without sources it warms up, and loads nothing."""
+        """Let a member compute a step beside a quorum, which does not wait for it. Without sources it only warms up."""
         assignment = current.assignment
         request = self._take_request(member)
         formed = QuorumFormed(
@@ -1182,7 +1182,7 @@ class LighthouseState:
     def _announce_decision(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all connected members how the step ended, once. `culprit`: the member on whose account it is discarded."""
         tally = current.tally
-        if tally.verdict is Verdict.COMMIT:
+        if tally.verdict is CommitDecision.COMMIT:
             yield from self._equality.judge(current, now)
             for replica_id in tally.apart & self.members.keys():
                 self.members[replica_id].version = StateVersion(step=current.assignment.version.step)
@@ -1190,8 +1190,8 @@ class LighthouseState:
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
         if approvers and not followers:
-            tally.verdict, tally.reason = Verdict.DISCARD, "every member that approved gave up waiting for the decision"
-        committed = tally.verdict is Verdict.COMMIT
+            tally.discard_all("every member that approved gave up waiting for the decision")
+        committed = tally.verdict is CommitDecision.COMMIT
         if not committed and any(self._is_listening(m) for m in tally.roles if m not in tally.votes):
             tally.broken = True  # who has not voted is told to leave its collectives
         key = self._key(current)
@@ -1390,7 +1390,7 @@ class LighthouseState:
     def _break_collectives(
         self, current: Round, culprit: str, *, lost: bool, reason: str, voted_too: bool = True
     ) -> Iterator[Instruction]:
-        """Tell all that may be in a collective of this quorum that it cannot finish. Members that have voted need it only once."""
+        """Tell all that may be in a collective of this quorum that it cannot finish; members that voted need to hear it once."""
         broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
         for replica_id in current.tally.roles:
             is_concerned = voted_too or replica_id not in current.tally.votes
@@ -1402,7 +1402,7 @@ class LighthouseState:
     def _settle_forgotten_steps(self, now: float) -> Iterator[Instruction]:
         was_held = self._restart.hold(now) is not None
         for settled in self._restart.settle(now):
-            outcome = Outcome.COMMIT if settled.verdict is Verdict.COMMIT else Outcome.DISCARD
+            outcome = Outcome.COMMIT if settled.verdict is CommitDecision.COMMIT else Outcome.DISCARD
             reason = "decided from the members' reports after the lighthouse restarted"
             self._history.remember(settled.key, None, outcome, reason)
             quorum_id, _, step = settled.key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchft_ckpt.core.commit import Tally, Verdict, num_issued
+from torchft_ckpt.core.commit import CommitDecision, Tally, num_issued
 from torchft_ckpt.core.messages import CollectiveWait, Hello, QuorumRequest, Receives, Role, StateVersion, name_some
 from torchft_ckpt.core.recovery import Assignment
 from torchft_ckpt.core.sequence import may_start, why_apart
@@ -185,7 +185,7 @@ class Round:
     def name_late(self, replica_id: str) -> None:
         """A member has voted. If that ended the step because its collective failed while it waited, name who had not come."""
         vote = self.tally.votes.get(replica_id)
-        if self.tally.verdict is not Verdict.DISCARD or self.tally.lost or vote is None or not vote.broken:
+        if self.tally.verdict is not CommitDecision.DISCARD or self.tally.lost or vote is None or not vote.broken:
             return
         waiting = {member for waits in self.waits.values() for member in waits}
         late = [m for m in self.tally.roles if m not in waiting and m not in self.tally.votes]

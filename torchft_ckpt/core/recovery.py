@@ -59,8 +59,8 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One member's part in the step. Ranks are positions in `Assignment.parts`."""
+class MemberRole:
+    """What one member does in the step. Ranks are positions in `Assignment.parts`."""
 
     replica_id: str
     role: Role
@@ -71,10 +71,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Who plays which part; `parts` in the order of replica ranks."""
+    """What each member of a quorum does; `parts` in the order of replica ranks."""
 
     version: StateVersion
-    parts: tuple[Part, ...]
+    parts: tuple[MemberRole, ...]
     deferred: tuple[str, ...]
     is_first: bool
     """No state was proven before: there are no survivors yet who could be kept waiting."""
@@ -237,12 +237,12 @@ def _assignment(
         sources[rank] = mine
         for server in mine:
             destinations.setdefault(server, []).append(rank)
-    parts: list[Part] = []
+    parts: list[MemberRole] = []
     num_contributors = 0
     for rank, (member, role) in enumerate(zip(members, roles, strict=True)):
         contributes = role in (Role.HEALTHY, Role.INLINE)
         parts.append(
-            Part(
+            MemberRole(
                 replica_id=member.replica_id,
                 role=role,
                 contributor_rank=num_contributors if contributes else None,

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from torchft_ckpt.core.commit import Verdict, decide_forgotten
+from torchft_ckpt.core.commit import CommitDecision, decide_forgotten
 from torchft_ckpt.core.messages import CommitVote, Hello, Outcome
 
 StepKey: TypeAlias = tuple[int, str, int]
@@ -30,7 +30,7 @@ class Settled:
     """A forgotten step that is decided now."""
 
     key: StepKey
-    verdict: Verdict
+    verdict: CommitDecision
     voters: tuple[str, ...]
     """Who sent a vote and waits for the answer."""
     approvers: tuple[str, ...]
@@ -124,10 +124,10 @@ class RestartRecovery:
                 everyone_is_back=everyone,
                 grace_over=self._is_over_at(now),
             )
-            if verdict is Verdict.PENDING:
+            if verdict is CommitDecision.PENDING:
                 continue
             del self._doubts[key]
-            if verdict is Verdict.COMMIT:
+            if verdict is CommitDecision.COMMIT:
                 self._committed.append(key)
             approvers = tuple(replica_id for replica_id, vote in doubt.votes.items() if vote.approve)
             yield Settled(key, verdict, tuple(doubt.votes), approvers, not everyone)
