@@ -838,6 +838,16 @@ def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_th
     assert (a.formed.store_address, a.formed.standby_store_address) == ("store-c:1", "store-a:1")
 
 
+def test_several_groups_that_would_have_to_heal_and_can_load_nothing_are_refused_and_the_others_train_on() -> None:
+    job, (a,) = trained("a")
+    newcomers = [job.join(name) for name in "bc"]
+    for member in newcomers:
+        member.asks(can_load=False)
+    a.asks(can_serve=True)
+    assert [member.hears() for member in newcomers] == [["refused: no state"]] * 2
+    assert a.hears() == ["quorum 1 step 1 healthy"]
+
+
 def test_who_would_have_to_heal_and_can_load_nothing_is_refused_by_name_and_the_others_train_on() -> None:
     job = Job(least=1)
     a = job.join("a")

@@ -699,6 +699,9 @@ class LighthouseState:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
         holders = name_some(part.replica_id for part in assignment.parts if part.role is Role.HEALTHY)
         for replica_id in helpless:
+            member = self.members.get(replica_id)
+            if member is None:
+                continue  # the quorum was looked for again without the one before, and refused this one
             reason = (
                 f"{replica_id} has to load the state of step {assignment.version.step} from {holders}, but has no state dict"
                 " functions: pass load_state_dict and state_dict to Manager, or call register_state_dict_fn. Groups that start"
@@ -706,7 +709,7 @@ class LighthouseState:
             )
             refusal = Refused(code="no state", reason=clip(reason))
             why = "it has no state dict functions and would have to heal"
-            yield from self._send_away(self.members[replica_id], refusal, why, now)
+            yield from self._send_away(member, refusal, why, now)
 
     def _send_away(self, member: Member, refusal: Refused, reason: str, now: float) -> Iterator[Instruction]:
         """Refuse a member, which counts as leaving on purpose."""
