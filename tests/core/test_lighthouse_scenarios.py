@@ -838,6 +838,19 @@ def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_th
     assert (a.formed.store_address, a.formed.standby_store_address) == ("store-c:1", "store-a:1")
 
 
+def test_a_joiner_that_asks_before_the_decision_holds_no_quorum_up_when_the_step_was_committed_with_it() -> None:
+    job, (a,) = trained("a")
+    j = job.join("j")
+    j.asks()
+    a.asks(can_serve=True)
+    job.join("x")  # it has not asked
+    j.votes()
+    j.asks()
+    a.votes()
+    a.asks(can_serve=True)
+    assert a.hears() == ["quorum 2 step 1 healthy", "commit", "quorum 3 step 2 healthy"]
+
+
 def test_several_groups_that_would_have_to_heal_and_can_load_nothing_are_refused_and_the_others_train_on() -> None:
     job, (a,) = trained("a")
     newcomers = [job.join(name) for name in "bc"]
