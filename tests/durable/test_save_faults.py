@@ -270,9 +270,8 @@ def test_members_that_never_begin_are_replaced(absent: tuple[int, ...]) -> None:
     check_survivors(story, {})
 
 
-@pytest.mark.parametrize("mode", [SaveMode.ONE_GROUP, SaveMode.EVERY_GROUP])
-def test_the_other_modes_survive_a_death_as_well(mode: SaveMode) -> None:
-    plan = Plan(num_replicas=2, num_ranks=2, mode=mode)
+def test_a_copy_of_every_group_survives_a_death_as_well() -> None:
+    plan = Plan(num_replicas=2, num_ranks=2, mode=SaveMode.EVERY_GROUP)
     for member in range(4):
         for place in range(member, operations_of(plan, member), by_default(14, thorough=7)):
             story = save(plan, faults={member: {place: DEATHS[place // 7 % 3]}})

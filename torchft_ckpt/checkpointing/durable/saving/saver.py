@@ -39,8 +39,6 @@ class SaveMode(Enum):
 
     SHARED = "shared"
     """All replica groups share the work: every chunk is written once."""
-    ONE_GROUP = "one group"
-    """The first replica group alone; where it is lost, others fill what it left out."""
     EVERY_GROUP = "every group"
     """Each group writes a whole copy, as disks that only one host can read want it."""
 
@@ -202,10 +200,8 @@ class SaveWorker:
     # Own share
 
     def _own_share(self) -> PartShare:
-        """Return what this rank writes in the first place; nothing but what is its own, where another group writes."""
+        """Return what this rank writes in the first place."""
         task = self._task
-        if task.mode is SaveMode.ONE_GROUP and task.member.replica != 0:
-            return PartShare([], [])
         replicas = range(task.writers.num_replicas) if task.mode is SaveMode.SHARED else [task.member.replica]
         return own_share(self._state, task.writers, task.member, replicas)
 
@@ -241,10 +237,11 @@ class SaveWorker:
     def _see_to_the_others(self) -> tuple[int, bool]:
         task = self._task
         num_ranks = task.writers.num_ranks
-        replicas = range(1) if task.mode is SaveMode.ONE_GROUP else range(task.writers.num_replicas)
         watch = SaveWatch(
             place=task.writers.number_of(*task.member),
-            writers=frozenset(Member(replica, rank) for replica in replicas for rank in range(num_ranks)),
+            writers=frozenset(
+                Member(replica, rank) for replica in range(task.writers.num_replicas) for rank in range(num_ranks)
+            ),
             fill_after_s=task.fill_after_s,
             give_up_at_s=self._began_s + task.timeout_s,
         )
