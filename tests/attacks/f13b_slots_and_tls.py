@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.certificates import client_context, server_context
 
 from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.errors import CheckpointError
 
 LONG = timedelta(seconds=300)
@@ -88,10 +89,13 @@ def slots(source: Transport, state: dict[str, torch.Tensor], num: int) -> list[s
 def never_read(source: Transport, state: dict[str, torch.Tensor], wait_s: float) -> list[str]:
     source.send_checkpoint([1], 4, state, LONG)
     port, before, socks = int(source.metadata().rsplit(":", 1)[1]), memory_mib(), []
+    blocks = f"0-{state['w'].nbytes // DEFAULT_BLOCK_BYTES - 1}"
     for number in range(60):
         sock = socket.create_connection(("127.0.0.1", port))
         name = f"X-Ckpt-Receiver: never{number}\r\n" if number % 2 else ""
-        head = f"GET /v1/checkpoint/4/bytes HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\n{name}\r\n"
+        head = (
+            f"GET /v1/checkpoint/4/blocks/{blocks} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\n{name}\r\n"
+        )
         sock.sendall(head.encode())
         socks.append(sock)
     time.sleep(wait_s)

@@ -49,7 +49,7 @@ def main() -> int:
     url = process.stdout.readline().strip()
     port = int(url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port)) as slow:
-        slow.sendall(b"GET /v1/checkpoint/3/bytes HTTP/1.1\r\nHost: h\r\n\r\n")
+        slow.sendall(b"GET /v1/checkpoint/3/blocks/0-15 HTTP/1.1\r\nHost: h\r\n\r\n")
         slow.recv(1000)
         time.sleep(0.5)  # the source waits for this side to read
         process.stdin.write("\n")

@@ -296,7 +296,6 @@ def hostile_content(attack: Attack, chance: random.Random) -> tuple[str, str]:
                     ("GET", f"{prefix}/proof?nonce={chance.choice(['0' * 32, 'x', ''])}", None),
                     ("GET", f"{where}/blocks/{number()}-{number()}", None),
                     ("GET", f"{where}/blocks/0-0", None),
-                    ("GET", f"{where}/bytes", None),
                     ("GET", f"{where}/{chance.choice(['digests', 'samples'])}?blocks={runs}", None),
                     ("GET", f"{where}/{chance.choice(['digests', 'samples'])}?blocks=0-0", None),
                     (
@@ -318,7 +317,6 @@ def hostile_content(attack: Attack, chance: random.Random) -> tuple[str, str]:
                     ["http://127.0.0.1:1", "x", "http://[::1]:99999", "file:///etc/passwd"]
                 ),
                 "X-Ckpt-Group": str(number()),
-                "Range": chance.choice(["bytes=0-", f"bytes={number()}-{number()}", "bytes=-5", "x"]),
             }
             if snapshot and chance.random() < 0.7:
                 headers["If-Match"] = snapshot
@@ -574,7 +572,6 @@ def main() -> int:
             "/1/manifest",
             "/1/blocks/0-0",
             "/1/parts",
-            "/1/bytes",
             "/1/peers",
             "/1/done",
         ]

@@ -33,6 +33,12 @@ STATE = {"w": torch.arange(2500, dtype=torch.float32)}
 RAW = STATE["w"].numpy().tobytes()
 
 
+def framed(blocks: range) -> bytes:
+    """Return blocks as they travel: each followed by its digest."""
+    contents = {block: RAW[block * BLOCK : (block + 1) * BLOCK] for block in blocks}
+    return b"".join(content + xxhash.xxh3_128_digest(content, seed=block) for block, content in contents.items())
+
+
 def ask(transport: HTTPTransport, path: str, headers: dict[str, str] | None = None, method: str = "GET"):
     """Send one request; return status, headers and body."""
     source = parse_metadata(transport.metadata())
@@ -48,7 +54,7 @@ def ask(transport: HTTPTransport, path: str, headers: dict[str, str] | None = No
 @pytest.mark.parametrize(
     "header", [{}, {"Authorization": ""}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}]
 )
-@pytest.mark.parametrize("path", ["manifest", "bytes", "blocks/0-0", "digests", "nonsense"])
+@pytest.mark.parametrize("path", ["manifest", "blocks/0-0", "digests", "nonsense"])
 def test_without_the_token_everything_is_refused(transport, path, header):
     transport.send_checkpoint([1], 3, STATE, LONG)
     source = parse_metadata(transport.metadata())
@@ -77,54 +83,12 @@ def test_the_manifest_comes_with_its_digest_and_the_snapshots_name(transport):
     assert headers[DIGEST_HEADER] == xxhash.xxh3_128_hexdigest(body)
 
 
-def test_the_whole_byte_space_is_a_plain_download(transport):
-    transport.send_checkpoint([1], 3, STATE, LONG)
-    status, headers, body = ask(transport, "/v1/checkpoint/3/bytes")
-    assert (status, headers["Accept-Ranges"], body) == (200, "bytes", RAW)
-
-
-@pytest.mark.parametrize(
-    ("text", "start", "stop"),
-    [
-        ("0-9", 0, 10),
-        ("4090-4100", 4090, 4101),
-        ("9990-", 9990, 10000),
-        ("5000-99999", 5000, 10000),
-        ("-4", 9996, 10000),
-        ("-99999", 0, 10000),
-    ],
-)
-def test_any_range_can_be_fetched(transport, text, start, stop):
-    transport.send_checkpoint([1], 3, STATE, LONG)
-    status, headers, body = ask(transport, "/v1/checkpoint/3/bytes", {"Range": f"bytes={text}"})
-    assert (status, body, headers["Content-Range"]) == (206, RAW[start:stop], f"bytes {start}-{stop - 1}/10000")
-
-
-@pytest.mark.parametrize(
-    "text", ["bytes=10000-", "bytes=5-4", "bytes=-0", "bytes=-", "bytes=a-b", "lines=1-2", "bytes=" + "9" * 30 + "-"]
-)
-def test_a_range_that_does_not_exist_is_refused(transport, text):
-    transport.send_checkpoint([1], 3, STATE, LONG)
-    status, headers, body = ask(transport, "/v1/checkpoint/3/bytes", {"Range": text})
-    assert (status, headers["Content-Range"], json.loads(body)["error"]) == (416, "bytes */10000", "bad_range")
-
-
-def test_a_download_that_goes_on_with_another_snapshot_begins_anew(transport):
-    """RFC 9110, 13.1.5: else its end would be of another state than its beginning."""
-    transport.send_checkpoint([1], 3, STATE, LONG)
-    first = ask(transport, "/v1/checkpoint/3/manifest")[1]["ETag"]
-    resume = {"Range": "bytes=5000-", "If-Range": first}
-    assert ask(transport, "/v1/checkpoint/3/bytes", resume)[::2] == (206, RAW[5000:])
-    transport.send_checkpoint([1], 3, STATE, LONG)
-    assert ask(transport, "/v1/checkpoint/3/bytes", resume)[::2] == (200, RAW)
-
-
 def test_a_head_request_gets_no_body_and_leaves_the_connection_usable(transport):
     transport.send_checkpoint([1], 3, STATE, LONG)
     address = parse_metadata(transport.metadata())
     connection = http.client.HTTPConnection(address.host, address.port, timeout=20)
     for _ in range(2):
-        connection.request("HEAD", "/v1/checkpoint/3/bytes", headers=TOKEN)
+        connection.request("HEAD", "/v1/checkpoint/3/blocks/0-0", headers=TOKEN)
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (405, b"")
     connection.close()
@@ -133,11 +97,7 @@ def test_a_head_request_gets_no_body_and_leaves_the_connection_usable(transport)
 def test_blocks_come_each_with_its_digest(transport):
     transport.send_checkpoint([1], 3, STATE, LONG)
     _, _, body = ask(transport, "/v1/checkpoint/3/blocks/1-2")
-    expected = b"".join(
-        RAW[start : start + BLOCK] + xxhash.xxh3_128_digest(RAW[start : start + BLOCK], seed=start // BLOCK)
-        for start in (BLOCK, 2 * BLOCK)
-    )
-    assert body == expected
+    assert body == framed(range(1, 3))
 
 
 def test_digests_can_be_had_apart_from_the_bytes(transport):
@@ -180,7 +140,8 @@ def test_before_any_step_nothing_is_served(transport):
         ("POST", "/v1/checkpoint/3/manifest"),
         ("GET", "/v1/checkpoint/99999999999999999999/manifest"),
         ("GET", "/v1/checkpoint/3/../../../etc/passwd"),
-        ("DELETE", "/v1/checkpoint/3/bytes"),
+        ("DELETE", "/v1/checkpoint/3/manifest"),
+        ("GET", "/v1/checkpoint/3/bytes"),
     ],
 )
 def test_what_is_not_served_at_all_is_refused_in_json(transport, method, path):
@@ -188,9 +149,9 @@ def test_what_is_not_served_at_all_is_refused_in_json(transport, method, path):
     assert (status in (404, 405), json.loads(body)["error"]) == (True, "not_found")
 
 
-def test_bytes_of_a_snapshot_that_is_gone_are_refused(transport):
+def test_blocks_of_a_snapshot_that_is_gone_are_refused(transport):
     transport.send_checkpoint([1], 3, STATE, LONG)
-    status, _, body = ask(transport, "/v1/checkpoint/3/bytes", {"If-Match": '"other"'})
+    status, _, body = ask(transport, "/v1/checkpoint/3/blocks/0-0", {"If-Match": '"other"'})
     assert (status, json.loads(body)["error"]) == (412, "other_snapshot")
 
 
@@ -211,7 +172,7 @@ def test_an_acknowledgement_that_makes_no_sense_frees_nothing(transport, text):
     ask(transport, "/v1/checkpoint/3/manifest", me)
     ask(transport, "/v1/checkpoint/3/blocks/2-2", {**me, RECEIVED_HEADER: text})
     transport.disallow_checkpoint()
-    assert ask(transport, "/v1/checkpoint/3/bytes")[2] == RAW
+    assert ask(transport, "/v1/checkpoint/3/blocks/0-2")[2] == framed(range(3))
 
 
 def test_a_manifest_is_held_up_until_its_step_is_served(transport):

@@ -11,7 +11,6 @@
 | `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, or it was left |
 |                                                           | long ago, the owner is asked to serve one when it next can    |
 | `GET /v1/checkpoint/{step}/blocks/{first}-{last}`         | each block followed by its 16-byte digest                     |
-| `GET /v1/checkpoint/{step}/bytes` with `Range`            | the raw byte space; any HTTP client can resume                |
 | `GET /v1/checkpoint/{step}/digests?blocks=0-3,7`          | `{"0": "hex digest", ...}`                                    |
 | `GET /v1/checkpoint/{step}/blake3?blocks=0-3,7`           | likewise, of BLAKE3: 64 hex digits each; by the source alone. |
 |                                                           | Blocks that are there no longer are left out                  |
@@ -32,7 +31,7 @@ nothing of; `X-Ckpt-Group: 4` of its request for a manifest says that four ranks
 that serves blocks on does so under the id of the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128
 in hex, taken before it was compressed, as it is where the request has `Accept-Encoding: deflate`. In a session
 (`core/proofs.py`) a request has no `Authorization` but `X-Ckpt-Proof: NUMBER HEX`, and each answer an `X-Ckpt-Proof: HEX`; the
-digests behind parts are HMACs of it, and blocks and raw bytes are refused, as nothing proves theirs. A refusal has a JSON body
+digests behind parts are HMACs of it, and blocks are refused, as nothing proves theirs. A refusal has a JSON body
 `{error, message, serving_step}`:
 
 | status | error               | may the receiver try again?                                    |
@@ -76,8 +75,6 @@ GROUP_HEADER = "X-Ckpt-Group"
 PROVED_REQUEST_HEADERS = (
     "If-Match",
     "Accept-Encoding",
-    "Range",
-    "If-Range",
     RECEIVER_HEADER,
     RECEIVED_HEADER,
     ADDRESS_HEADER,

@@ -87,7 +87,6 @@ _LOOK_PAUSES = 10.0
 _DIGESTED_AT_ONCE_BYTES = 64 * 1024 * 1024
 _BLAKE3_AT_ONCE_BYTES = 16 * 1024 * 1024
 """Some 4 ms on one thread; what is computed for a client that has left ends with them."""
-_RANGE = re.compile(r"\Abytes=(?:([0-9]{1,19})-([0-9]{0,19})|-([0-9]{1,19}))\Z")
 _NONCE = re.compile(rf"\A[0-9a-f]{{{NONCE_DIGITS}}}\Z")
 _RECEIVER = re.compile(r"\A[0-9A-Za-z._-]{1,64}\Z")
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
@@ -115,7 +114,7 @@ class CheckpointHandlers:
         identity: under which it proves that it knows the token.
         on_registered: called on the loop when a receiver has started on a snapshot.
         patience_s: with a client that takes nothing of a manifest.
-        max_bytes_per_s: of all bodies of blocks, parts and raw bytes together; None: no bound.
+        max_bytes_per_s: of all bodies of blocks and parts together; None: no bound.
     """
 
     def __init__(
@@ -157,7 +156,6 @@ class CheckpointHandlers:
         app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
         app.router.add_get(step + "/manifest", self._manifest)
         app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks, allow_head=False)
-        app.router.add_get(step + "/bytes", self._bytes, allow_head=False)
         app.router.add_get(step + "/digests", functools.partial(self._digests, digest_blocks))
         app.router.add_get(step + "/samples", functools.partial(self._digests, sample_blocks))
         app.router.add_get(step + "/blake3", self._blake3s)
@@ -310,35 +308,7 @@ class CheckpointHandlers:
         self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             return self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
-        return await self._send(request, served, 200, Body(served, start, stop, framed=True))
-
-    async def _bytes(self, request: web.Request) -> web.StreamResponse:
-        served = self._chosen(request)
-        if isinstance(served, web.Response):
-            return served
-        start, stop, status = 0, served.total_bytes, 200
-        headers = {}
-        # Where the client's part is of another snapshot it gets all of this one (RFC 9110, 13.1.5).
-        if "Range" in request.headers and request.headers.get("If-Range", _etag(served)) == _etag(served):
-            match = _RANGE.match(request.headers["Range"])
-            if match is None:
-                start = -1
-            elif match[3] is not None:
-                start = max(stop - int(match[3]), 0)
-            else:
-                start = int(match[1])
-                stop = min(int(match[2]) + 1, stop) if match[2] else stop
-            status = 206
-            if not 0 <= start < stop:
-                refusal = self._refuse("bad_range", f"the state has {served.total_bytes} bytes", status=416)
-                refusal.headers["Content-Range"] = f"bytes */{served.total_bytes}"
-                return refusal
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{served.total_bytes}"
-        self._note_contact(request, served)
-        self._check_unchanged(served, start, stop)
-        if not served.holds(start, stop):
-            return self._gone(request, f"step {served.step}: bytes {start} to {stop} have been freed")
-        return await self._send(request, served, status, Body(served, start, stop, framed=False), headers)
+        return await self._send(request, served, Body(served, start, stop))
 
     async def _digests(
         self, of: Callable[[Served, Sequence[int]], dict[int, bytes]], request: web.Request
@@ -394,9 +364,9 @@ class CheckpointHandlers:
         snapshot, regions, seeds = asked
         session = self._session_of(request)
         if session is None:
-            return await self._send(request, snapshot, 200, PartsBody(snapshot, regions, seeds))
+            return await self._send(request, snapshot, PartsBody(snapshot, regions, seeds))
         start_digest = functools.partial(session.part_digest, request.headers.get(PROOF_HEADER, ""))
-        return await self._send(request, snapshot, 200, PartsBody(snapshot, regions, seeds, start_digest))
+        return await self._send(request, snapshot, PartsBody(snapshot, regions, seeds, start_digest))
 
     async def _part_digests(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked_parts(request)
@@ -588,21 +558,13 @@ class CheckpointHandlers:
             transport.abort()
         return response
 
-    async def _send(
-        self,
-        request: web.Request,
-        served: Served,
-        status: int,
-        body: Sendable,
-        headers: dict[str, str] | None = None,
-    ) -> web.StreamResponse:
+    async def _send(self, request: web.Request, served: Served, body: Sendable) -> web.StreamResponse:
         """Send a body; where it ends early the connection is cut, so that the client cannot take it for the end."""
         if self._session_of(request) is not None and not isinstance(body, PartsBody):
             return self._refuse(
                 "not_found", "over a connection on which the token is proved, tensors are served in parts"
             )
-        response = web.StreamResponse(status=status, headers={"ETag": _etag(served), "Accept-Ranges": "bytes"})
-        response.headers.update(headers or {})
+        response = web.StreamResponse(headers={"ETag": _etag(served)})
         response.content_type = "application/octet-stream"
         response.content_length = body.length
         self._prove_answer(request, response, None)

@@ -53,26 +53,23 @@ class Sendable(Protocol):
 
 
 class Body:
-    """Bytes [start, stop) of what is served, in order.
+    """Blocks of what is served, in order, each followed by its digest, which is computed on the way where it is not known.
 
     Args:
         served: where they come from.
-        start, stop: bytes; whole blocks where `framed`.
-        framed: whether each block is followed by its digest, which is computed on the way where it is not known.
+        start, stop: bytes of whole blocks.
     """
 
-    def __init__(self, served: Served, start: int, stop: int, *, framed: bool) -> None:
+    def __init__(self, served: Served, start: int, stop: int) -> None:
         self._served = served
         self._at = start
         self._stop = stop
-        self._framed = framed
         self._trailer = memoryview(b"")
         self._gathered = memoryview(b"")
         self._scratch: memoryview | None = None
         num_blocks = count_blocks(stop, served.block_bytes) - start // served.block_bytes
-        self.length = stop - start + (DIGEST_BYTES * num_blocks if framed else 0)
-        if framed:
-            self._begin_block()
+        self.length = stop - start + DIGEST_BYTES * num_blocks
+        self._begin_block()
 
     @property
     def done(self) -> bool:
@@ -95,12 +92,12 @@ class Body:
             taken = send([self._gathered])
             self._gathered = self._gathered[taken:]
             return self._advanced(taken)
-        end = min(self._at + max_bytes, self._end if self._framed else self._stop)
+        end = min(self._at + max_bytes, self._end)
         with self._served.lend(self._at, end) as views:
             if len(views) > _GATHER_FROM_VIEWS:
                 self._gather(views)
                 views = [self._gathered]
-            if self._framed and self._hasher is not None and self._hashed < end:
+            if self._hasher is not None and self._hashed < end:
                 self._hash(views, end)
             taken = 0 if self._gathered else send(views)
         if self._gathered:
@@ -110,7 +107,7 @@ class Body:
 
     def _advanced(self, taken: int) -> int:
         self._at += taken
-        if self._framed and self._at == self._end:
+        if self._at == self._end:
             self._end_block()
         return taken
 
