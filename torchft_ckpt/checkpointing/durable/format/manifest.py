@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
 
@@ -382,8 +382,3 @@ def _check_plain(value: PlainValue) -> None:
 
 def _damaged(where: str, what: str) -> CheckpointDamagedError:
     return CheckpointDamagedError(f"{where} {what}", where)
-
-
-def boxes_of(entries: Iterable[BoxEntry]) -> list[Box]:
-    """Return the boxes of entries."""
-    return [entry.box for entry in entries]
