@@ -432,7 +432,7 @@ def test_verify_compares_the_checksums_that_dcp_wrote(dcps: Path, capsys: Captur
         1,
         [
             "step-7: damaged",
-            "    the record in __0_0.distcp of model.weight [0:300, 0:500] is damaged: its data do not have their checksum",
+            "    the record in __0_0.distcp of model.weight [0:300, 0:500] is damaged in 'data/0'",
         ],
     )
     path.write_bytes(path.read_bytes()[:1000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchft_ckpt.checkpointing.durable.reading import foreign
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
@@ -168,14 +171,33 @@ def test_what_every_rank_saved_is_read_once(tmp_path: Path) -> None:
     assert reader.values() == {"step": (("step",), 7)}
 
 
-def test_of_a_large_tensor_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
+def test_only_the_records_that_are_needed_are_read_and_each_once(tmp_path: Path) -> None:
     tensor = torch.arange(4 * 1024 * 1024, dtype=torch.int32).reshape(1024, -1)
-    reader = sharded(tmp_path, tensor, [0, 512], rank_local=True).done()
-    target = torch.zeros(256, tensor.shape[1], dtype=torch.int32)
-    reader.read([Want("w", Box((384, 0), (256, tensor.shape[1])), target)])
-    assert torch.equal(target, tensor[384:640])
-    assert reader.bytes_read <= 1.05 * target.nbytes
-    assert reader.bytes_needed == target.nbytes
+    reader = sharded(tmp_path, tensor, [0, 256, 512, 768], rank_local=True).done()
+    targets = [torch.zeros(200, tensor.shape[1], dtype=torch.int32) for _ in range(2)]
+    reader.read([Want("w", Box((200 * number, 0), (200, tensor.shape[1])), to) for number, to in enumerate(targets)])
+    assert torch.equal(torch.cat(targets), tensor[:400])
+    assert reader.bytes_read <= 1.05 * tensor.nbytes / 2
+    assert reader.bytes_needed == 2 * targets[0].nbytes
+
+
+def test_large_records_are_loaded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is loaded it takes three times its length."""
+    tensor = torch.arange(8 * 1000).reshape(8, -1)
+    reader = sharded(tmp_path, tensor, range(8), rank_local=False).done()
+    now, most = [0], [0]
+
+    def load(record: bytes, what: str) -> object:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        time.sleep(0.01)
+        now[0] -= 1
+        return load_record(record, what)
+
+    monkeypatch.setattr(foreign, "load_record", load)
+    monkeypatch.setattr(foreign, "_LARGE_BYTES", 1000)
+    assert torch.equal(read_whole(reader, "w", tensor), tensor)
+    assert most == [1]
 
 
 # What is not whole

@@ -1,27 +1,27 @@
 """Reads checkpoints that torch.distributed.checkpoint wrote: ordinary ones, and rank-local ones of `use_collectives=False`.
 
 The metadata of all ranks are put together before anything is planned, and it is proved that they cover every tensor; DCP does
-neither, and loads half a tensor without an error where rank-local files meet another mesh. Nothing is unpickled but by torch's
-unpickler for weights.
+neither, and loads half a tensor without an error where rank-local files meet another mesh. DCP's own load is not used for
+another reason, too: it unpickles metadata and plain values as they are, with all that they say.
 
-DCP's records have no digests. Of a dense tensor in C order only the bytes that are needed are read, unchecked, or the whole
-record, whose CRC-32 is then compared. Any other tensor is read as a whole record into memory, by `torch.load`; one that stands
-for more bytes than it has is refused, because DCP writes none.
+A record is what `torch.save` makes of a tensor or value. It is read whole, its checksums are compared, where DCP wrote any, and
+`torch.load` loads it (`value_records`). A tensor that stands for more bytes than it has is refused, because DCP writes none.
 Whether rank-local files of two saves are mixed in one directory cannot be known: they have no name of their save in common.
 """
 
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from torchft_ckpt.checkpointing.durable.format.archive import ArchiveError, PlainTensor, plain_tensor
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
@@ -29,26 +29,14 @@ from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
     box_of,
     load_metadata,
 )
-from torchft_ckpt.checkpointing.durable.reading.pieces import (
-    GAP_BYTES,
-    RUN_BYTES,
-    SMALL_BYTES,
-    Cell,
-    PieceReader,
-    Reading,
-    copy_box,
-    cut_by_span,
-    new_memory,
-    spans_of,
-)
+from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PieceReader, Reading, copy_box
 from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
 from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.checkpointing.state.regions import c_strides, region_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.core.boxes import Box, relative_to
+from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.coverage import missing_boxes
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
@@ -62,6 +50,8 @@ if TYPE_CHECKING:
     from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 
 _RANK_LOCAL = re.compile(r"\A__(0|[1-9][0-9]{0,6})\.metadata\Z")
+_LARGE_BYTES = 64 * 1024 * 1024
+"""Of a record. While it is loaded it takes about three times its length; of larger ones one is loaded at a time."""
 
 
 class ForeignPiece(NamedTuple):
@@ -100,6 +90,7 @@ class ForeignReader(PieceReader[ForeignPiece]):
         self._tensors: dict[str, SavedTensor] = {}
         self._pieces: dict[str, list[ForeignPiece]] = {}
         self._values: dict[str, tuple[Path, _StorageInfo]] = {}
+        self._one_large_at_a_time = threading.Lock()
         for name, metadata in self._read_metadata():
             self._add(name, metadata)
         self._check()
@@ -249,87 +240,34 @@ class ForeignReader(PieceReader[ForeignPiece]):
 
     def _carry_out(self, cells: Sequence[Cell[ForeignPiece]], reading: Reading[ForeignPiece]) -> None:
         by_piece: dict[int, list[Cell[ForeignPiece]]] = {}
-        for cell in cells:
+        for cell in sorted(cells, key=lambda cell: (cell.piece.path, cell.piece.offset)):
             by_piece.setdefault(id(cell.piece), []).append(cell)
-        self._in_threads([self._unit(of_piece, reading) for of_piece in _in_file_order(by_piece.values())])
+        self._in_threads([partial(self._read_piece, of_piece, reading) for of_piece in by_piece.values()])
 
-    def _unit(self, cells: list[Cell[ForeignPiece]], reading: Reading[ForeignPiece]) -> Callable[[], None]:
-        def read() -> None:
-            piece = cells[0].piece
-            try:
-                self._read_piece(piece, cells, reading)
-            except ArchiveError as error:
-                damage = CheckpointDamagedError(f"{piece} is damaged: {error}", piece.path)
-                damage.__cause__ = error
-                reading.fail(piece, cells, damage)
-            except (CheckpointDamagedError, UnsupportedValueError, StorageError) as error:
-                reading.fail(piece, cells, error)
+    def _read_piece(self, cells: list[Cell[ForeignPiece]], reading: Reading[ForeignPiece]) -> None:
+        """Read a record, and give each cell what it takes from it."""
+        piece = cells[0].piece
+        try:
+            with self._one_large_at_a_time if piece.length > _LARGE_BYTES else nullcontext():
+                data = as_bytes(self._load_piece(piece)).numpy().data
+                reading.is_written = True
+                for cell in cells:
+                    copy_box(data, 0, piece.box, cell.box, cell.target, piece.tensor.dtype.itemsize)
+        except (CheckpointDamagedError, UnsupportedValueError, StorageError) as error:
+            reading.fail(piece, cells, error)
 
-        return read
-
-    def _read_piece(
-        self, piece: ForeignPiece, cells: Sequence[Cell[ForeignPiece]], reading: Reading[ForeignPiece]
-    ) -> None:
-        itemsize = piece.tensor.dtype.itemsize
-        if piece.length <= SMALL_BYTES:
-            record = self._fetch(piece, 0, piece.length)
-            plain = plain_tensor(lambda start, stop: record[start:stop], len(record))
-            if plain is not None:
-                self._check_kind(piece, plain.dtype, plain.shape)
-                data = memoryview(record)[plain.start : plain.start + piece.box.volume * itemsize]
-                _check_crc(plain, zlib.crc32(data))
-                _give(data, piece, cells, reading)
-                return
-        else:
-            plain = plain_tensor(lambda start, stop: self._fetch(piece, start, stop), piece.length)
-            if plain is not None:
-                self._check_kind(piece, plain.dtype, plain.shape)
-                self._read_plain(piece, plain, cells, reading)
-                return
-            record = self._fetch(piece, 0, piece.length)
-        tensor = load_record(record, str(piece))
+    def _load_piece(self, piece: ForeignPiece) -> torch.Tensor:
+        """Return the elements of a record, in C order."""
+        self._count(piece.length)
+        tensor = load_record(self._storage.read(piece.path, piece.offset, piece.offset + piece.length), str(piece))
         if not isinstance(tensor, torch.Tensor) or not has_elements_here(tensor):
             raise UnsupportedValueError(f"{piece} holds a {type(tensor).__qualname__}, no dense tensor", str(piece))
-        self._check_kind(piece, tensor.dtype, tuple(tensor.shape))
+        if (tensor.dtype, tuple(tensor.shape)) != (piece.tensor.dtype, piece.box.sizes):
+            raise CheckpointDamagedError(f"{piece} holds a {tensor.dtype}{[*tensor.shape]}", piece.path)
         held = tensor.untyped_storage().nbytes()
-        if held < piece.box.volume * itemsize:  # DCP gives an expanded tensor memory of its own before it writes it
-            raise CheckpointDamagedError(
-                f"{piece} is damaged: it has {held} bytes for {piece.box.volume * itemsize}", piece.path
-            )
-        host = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        _give(as_bytes(host).numpy().data, piece, cells, reading)
-
-    def _read_plain(
-        self,
-        piece: ForeignPiece,
-        plain: PlainTensor,
-        cells: Sequence[Cell[ForeignPiece]],
-        reading: Reading[ForeignPiece],
-    ) -> None:
-        """Read what is needed of a large dense tensor, bit by bit."""
-        itemsize, strides = piece.tensor.dtype.itemsize, c_strides(piece.box.sizes)
-        for cell in cells:
-            crc = 0
-            for box in cut_by_span(cell.box, strides, itemsize, RUN_BYTES):
-                region = region_of(0, strides, relative_to(box, piece.box), itemsize)
-                memory = new_memory(region.stop - region.start)
-                for low, high in spans_of(region, GAP_BYTES):
-                    part = memory[low - region.start : high - region.start]
-                    self._storage.read_into(piece.path, piece.offset + plain.start + low, part)
-                    self._count(len(part))
-                    crc = zlib.crc32(part, crc)
-                reading.is_written = True
-                copy_box(memory, region.start, piece.box, box, cell.target, itemsize)
-            if cell.box == piece.box:
-                _check_crc(plain, crc)
-
-    def _check_kind(self, piece: ForeignPiece, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        if (dtype, shape) != (piece.tensor.dtype, piece.box.sizes):
-            raise CheckpointDamagedError(f"{piece} holds a {dtype}{[*shape]}", piece.path)
-
-    def _fetch(self, piece: ForeignPiece, start: int, stop: int) -> bytes:
-        self._count(stop - start)
-        return self._storage.read(piece.path, piece.offset + start, piece.offset + stop)
+        if held < tensor.nbytes:  # DCP gives an expanded tensor memory of its own before it writes it
+            raise CheckpointDamagedError(f"{piece} is damaged: it has {held} bytes for {tensor.nbytes}", piece.path)
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def _load_value(self, fqn: str, info: _StorageInfo) -> object:
         path = self._path(info.relative_path)
@@ -346,23 +284,3 @@ class ForeignReader(PieceReader[ForeignPiece]):
 def has_elements_here(tensor: torch.Tensor) -> bool:
     """Whether a tensor that was read from a record is dense and has elements: records can hold meta and nested ones."""
     return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
-
-
-def _in_file_order(pieces: Iterable[list[Cell[ForeignPiece]]]) -> list[list[Cell[ForeignPiece]]]:
-    return sorted(pieces, key=lambda cells: (cells[0].piece.path, cells[0].piece.offset))
-
-
-def _check_crc(plain: PlainTensor, crc: int) -> None:
-    if plain.crc is not None and plain.crc != crc:
-        raise ArchiveError("its data do not have their checksum")
-
-
-def _give(
-    data: memoryview,
-    piece: ForeignPiece,
-    cells: Sequence[Cell[ForeignPiece]],
-    reading: Reading[ForeignPiece],
-) -> None:
-    reading.is_written = True
-    for cell in cells:
-        copy_box(data, 0, piece.box, cell.box, cell.target, piece.tensor.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Reads records of values that anybody may have written: by torch's unpickler for weights, and none that is more than it has.
+"""Reads records that `torch.save` wrote, or anybody: by torch's unpickler for weights, and none that is more than it has.
 
 `torch.load(weights_only=True)` executes nothing. But it calls what a pickle says, of a list of classes and functions:
 `bytearray(2**40)` takes that memory, a storage that is said to be longer than its bytes is read beyond them, and a key that is
@@ -22,14 +22,7 @@ from typing import cast
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.format.archive import (
-    STORAGES,
-    UNTYPED,
-    ArchiveError,
-    Entry,
-    entries_of,
-    record_problems,
-)
+from torchft_ckpt.checkpointing.durable.format.archive import ArchiveError, Entry, entries_of, record_problems
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import (
     InertPickleError,
     Made,
@@ -48,11 +41,15 @@ _MAX_KEY_DEPTH = 64
 _COPIED = ("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id")
 _KEY = re.compile(r"\A[0-9]{1,9}\Z")
 _ITEMSIZES = {
-    **{name: dtype.itemsize for name, dtype in STORAGES.items()},
-    **{Name("torch", f"{kind}Storage"): 1 for kind in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
-    Name("torch", "QInt32Storage"): 4,
-    UNTYPED: 1,
+    **dict.fromkeys([f"torch.{kind}Storage" for kind in ("Char", "Byte", "Bool", "QInt8", "QUInt8")], 1),
+    **dict.fromkeys([f"torch.{kind}Storage" for kind in ("QUInt4x2", "QUInt2x4")], 1),
+    **dict.fromkeys([f"torch.{kind}Storage" for kind in ("Short", "Half", "BFloat16")], 2),
+    **dict.fromkeys([f"torch.{kind}Storage" for kind in ("Int", "Float", "QInt32")], 4),
+    **dict.fromkeys([f"torch.{kind}Storage" for kind in ("Long", "Double", "ComplexFloat")], 8),
+    "torch.ComplexDoubleStorage": 16,
+    "torch.storage.UntypedStorage": 1,
 }
+"""Bytes of an element of a storage, by its class."""
 _TORCH_LOAD_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -90,6 +87,7 @@ def load_record(record: bytes, what: str) -> object:
         raise _not_read(what, str(error)) from error
     except (ArchiveError, InertPickleError) as error:
         raise CheckpointDamagedError(f"{what} cannot be read: {error}", what) from error
+    del record  # it may be large, and the archive has all of it that is needed
     try:
         return torch.load(archive, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -105,20 +103,16 @@ def _not_read(what: str, needed: str) -> UnsupportedValueError:
 
 def _bounded(record: bytes) -> io.BytesIO:
     """Return a record anew, if what torch makes of it is bounded by what is there."""
-    entries = entries_of(lambda start, stop: record[start:stop], len(record))
-
-    def content(entry: Entry) -> bytes:
-        return record[entry.start : entry.start + entry.num_bytes]
-
+    entries = entries_of(record)
     if "data.pkl" not in entries:
         raise ArchiveError("it has no data.pkl")
     checks = _Checks(entries, len(record))
-    checks.run(read_pickle(content(entries["data.pkl"]), None))
+    checks.run(read_pickle(bytes(entries["data.pkl"].content), None))
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         for name in (*_COPIED, *(f"data/{key}" for key in sorted(checks.keys))):
             if name in entries:
-                file.writestr(f"archive/{name}", content(entries[name]))
+                file.writestr(f"archive/{name}", entries[name].content)
     archive.seek(0)
     return archive
 
@@ -195,11 +189,16 @@ class _Checks:
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage" or type(key[1]) is not Name:
             raise InertPickleError("it refers to what is no storage")
         _, kind, number, _, count = key
-        if type(number) is not str or _KEY.match(number) is None or type(count) is not int or kind not in _ITEMSIZES:
+        if (
+            type(number) is not str
+            or _KEY.match(number) is None
+            or type(count) is not int
+            or str(kind) not in _ITEMSIZES
+        ):
             raise InertPickleError(f"it refers to a storage that torch.save does not write: {kind}")
         entry = self._entries.get(f"data/{number}")
-        num_bytes = 0 if entry is None else entry.num_bytes
-        if not 0 <= count * _ITEMSIZES[kind] <= num_bytes:
+        num_bytes = 0 if entry is None else len(entry.content)
+        if not 0 <= count * _ITEMSIZES[str(kind)] <= num_bytes:
             raise InertPickleError(f"it has {num_bytes} bytes for a storage of {count} elements")
         self.keys.add(number)
 
