@@ -325,6 +325,52 @@ def test_objects_that_share_their_members_take_no_hours() -> None:
         load_metadata(pickle.dumps(metadata))
 
 
+def test_metadata_that_share_their_members_take_no_hours() -> None:
+    one = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81h\x00b"
+    members = {"state_dict_metadata": {}, "storage_data": {}}
+    with pytest.raises(CheckpointDamagedError, match="a second Metadata"):
+        load_metadata(b"\x80\x02" + bare(members) + b"q\x00" + one + one + b".")
+
+
+@pytest.mark.parametrize(
+    "info",
+    [_StorageInfo("x" * 20_000, 0, 1), _StorageInfo("x", 0, 1, ["gzip"] * 17)],
+    ids=["path", "transforms"],
+)
+def test_members_that_no_record_has_are_refused(info: _StorageInfo) -> None:
+    with pytest.raises(CheckpointDamagedError, match=r"no path within|more than 16 transforms"):
+        load_metadata(pickle.dumps(a_metadata(info=info)))
+
+
+def test_what_was_looked_at_is_not_changed_again() -> None:
+    chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
+    with pytest.raises(CheckpointDamagedError, match="no new object"):
+        load_metadata(b"\x80\x02" + bare(chunk) + bare({"offsets": (5,), "sizes": (9,)}) + b"b.")
+    of_class = b"ctorch.distributed.checkpoint.metadata\n%s\n)\x81"
+    members = bare("properties") + bare(TensorProperties(torch.float32)) + bare("size") + bare(torch.Size((1,)))
+    tensor = of_class % b"TensorStorageMetadata" + b"}(" + members + bare("chunks") + b"h\x00ub"
+    grown = b"h\x00" + bare(ChunkStorageMetadata(torch.Size((5,)), torch.Size((9,)))) + b"a"
+    described = bare("state_dict_metadata") + b"}" + bare("w") + tensor + b"s" + bare("storage_data") + b"}"
+    inside = bare("before") + b"]q\x00" + described + bare("after") + grown
+    loaded = load_metadata(b"\x80\x02" + of_class % b"Metadata" + b"}(" + inside + b"ub.")
+    assert getattr(loaded.state_dict_metadata["w"], "chunks", None) == []
+
+
+def test_nothing_is_left_beside_what_is_looked_at() -> None:
+    for left in (b"N", b"(", b"(N"):
+        with pytest.raises(CheckpointDamagedError, match="leaves several values"):
+            load_metadata(b"\x80\x02" + left + bare(a_metadata()) + b".")
+
+
+def bare(value: object) -> bytes:
+    """Return the opcodes that make a value, without a memo, beginning or end."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]
+
+
 def test_indexes_that_were_chosen_to_have_one_hash_are_refused() -> None:
     """Of n such indexes each is compared with all others before it: 12,000 took a minute."""
     sizes = colliding_sizes(100)

@@ -229,6 +229,8 @@ BOMBS = {
     "a key nested 100,000 deep": b"\x80\x02}" + tuples(100_000, wide=False) + b"Ns.",
     "a set of a key of 2**60 values": b"\x80\x02c__builtin__\nset\n]" + tuples(60, wide=True) + b"a\x85R.",
     "keys of one hash": b"\x80\x02}(" + b"".join(long(n * (2**61 - 1)) + b"N" for n in range(1, 200)) + b"u.",
+    "a call beside the value": b"\x80\x02c__builtin__\nbytearray\n" + long(1 << 40) + b"\x85RN.",
+    "a call below an open mark": b"\x80\x02c__builtin__\nbytearray\n" + long(1 << 40) + b"\x85R(N.",
     "the state of a tensor": b"\x80\x02"
     + REBUILD
     + b"("

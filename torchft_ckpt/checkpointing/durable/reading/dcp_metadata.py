@@ -1,15 +1,17 @@
 """DCP's `.metadata`: written for our checkpoints, so that plain `torch.distributed.checkpoint` reads them, and read of its own.
 
-It is a pickle. This is the one file of the package that writes one; reading is left to `inert_pickle`, which executes nothing:
-each object is made here, of values whose types were checked. DCP's own readers do unpickle it, with all that this means.
+It is a pickle. This is the one file of the package that writes one. It is read by Python's own unpickler (`inert_pickle`) with an
+allow-list, which executes nothing: each object is made here, of members whose types were checked. DCP's own readers unpickle
+whatever it says, with all that this means.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,11 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import (
     InertPickleError,
-    Made,
-    Mapping,
-    Name,
+    InertUnpickler,
+    Pairs,
     check_hashes,
-    read_pickle,
 )
 from torchft_ckpt.checkpointing.durable.format.manifest import is_too_large
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
@@ -37,7 +37,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import is_path_within
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import MAX_DIMS
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes import Box, fits
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointDamagedError
 
@@ -49,33 +49,27 @@ _MAX_MEMBERS = 16
 """Of an object. DCP's have up to five."""
 _MAX_PATH_KEYS = 256
 _MAX_PATH_CHARS = 16 * 1024
+"""Of the keys that lead to a tensor together, and of the path of a file."""
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-_CLASSES = {
-    **{Name(_DCP, kind): kind for kind in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")},
-    **{Name(_DCP, kind): kind for kind in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")},
-    **{Name(module, "TensorProperties"): "TensorProperties" for module in (_DCP, _SHARDED)},
-    Name(_FILES, "_StorageInfo"): "_StorageInfo",
-    Name("torch", "Size"): "Size",
-    Name("collections", "OrderedDict"): "OrderedDict",
+_LAYOUT, _UNUSED = object(), object()
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_ALLOWED: dict[tuple[str, str], object] = {
+    **{(_DCP, kind.__name__): kind for kind in (Metadata, TensorStorageMetadata, BytesStorageMetadata)},
+    **{(_DCP, kind.__name__): kind for kind in (ChunkStorageMetadata, MetadataIndex, StorageMeta)},
+    **dict.fromkeys([(_DCP, "TensorProperties"), (_SHARDED, "TensorProperties")], TensorProperties),
+    (_FILES, "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch.serialization", "_get_layout"): _LAYOUT,
+    # They are in the properties of tensors and in `storage_meta`, and nothing is made of them.
+    (_DCP, "_MEM_FORMAT_ENCODING"): _UNUSED,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _UNUSED,
+    ("builtins", "getattr"): _UNUSED,  # by which Python 3.11.0 to 3.11.3 name a member of an enumeration
+    **dict.fromkeys([(module, kind) for module in ("pathlib", "pathlib._local") for kind in _PATHS], _UNUSED),
 }
-_DTYPES = {Name("torch", name): dtype for name, dtype in DTYPES.items()}
-_UNUSED = frozenset(
-    {
-        # They are in the properties of tensors and in `storage_meta`, and nothing is made of them here.
-        Name(_DCP, "_MEM_FORMAT_ENCODING"),
-        Name(_SHARDED, "MEM_FORMAT_ENCODING"),
-        Name("builtins", "getattr"),  # by which Python 3.11.0 to 3.11.3 name a member of an enumeration
-        Name("torch.serialization", "_get_layout"),
-        *(
-            Name(module, kind)
-            for module in ("pathlib", "pathlib._local")
-            for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        ),
-    }
-)
-_ALLOWED = frozenset({*_CLASSES, *_DTYPES, *_UNUSED})
 _T = TypeVar("_T")
 
 
@@ -123,8 +117,8 @@ def build_metadata(checkpoint: Checkpoint) -> bytes:
             planner_data=paths,
             storage_data=stored,
             storage_meta=StorageMeta(save_id=checkpoint.name.save_id),
+            **_with_version(_VERSION),
         )
-        _set_version(metadata, _VERSION)
         return pickle.dumps(metadata, protocol=_PROTOCOL)
 
 
@@ -153,9 +147,9 @@ def _pieces_by_offsets(tensor: SavedTensor) -> list[Piece]:
             )
 
 
-def _set_version(metadata: Metadata, version: str | None) -> None:
-    if any(member.name == "version" for member in dataclasses.fields(Metadata)):
-        metadata.version = version  # newer than torch 2.7
+def _with_version(version: str | None) -> dict[str, Any]:
+    """Return the version as `Metadata` takes it, which of torch 2.7 has none."""
+    return {"version": version} if any(member.name == "version" for member in dataclasses.fields(Metadata)) else {}
 
 
 # Reading
@@ -178,185 +172,206 @@ def load_metadata(data: bytes, where: str = ".metadata") -> Metadata:
         raise CheckpointDamagedError(f"{where} has {len(data)} bytes, more than {MAX_METADATA_BYTES}", where)
     try:
         with collector_paused():
-            return _Maker(len(data)).metadata(read_pickle(data, _ALLOWED))
+            return _made(_MetadataUnpickler(data).load(), Metadata)
     except InertPickleError as error:
         raise CheckpointDamagedError(f"{where} is not DCP's metadata, or damaged: {error}", where) from error
 
 
-class _Maker:
-    """Makes DCP's objects of what a pickle describes. What the pickle shares is made once.
+class _MetadataUnpickler(InertUnpickler):
+    """Makes DCP's objects, each once its members were looked at; what was made is not changed again.
 
-    Args:
-        num_bytes: of the pickle. What tensors share is looked at for each of them: chunks of all together at most so often.
+    What a pickle shares is looked at for each that has it: that is bounded by how long each may be.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._known: dict[tuple[int, str], object] = {}
-        self._max_chunks = num_bytes
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._max_chunks = len(data)
+        self._num_chunks = 0
+        self._is_made = False
 
-    def metadata(self, root: object) -> Metadata:
-        """Return the whole of it."""
-        state = self._state(root, "Metadata")
-        described = self._pairs(state.get("state_dict_metadata"))
-        self._count_chunks(described)
-        stored = [
-            (self._once(index, self._index), self._once(info, self._info))
-            for index, info in self._pairs(state.get("storage_data"))
-        ]
-        check_hashes((hash(index) for index, _ in stored), "offsets")
-        metadata = Metadata(
-            state_dict_metadata={self._text(fqn): self._once(value, self._described) for fqn, value in described},
-            planner_data=self._paths(state.get("planner_data")),
-            storage_data=dict(stored),
-            storage_meta=self._storage_meta(state.get("storage_meta")),
-        )
-        version = state.get("version")
-        _set_version(metadata, None if version is None else self._text(version))
-        return metadata
+    def find_class(self, module: str, name: str) -> object:
+        found = _ALLOWED.get((module, name))
+        if found is None:
+            raise InertPickleError(
+                f"it names {module[:80]}.{name[:80]}, which has no place there; nothing was executed"
+            )
+        return found
 
-    def _once(self, value: object, make: Callable[[object], _T]) -> _T:
-        key = (id(value), make.__name__)  # alive, because the root holds it
-        if key not in self._known:
-            self._known[key] = make(value)
-        return cast(_T, self._known[key])
+    def make(self, of: Any, arguments: tuple[object, ...]) -> object:
+        if of is torch.Size and len(arguments) == 1:
+            return _dims(arguments[0])
+        if of is _LAYOUT:
+            return torch.strided if arguments == ("torch.strided",) else torch.sparse_coo  # or another that is not read
+        if of is _UNUSED:
+            return None
+        if of is OrderedDict and not arguments:
+            return Pairs()
+        if type(of) is type and of in _MADE and not arguments:
+            return object.__new__(of)
+        raise InertPickleError("it calls what is no class, or with what DCP does not write")
 
-    def _count_chunks(self, described: Sequence[tuple[object, object]]) -> None:
-        """See that tensors have no more chunks than are written there: of a list that they share each is looked at for each."""
+    def build(self, made: Any, state: object) -> None:
+        kind = type(made)
+        if kind not in _MEMBERS or vars(made):
+            raise InertPickleError("it sets the state of what is no new object")
+        members = state if kind is TensorProperties else _members_of(state, kind.__name__)
+        kind.__init__(made, **_MEMBERS[kind](self, members))
+
+    def items_of(self, made: Any) -> None:
+        return None
+
+    def _metadata(self, members: dict[str, object]) -> dict[str, object]:
+        if self._is_made:
+            raise InertPickleError("it has a second Metadata")
+        self._is_made = True
+        described = [(_text(fqn), value) for fqn, value in _pairs(members.get("state_dict_metadata"))]
         num_chunks = 0
         for _, value in described:
-            if _kind(value) != "BytesStorageMetadata":
-                num_chunks += len(self._sequence(self._state(value, "TensorStorageMetadata").get("chunks")))
-                if num_chunks > self._max_chunks:
-                    raise InertPickleError(f"its tensors have more chunks than it has bytes, {self._max_chunks}")
+            if type(value) is not BytesStorageMetadata:
+                num_chunks += len(_made(value, TensorStorageMetadata).chunks)
+        self._check_chunks(num_chunks)
+        stored = [
+            (_made(index, MetadataIndex), _made(info, _StorageInfo))
+            for index, info in _pairs(members.get("storage_data"))
+        ]
+        check_hashes((hash(index) for index, _ in stored), "offsets")
+        paths, meta, version = (members.get(name) for name in ("planner_data", "storage_meta", "version"))
+        return {
+            "state_dict_metadata": dict(described),
+            "planner_data": None if paths is None else {_text(fqn): _path(path) for fqn, path in _pairs(paths)},
+            "storage_data": dict(stored),
+            "storage_meta": None if meta is None else _made(meta, StorageMeta),
+            **_with_version(None if version is None else _text(version)),
+        }
 
-    def _described(self, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
-        if _kind(value) == "BytesStorageMetadata":
-            return BytesStorageMetadata()
-        state = self._state(value, "TensorStorageMetadata")
-        size = self._dims(state.get("size"))
-        chunks = self._once(state.get("chunks"), self._chunks)
-        properties = self._once(state.get("properties"), self._properties)
+    def _tensor(self, members: dict[str, object]) -> dict[str, object]:
+        size, properties = _dims(members.get("size")), _made(members.get("properties"), TensorProperties)
         if is_too_large(size, properties.dtype.itemsize):
             raise InertPickleError(f"a tensor of {[*size]} has more than 2**62 bytes")
+        listed = _sequence(members.get("chunks"))
+        self._num_chunks += len(listed)
+        self._check_chunks(self._num_chunks)
+        chunks = [_made(chunk, ChunkStorageMetadata) for chunk in listed]
         for chunk in chunks:
-            inside = len(chunk.sizes) == len(size) and all(
-                low + length <= whole for low, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-            )
-            if not inside:
+            if not fits(box_of(chunk), size):
                 raise InertPickleError(f"a chunk at {[*chunk.offsets]} is not within {[*size]}")
-        return TensorStorageMetadata(properties, size, chunks)
+        return {"size": size, "properties": properties, "chunks": chunks}
 
-    def _chunks(self, value: object) -> list[ChunkStorageMetadata]:
-        return [self._once(item, self._chunk) for item in self._sequence(value)]
+    def _check_chunks(self, num_chunks: int) -> None:
+        """See that tensors have no more chunks than are written there: of a list that they share each is looked at for each."""
+        if num_chunks > self._max_chunks:
+            raise InertPickleError(f"its tensors have more chunks than it has bytes, {self._max_chunks}")
 
-    def _chunk(self, value: object) -> ChunkStorageMetadata:
-        state = self._state(value, "ChunkStorageMetadata")
-        offsets, sizes = self._dims(state.get("offsets")), self._dims(state.get("sizes"))
+    def _chunk(self, members: dict[str, object]) -> dict[str, object]:
+        offsets, sizes = _dims(members.get("offsets")), _dims(members.get("sizes"))
         if len(offsets) != len(sizes):
             raise InertPickleError("a chunk has other dimensions than its offsets")
-        return ChunkStorageMetadata(offsets, sizes)
+        return {"offsets": offsets, "sizes": sizes}
 
-    def _properties(self, value: object) -> TensorProperties:
-        state = value.state if isinstance(value, Made) and _kind(value) == "TensorProperties" else None
-        dtype = _DTYPES.get(state[0]) if isinstance(state, tuple) and state and type(state[0]) is Name else None
-        if dtype is None or not isinstance(state, tuple):
+    def _properties(self, state: Any) -> dict[str, object]:
+        given = state[:3] if type(state) is tuple else ()
+        dtype, layout, requires_grad = (*given, None, None, None)[:3]
+        if not isinstance(dtype, torch.dtype):
             raise InertPickleError("a tensor has no dtype that is known here")
-        layout = state[1] if len(state) > 1 else None
-        properties = TensorProperties(dtype=dtype)
-        if isinstance(layout, Made) and layout.arguments != ("torch.strided",):
-            properties.layout = torch.sparse_coo  # or another that is not strided: nothing here reads any of these
-        properties.requires_grad = len(state) > 2 and state[2] is True
-        if len(state) > 5 and state[5] is not None and hasattr(properties, "strides"):
-            properties.strides = tuple(self._dims(state[5]))  # newer than torch 2.13; not read here
-        return properties
+        return {
+            "dtype": dtype,
+            "layout": torch.strided if layout is None else layout,
+            "requires_grad": requires_grad is True,
+        }
 
-    def _index(self, value: object) -> MetadataIndex:
-        state = self._state(value, "MetadataIndex")
-        offset, number = state.get("offset"), state.get("index")
+    def _index(self, members: dict[str, object]) -> dict[str, object]:
+        offset, number = members.get("offset"), members.get("index")
         if number is not None and type(number) is not int:
             raise InertPickleError("an index is no number")
-        return MetadataIndex(self._text(state.get("fqn")), None if offset is None else self._dims(offset), number)
+        return {
+            "fqn": _text(members.get("fqn")),
+            "offset": None if offset is None else _dims(offset),
+            "index": number,
+        }
 
-    def _info(self, value: object) -> _StorageInfo:
-        state = self._state(value, "_StorageInfo")
-        path = self._text(state.get("relative_path"))
-        if not is_path_within(path):
+    def _info(self, members: dict[str, object]) -> dict[str, object]:
+        path, transforms = _text(members.get("relative_path")), members.get("transform_descriptors")
+        if len(path) > _MAX_PATH_CHARS or not is_path_within(path):
             raise InertPickleError(f"{path[:120]!r} is no path within the directory")
-        info = _StorageInfo(path, _count(state.get("offset")), _count(state.get("length")))
-        if state.get("transform_descriptors") is not None:
-            info.transform_descriptors = self._once(state["transform_descriptors"], self._names)
-        return info
+        if transforms is not None and len(_sequence(transforms)) > _MAX_MEMBERS:
+            raise InertPickleError(f"a record went through more than {_MAX_MEMBERS} transforms")
+        return {
+            "relative_path": path,
+            "offset": _count(members.get("offset")),
+            "length": _count(members.get("length")),
+            "transform_descriptors": None if transforms is None else [_text(name) for name in _sequence(transforms)],
+        }
 
-    def _names(self, value: object) -> list[str]:
-        return [self._text(name) for name in self._sequence(value)]
+    def _meta(self, members: dict[str, object]) -> dict[str, object]:
+        ids = {name: members.get(name) for name in ("save_id", "load_id")}
+        return {name: None if value is None else _text(value) for name, value in ids.items()}
 
-    def _storage_meta(self, value: object) -> StorageMeta | None:
-        if value is None:
-            return None
-        state = self._state(value, "StorageMeta")
-        meta = StorageMeta()
-        for member in ("save_id", "load_id"):
-            text = state.get(member)
-            if text is not None:
-                setattr(meta, member, self._text(text))
-        return meta
 
-    def _paths(self, value: object) -> dict[str, tuple[str | int, ...]] | None:
-        if value is None:
-            return None
-        return {self._text(fqn): self._once(path, self._path) for fqn, path in self._pairs(value)}
+_MEMBERS: dict[type, Callable[[_MetadataUnpickler, Any], dict[str, object]]] = {
+    Metadata: _MetadataUnpickler._metadata,
+    TensorStorageMetadata: _MetadataUnpickler._tensor,
+    ChunkStorageMetadata: _MetadataUnpickler._chunk,
+    TensorProperties: _MetadataUnpickler._properties,
+    MetadataIndex: _MetadataUnpickler._index,
+    _StorageInfo: _MetadataUnpickler._info,
+    StorageMeta: _MetadataUnpickler._meta,
+}
+"""What objects are made with, by their class: the arguments of `__init__` that come of what a pickle says are its members."""
+_MADE = frozenset([*_MEMBERS, BytesStorageMetadata])
 
-    def _path(self, value: object) -> tuple[str | int, ...]:
-        if type(value) is not tuple or not all(type(key) in (str, int) for key in value):
-            raise InertPickleError("a path of keys is none")
-        if len(value) > _MAX_PATH_KEYS or sum(len(key) for key in value if isinstance(key, str)) > _MAX_PATH_CHARS:
-            raise InertPickleError(f"a path has more than {_MAX_PATH_KEYS} keys, or {_MAX_PATH_CHARS} characters")
-        return value
 
-    def _dims(self, value: object) -> torch.Size:
-        if isinstance(value, Made) and _kind(value) == "Size" and len(value.arguments) == 1:
-            value = value.arguments[0]
-        if type(value) not in (tuple, list):
-            raise InertPickleError("a size is none")
-        dims = cast("Sequence[object]", value)
-        if len(dims) > MAX_DIMS:
-            raise InertPickleError(f"a size has {len(dims)} dimensions")
-        return torch.Size([_count(dim) for dim in dims])
+def _made(value: object, kind: type[_T]) -> _T:
+    if type(value) is not kind or not vars(value):
+        raise InertPickleError(f"where a {kind.__name__} should be there is something else")
+    return value
 
-    def _state(self, value: object, kind: str) -> dict[str, object]:
-        """Return the members of an object of a class."""
-        state = value.state if isinstance(value, Made) and _kind(value) == kind else None
-        if not isinstance(state, Mapping):
-            raise InertPickleError(f"where a {kind} should be there is something else")
-        if len(state) > _MAX_MEMBERS:
-            raise InertPickleError(f"a {kind} has {len(state)} members")
-        return {self._text(key): item for key, item in state}
 
-    def _pairs(self, value: object) -> list[tuple[object, object]]:
-        if isinstance(value, Mapping):
-            return value
-        if isinstance(value, Made) and _kind(value) == "OrderedDict":
-            return value.items
+def _members_of(state: object, kind: str) -> dict[str, object]:
+    if type(state) is not Pairs:
+        raise InertPickleError(f"where a {kind} should be there is something else")
+    if len(state) > _MAX_MEMBERS:
+        raise InertPickleError(f"a {kind} has {len(state)} members")
+    return {_text(key): item for key, item in state}
+
+
+def _pairs(value: object) -> Pairs:
+    if type(value) is not Pairs:
         raise InertPickleError("where a dict should be there is something else")
-
-    def _sequence(self, value: object) -> Sequence[object]:
-        if type(value) not in (list, tuple):
-            raise InertPickleError("where a list should be there is something else")
-        return cast("Sequence[object]", value)
-
-    def _text(self, value: object) -> str:
-        if type(value) is not str:
-            raise InertPickleError("where a name should be there is something else")
-        return value
+    return value
 
 
-def _kind(value: object) -> str | None:
-    return _CLASSES.get(value.of) if isinstance(value, Made) else None
+def _sequence(value: object) -> Sequence[object]:
+    if type(value) not in (list, tuple):
+        raise InertPickleError("where a list should be there is something else")
+    return cast("Sequence[object]", value)
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise InertPickleError("where a name should be there is something else")
+    return value
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise InertPickleError("a number is none, negative or too large")
+    return value
+
+
+def _dims(value: object) -> torch.Size:
+    if type(value) not in (torch.Size, tuple, list):
+        raise InertPickleError("a size is none")
+    dims = cast("Sequence[object]", value)
+    if len(dims) > MAX_DIMS:
+        raise InertPickleError(f"a size has {len(dims)} dimensions")
+    return torch.Size([_count(dim) for dim in dims])
+
+
+def _path(value: object) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not all(type(key) in (str, int) for key in value):
+        raise InertPickleError("a path of keys is none")
+    if len(value) > _MAX_PATH_KEYS or sum(len(key) for key in value if isinstance(key, str)) > _MAX_PATH_CHARS:
+        raise InertPickleError(f"a path has more than {_MAX_PATH_KEYS} keys, or {_MAX_PATH_CHARS} characters")
     return value
 
 

@@ -18,20 +18,17 @@ import re
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from torchft_ckpt.checkpointing.durable.format.archive import ArchiveError, Entry, entries_of, record_problems
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import (
     InertPickleError,
-    Made,
-    Name,
-    Persistent,
+    InertUnpickler,
+    Pairs,
     check_hashes,
-    read_pickle,
 )
-from torchft_ckpt.checkpointing.durable.format.inert_pickle import Mapping as Pairs
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
 
@@ -107,7 +104,7 @@ def _bounded(record: bytes) -> io.BytesIO:
     if "data.pkl" not in entries:
         raise ArchiveError("it has no data.pkl")
     checks = _Checks(entries, len(record))
-    checks.run(read_pickle(bytes(entries["data.pkl"].content), None))
+    checks.run(_Unpickler(bytes(entries["data.pkl"].content)).load())
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         for name in (*_COPIED, *(f"data/{key}" for key in sorted(checks.keys))):
@@ -115,6 +112,64 @@ def _bounded(record: bytes) -> io.BytesIO:
                 file.writestr(f"archive/{name}", entries[name].content)
     archive.seek(0)
     return archive
+
+
+class Name(NamedTuple):
+    """A class or function, by name."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module[:80]}.{self.name[:80]}"
+
+
+class Made:
+    """What a call of a class or function would have made.
+
+    Attributes:
+        of: what the pickle calls.
+        arguments: what it would have been called with.
+        state: what would have been set afterwards; None where nothing was.
+        items: what would have been put into it.
+    """
+
+    __slots__ = ("arguments", "items", "of", "state")
+
+    def __init__(self, of: Name, arguments: tuple[object, ...]) -> None:
+        self.of = of
+        self.arguments = arguments
+        self.state: object = None
+        self.items = Pairs()
+
+
+class Persistent(NamedTuple):
+    """A reference to something outside of the pickle."""
+
+    key: object
+
+
+class _Unpickler(InertUnpickler):
+    """Returns what a pickle describes, with each call and reference as what it is."""
+
+    def find_class(self, module: str, name: str) -> Name:
+        return Name(module, name)
+
+    def persistent_load(self, pid: object) -> Persistent:
+        return Persistent(pid)
+
+    def make(self, of: Any, arguments: tuple[object, ...]) -> Made:
+        if type(of) is not Name:
+            raise InertPickleError("it calls what is no class")
+        return Made(of, arguments)
+
+    def build(self, made: Any, state: object) -> None:
+        if type(made) is not Made or made.state is not None:
+            raise InertPickleError("it sets the state of what is no new object")
+        made.state = state
+
+    def items_of(self, made: Any) -> Pairs | None:
+        return made.items if type(made) is Made else None
 
 
 class _UnknownCallError(ValueError):
