@@ -141,10 +141,9 @@ def read_secret(path: str, what: str) -> str:
     return text
 
 
-def not_read(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def not_read() -> dict[str, str]:
     """Return those of `NOT_READ` that are set and ask for something, with the reason."""
-    environ = os.environ if environ is None else environ
-    return {name: why for name, why in NOT_READ.items() if environ.get(name, "").lower() not in ("", "false")}
+    return {name: why for name, why in NOT_READ.items() if os.environ.get(name, "").lower() not in ("", "false")}
 
 
 D = TypeVar("D", bound="timedelta | None")

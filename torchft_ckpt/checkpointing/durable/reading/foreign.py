@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
     MAX_METADATA_BYTES,
     box_of,
@@ -73,7 +73,6 @@ class ForeignReader(PieceReader[ForeignPiece]):
     Args:
         storage: where it is.
         directory: its path there; by default the place itself.
-        num_threads: how many reads there are at once.
 
     Raises:
         CheckpointNotFoundError: there is no metadata of DCP.
@@ -83,8 +82,8 @@ class ForeignReader(PieceReader[ForeignPiece]):
         StorageError: the storage failed.
     """
 
-    def __init__(self, storage: Storage, directory: str = "", *, num_threads: int = NUM_THREADS) -> None:
-        super().__init__(num_threads)
+    def __init__(self, storage: Storage, directory: str = "") -> None:
+        super().__init__()
         self._storage = storage
         self._directory = directory
         self._tensors: dict[str, SavedTensor] = {}

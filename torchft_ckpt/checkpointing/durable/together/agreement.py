@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -83,7 +83,6 @@ def agree(
     identity: str,
     step: int | None = None,
     but: Collection[str] = (),
-    read_parts: Callable[[Sequence[Storage], CheckpointName], Checkpoint] = read_checkpoint,
 ) -> Agreement:
     """Find the newest checkpoint that is whole over all members together. All of them call it.
 
@@ -94,7 +93,6 @@ def agree(
         identity: of the server there.
         step: only checkpoints of this step.
         but: names of checkpoints that are known to be damaged; the same for all members.
-        read_parts: reads the manifests of a checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is none; the message says what was skipped, and why. All members come to the same.
@@ -113,7 +111,7 @@ def agree(
     for name in _candidates(seen.values(), step):
         if str(name) in but:
             continue
-        mine = read_parts(storages, name)
+        mine = read_checkpoint(storages, name)
         union = _Union(mine, meeting.member, _show(mine, _seen_by_all(seen.values(), name), meeting, members))
         members, reason = _settle_whole(meeting, members, union)
         if reason is None:
