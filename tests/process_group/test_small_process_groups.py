@@ -47,6 +47,29 @@ def test_a_dummy_copies_what_a_group_of_one_copies() -> None:
     assert output.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("collective", "is_nested"),
+    [
+        ("allgather_into_tensor_coalesced", False),
+        ("reduce_scatter", True),
+        ("reduce_scatter_tensor_coalesced", False),
+    ],
+)
+def test_a_dummy_copies_each_input_to_its_output(collective: str, is_nested: bool) -> None:
+    outputs = [torch.zeros(2), torch.zeros(3)]
+    inputs = [torch.full((2,), 1.0), torch.full((3,), 2.0)]
+    given = [[tensor] for tensor in inputs] if is_nested else inputs
+    result = getattr(ProcessGroupDummy(0, 1), collective)(outputs, given).get_future().value()
+    assert result is outputs
+    assert [tensor.tolist() for tensor in outputs] == [tensor.tolist() for tensor in inputs]
+
+
+def test_a_dummys_all_to_all_returns_its_buffer_in_a_list() -> None:
+    output = torch.zeros(2)
+    (result,) = ProcessGroupDummy(0, 1).alltoall_base(output, torch.ones(2), [], []).get_future().value()
+    assert result is output and output.tolist() == [1.0, 1.0]
+
+
 def test_a_dummy_of_two_is_refused() -> None:
     with pytest.raises(ConfigError, match="group of one"):
         ProcessGroupDummy(1, 2)

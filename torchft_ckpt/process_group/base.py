@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ class ProcessGroup(TorchProcessGroup):
     Collectives return a `Work` at once. They raise, and their works and futures fail, with a `ProcessGroupError`; after
     that `errored()` is not None and the group must be configured again before it is used.
     Every method may be called from any thread; operations of one group must be started in the same order on all ranks.
+
+    A subclass implements the collectives one by one, or `_start_collective` for all of them.
     """
 
     _group_name: str | None = None
@@ -70,25 +72,30 @@ class ProcessGroup(TorchProcessGroup):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement configure")
 
-    def allreduce(self, tensors: Tensors, opts: AllreduceOptions | ReduceOp) -> Work:  # type: ignore[override]
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
+    ) -> Work:
         """Reduce tensors over all ranks in place; the future's value is the list of tensors."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement allreduce")
+        return self._start_collective("allreduce", tensors, AllreduceOptions() if opts is None else opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions) -> Work:  # type: ignore[override]
+    def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> Work:
         """Reduce several tensors over all ranks in one operation, in place."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement allreduce_coalesced")
+        opts = AllreduceCoalescedOptions() if opts is None else opts
+        return self._start_collective("allreduce_coalesced", tensors, opts)
 
     def allgather(  # type: ignore[override]
-        self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions
+        self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions | None = None
     ) -> Work:
         """Gather `input_tensor[i]` of every rank into `output_tensors[i]`, one tensor a rank."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement allgather")
+        opts = AllgatherOptions() if opts is None else opts
+        return self._start_collective("allgather", output_tensors, input_tensor, opts)
 
-    def allgather_into_tensor_coalesced(  # type: ignore[override]
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions
+    def allgather_into_tensor_coalesced(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | None = None
     ) -> Work:
         """Gather `input_tensors[i]` of every rank, concatenated, into `output_tensors[i]`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement allgather_into_tensor_coalesced")
+        opts = AllgatherOptions() if opts is None else opts
+        return self._start_collective("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -96,18 +103,21 @@ class ProcessGroup(TorchProcessGroup):
         input_buffer: torch.Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
-        opts: AllToAllOptions,
+        opts: AllToAllOptions | None = None,
     ) -> Work:
         """Send a slice of `input_buffer` to every rank and receive one from each; empty sizes split evenly."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement alltoall_base")
+        opts = AllToAllOptions() if opts is None else opts
+        return self._start_collective(
+            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
+        )
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
         """Complete when every rank has called it."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement barrier")
+        return self._start_collective("barrier", BarrierOptions() if opts is None else opts)
 
-    def broadcast(self, tensor_list: Tensors, opts: BroadcastOptions) -> Work:  # type: ignore[override]
+    def broadcast(self, tensor_list: Tensors, opts: BroadcastOptions | None = None) -> Work:  # type: ignore[override]
         """Copy the tensors of rank `opts.rootRank` to all ranks, in place."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement broadcast")
+        return self._start_collective("broadcast", tensor_list, BroadcastOptions() if opts is None else opts)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         """Copy one tensor of rank `root` to all ranks, in place."""
@@ -116,24 +126,35 @@ class ProcessGroup(TorchProcessGroup):
         return self.broadcast([tensor], opts)
 
     def reduce_scatter(  # type: ignore[override]
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions | None = None
     ) -> Work:
         """Reduce lists of tensors over all ranks; each rank keeps the tensor of its index."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement reduce_scatter")
+        opts = ReduceScatterOptions() if opts is None else opts
+        return self._start_collective("reduce_scatter", output_tensors, input_tensors, opts)
 
-    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions
+    def reduce_scatter_tensor_coalesced(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | None = None
     ) -> Work:
         """Reduce tensors over all ranks; each rank keeps the slice of its index."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement reduce_scatter_tensor_coalesced")
+        opts = ReduceScatterOptions() if opts is None else opts
+        return self._start_collective("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
 
-    def send(self, tensors: Tensors, dst_rank: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         """Send a tensor to one rank."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement send")
+        return self._start_collective("send", tensors, dst_rank, tag)
 
-    def recv(self, tensors: Tensors, src_rank: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank, in place."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement recv")
+        return self._start_collective("recv", tensors, src_rank, tag)
+
+    def _start_collective(self, collective: str, *arguments: Any) -> Work:
+        """Start the collective of that name, which all the methods above come to.
+
+        Args:
+            collective: the name of the method, which is the same in torch's own groups.
+            arguments: those of the method, in order and all of them; options come last, with torch's defaults if none were given.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement {collective}")
 
     def size(self) -> int:
         """Return the number of members."""

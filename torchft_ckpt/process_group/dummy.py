@@ -7,16 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOp,
-    ReduceScatterOptions,
-)
 
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.process_group.base import ProcessGroup, Tensors
@@ -85,59 +75,21 @@ class ProcessGroupDummy(ProcessGroup):
         """Count it, and do nothing: it stays a group of one."""
         self.configure_count += 1
 
-    def allreduce(  # type: ignore[override]
-        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
-    ) -> Work:
-        return CompletedWork(tensors)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> Work:
-        return CompletedWork(tensors)
-
-    def allgather(  # type: ignore[override]
-        self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions | None = None
-    ) -> Work:
-        for outputs, tensor in zip(output_tensors, input_tensor, strict=True):
-            outputs[0].copy_(tensor)
-        return CompletedWork(output_tensors)
-
-    def allgather_into_tensor_coalesced(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | None = None
-    ) -> Work:
-        return _copy(output_tensors, input_tensors)
-
-    def alltoall_base(  # type: ignore[override]
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: AllToAllOptions | None = None,
-    ) -> Work:
-        return _copy([output_buffer], [input_buffer])
-
-    def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
-        return CompletedWork(None)
-
-    def broadcast(  # type: ignore[override]
-        self, tensor_list: Tensors, opts: BroadcastOptions | None = None
-    ) -> Work:
-        return CompletedWork(tensor_list)
-
-    def reduce_scatter(  # type: ignore[override]
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions | None = None
-    ) -> Work:
-        return _copy(output_tensors, [inputs[0] for inputs in input_tensors])
-
-    def reduce_scatter_tensor_coalesced(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | None = None
-    ) -> Work:
-        return _copy(output_tensors, input_tensors)
-
-    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
-        return CompletedWork(None)
-
-    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
-        return CompletedWork(None)
+    def _start_collective(self, collective: str, *arguments: Any) -> Work:
+        match collective, *arguments:
+            case "allreduce" | "allreduce_coalesced" | "broadcast", tensors, _:
+                return CompletedWork(tensors)
+            case "allgather", outputs, inputs, _:
+                _copy([tensors[0] for tensors in outputs], inputs)
+                return CompletedWork(outputs)
+            case "reduce_scatter", outputs, inputs, _:
+                return _copy(outputs, [tensors[0] for tensors in inputs])
+            case "allgather_into_tensor_coalesced" | "reduce_scatter_tensor_coalesced", outputs, inputs, _:
+                return _copy(outputs, inputs)
+            case "alltoall_base", output, given, _, _, _:
+                return _copy([output], [given])
+            case _:  # barrier, send and recv
+                return CompletedWork(None)
 
     def size(self) -> int:
         return 1

@@ -28,12 +28,12 @@ from torchft_ckpt.errors import ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.network import host_of_gloo, host_of_interface
 from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Session
+from torchft_ckpt.process_group.session_group import SessionProcessGroup, set_default_timeout
 from torchft_ckpt.process_group.sockets import create_gloo_device
 from torchft_ckpt.process_group.store import StoreAddress
-from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper, set_default_timeout
 
 
-class ProcessGroupGloo(ProcessGroupWrapper):
+class ProcessGroupGloo(SessionProcessGroup):
     """A reconfigurable Gloo group.
 
     Args:
@@ -56,7 +56,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         hostname: str | None = None,
         interface: str | None = None,
     ) -> None:
-        super().__init__(timeout, connect_timeout=connect_timeout)
+        super().__init__(timeout, connect_timeout)
         self._interface = interface or ""
         if self._interface:
             self._hostname = host_of_interface(self._interface, "interface")

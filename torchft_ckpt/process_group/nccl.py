@@ -30,8 +30,8 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torchft_ckpt.errors import CollectiveFailedError, ConfigError, ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.process_group.rendezvous import rendezvous
 from torchft_ckpt.process_group.session import Phase, Session
+from torchft_ckpt.process_group.session_group import SessionProcessGroup
 from torchft_ckpt.process_group.store import StoreAddress
-from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
 from torchft_ckpt.threads import Thread
 
 
@@ -105,7 +105,7 @@ class OperationWatch:
                 return
 
 
-class ProcessGroupNCCL(ProcessGroupWrapper):
+class ProcessGroupNCCL(SessionProcessGroup):
     """A reconfigurable NCCL group, on the current CUDA device of the thread that calls `configure`.
 
     Args:
@@ -119,7 +119,7 @@ class ProcessGroupNCCL(ProcessGroupWrapper):
     def __init__(self, timeout: timedelta = timedelta(seconds=60), *, connect_timeout: timedelta | None = None) -> None:
         if not torch.distributed.is_nccl_available():
             raise ConfigError("this build of torch has no NCCL; use ProcessGroupGloo", party="pg")
-        super().__init__(timeout, connect_timeout=connect_timeout)
+        super().__init__(timeout, connect_timeout)
         self._watch: OperationWatch | None = None
         self._device = torch.device("cuda", 0)
         self._side_stream: Any = None
@@ -217,15 +217,15 @@ class ProcessGroupNCCL(ProcessGroupWrapper):
         # torch's own timeout stays out of the way; see above.
         self._timeout = timeout
 
-    def _run(self, call: Callable[[TorchProcessGroup], Work], opts: object = None) -> Work:
-        work = super()._run(call, opts)
+    def _start_collective(self, collective: str, *arguments: Any) -> Work:
+        work = super()._start_collective(collective, *arguments)
         watch, session = self._watch, self._session
         if watch is not None and session is not None and session.phase is Phase.LIVE:
             event = torch.cuda.Event()
             with torch.cuda.stream(self._side_stream):
                 work.wait()
                 event.record()
-            timeout = getattr(opts, "timeout", None)
+            timeout = getattr(arguments[-1], "timeout", None)  # of the options, which come last
             timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else 0.0
             watch.add(event, timeout_s or self._timeout.total_seconds())
         return work

@@ -6,7 +6,7 @@ It behaves as ProcessGroupGloo does, as far as a manager can see:
 - abort frees this member at once, and breaks the connections: the others' operations fail, now or when they start;
 - after an error `errored()` is not None until the next configure.
 
-What it does not do: an operation's timeout counts only while somebody waits for its work.
+What it does not do: an operation's timeout counts only while somebody waits for its work, and all-to-all splits evenly only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOp,
-)
+from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
 from torchft_ckpt.errors import (
     CollectiveFailedError,
@@ -212,56 +205,34 @@ class FakeProcessGroup(ProcessGroup):
             self._rank, self._world_size, self._error = rank, world_size, None
             self._fabric.configured.append((store_addr, replica_id, rank, world_size))
 
-    def allreduce(  # type: ignore[override]
-        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
-    ) -> Work:
-        op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        return self._start(tensors, tensors, _each(_reduction(ReduceOp.SUM if op is None else op)), tensors, opts)
+    def _start_collective(self, collective: str, *arguments: Any) -> Work:
+        match collective, *arguments:
+            case "allreduce", tensors, opts:
+                op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
+                return self._enter(tensors, tensors, _each(_reduction(op)), tensors, opts)
+            case "broadcast", tensors, opts:
+                return self._enter(tensors, tensors, lambda parts: parts[opts.rootRank], tensors, opts)
+            case "allgather", output_lists, inputs, opts:
+                outputs = [tensor for tensors in output_lists for tensor in tensors]
 
-    def broadcast(  # type: ignore[override]
-        self, tensor_list: Tensors, opts: BroadcastOptions | None = None
-    ) -> Work:
-        root = 0 if opts is None else opts.rootRank
-        return self._start(tensor_list, tensor_list, lambda parts: parts[root], tensor_list, opts)
+                def gather(parts: list[Tensors]) -> Tensors:
+                    return [part[index] for index in range(len(inputs)) for part in parts]
 
-    def allgather(  # type: ignore[override]
-        self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions | None = None
-    ) -> Work:
-        outputs = [tensor for tensors in output_tensors for tensor in tensors]
+                return self._enter(inputs, outputs, gather, output_lists, opts)
+            case "allgather_into_tensor_coalesced", outputs, inputs, opts:
+                return self._enter(inputs, outputs, _each(torch.cat), outputs, opts)
+            case "alltoall_base", output, given, [], [], opts:
+                rank, size = self._rank, self._world_size
 
-        def gather(parts: list[Tensors]) -> Tensors:
-            return [part[index] for index in range(len(input_tensor)) for part in parts]
+                def pick(parts: list[Tensors]) -> Tensors:
+                    return [torch.cat([part[0].tensor_split(size)[rank] for part in parts])]
 
-        return self._start(input_tensor, outputs, gather, output_tensors, opts)
-
-    def allgather_into_tensor_coalesced(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | None = None
-    ) -> Work:
-        def gather(parts: list[Tensors]) -> Tensors:
-            return [torch.cat([part[index] for part in parts]) for index in range(len(input_tensors))]
-
-        return self._start(input_tensors, output_tensors, gather, output_tensors, opts)
-
-    def alltoall_base(  # type: ignore[override]
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: AllToAllOptions | None = None,
-    ) -> Work:
-        """Only with empty split sizes: evenly."""
-        if output_split_sizes or input_split_sizes:
-            raise ProcessGroupError("FakeProcessGroup.alltoall_base splits evenly only: pass no sizes")
-        rank, size = self._rank, self._world_size
-
-        def pick(parts: list[Tensors]) -> Tensors:
-            return [torch.cat([part[0].tensor_split(size)[rank] for part in parts])]
-
-        return self._start([input_buffer], [output_buffer], pick, [output_buffer], opts)
-
-    def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
-        return self._start([], [], lambda parts: [], [], opts)
+                return self._enter([given], [output], pick, [output], opts)
+            case "alltoall_base", *_:
+                raise ProcessGroupError("FakeProcessGroup.alltoall_base splits evenly only: pass no sizes")
+            case "barrier", opts:
+                return self._enter([], [], lambda parts: [], [], opts)
+        return super()._start_collective(collective, *arguments)
 
     def abort(self, errored: bool = True) -> None:
         self.fail(ProcessGroupAbortedError("the fake group was aborted"))
@@ -291,7 +262,7 @@ class FakeProcessGroup(ProcessGroup):
 
     # -------------------------------------------------------------------------------------------------------------- inside
 
-    def _start(self, inputs: Tensors, outputs: Tensors, exchange: Exchange, result: object, opts: object) -> Work:
+    def _enter(self, inputs: Tensors, outputs: Tensors, exchange: Exchange, result: object, opts: object) -> Work:
         """Start an operation whose future's value is `result`."""
         timeout = getattr(opts, "timeout", None)
         work = FakeWork(self, timeout if timeout is not None and timeout > timedelta(0) else self._timeout)

@@ -1,0 +1,177 @@
+"""A group whose inner group is made anew by each configure: what Gloo and NCCL share.
+
+It decides which session a collective goes to and what `errored()` says. How an inner group lives and ends is `session.py`'s; how
+one is made is a subclass's `_make_inner`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Work
+
+from torchft_ckpt.errors import ConfigError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_ckpt.process_group.rendezvous import prepare_store
+from torchft_ckpt.process_group.session import Phase, Session
+from torchft_ckpt.process_group.store import StoreAddress
+from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
+
+_CONNECT_TIMEOUT_MAX = timedelta(seconds=10)
+
+
+def set_default_timeout(group: TorchProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of operations of torch's group whose options give none."""
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+        return
+    for kind in group._device_types:  # an older torch, which does it for each backend
+        group._get_backend(kind)._set_default_timeout(timeout)
+
+
+class SessionProcessGroup(ProcessGroupWrapper):
+    """A process group that owns sessions, one for each configure. It is a wrapper because torchft's Gloo and NCCL are.
+
+    Args:
+        timeout: of each operation whose options give none.
+        connect_timeout: of configure as a whole; by default `timeout`, but at most 10 s.
+    """
+
+    def __init__(self, timeout: timedelta, connect_timeout: timedelta | None) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._connect_timeout = min(timeout, _CONNECT_TIMEOUT_MAX) if connect_timeout is None else connect_timeout
+        self._rank = 0
+        self._world_size = 1
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._last_error: ProcessGroupError | None = None
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not in a group of {world_size}", party="rank")
+        address = StoreAddress.parse(store_addr)
+        name = self.getBackendName()
+        label = f"{name} group of quorum {quorum_id}, rank {rank} of {world_size} ({replica_id}), store {store_addr}"
+        timeout_s = self._connect_timeout.total_seconds()
+
+        def connect(session: Session) -> TorchProcessGroup:
+            return self._make_inner(session, address, rank, world_size, global_ranks)
+
+        session = Session(label, connect, _accelerators())
+        self._end(ProcessGroupAbortedError(f"{name} group left for quorum {quorum_id}"), successor=session)
+        # The connecting thread keeps its own deadline; the second more is for its better worded error.
+        session.connect(timeout_s + 1.0)
+        with self._lock:
+            if self._session is session:
+                self._rank = rank
+                self._world_size = world_size
+
+    def _make_inner(
+        self,
+        session: Session,
+        address: StoreAddress,
+        rank: int,
+        world_size: int,
+        global_ranks: list[int] | None,
+    ) -> TorchProcessGroup:
+        """Connect to the other members; runs on the session's thread and ends within the connect timeout."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _make_inner")
+
+    def _start_collective(self, collective: str, *arguments: Any) -> Work:
+        with self._lock:
+            session, error = self._session, self._last_error
+        if session is not None:
+            return session.run(lambda inner: getattr(inner, collective)(*arguments))
+        if error is not None:
+            raise copy.copy(error)
+        raise ProcessGroupError(f"{self!r} was not configured yet")
+
+    def abort(self, errored: bool = True) -> None:
+        if not self._is_inherited():
+            self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was aborted"), successor=None)
+
+    def shutdown(self) -> None:
+        if self._is_inherited():
+            return
+        with self._lock:
+            session = self._session
+        self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was shut down"), successor=None)
+        if session is not None:
+            session.join(5.0)
+
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child, and what is configured its parent's."""
+        session = self._session  # without the lock, which a thread of the parent may have held
+        return session is not None and session.is_inherited
+
+    def errored(self) -> Exception | None:
+        with self._lock:
+            if self._session is None or self._session.phase is Phase.CONNECTING:
+                return self._last_error
+            return self._session.error
+
+    def prepare_store(self, store_addr: str) -> threading.Event:
+        return prepare_store(store_addr)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        with self._lock:
+            session = self._session
+        if session is not None:
+            session.apply(lambda inner: set_default_timeout(inner, timeout))
+
+    def use_hostname(self, hostname: str) -> None:
+        """Do nothing, unless a subclass listens at an address of its choice."""
+
+    def _end(self, error: ProcessGroupError, successor: Session | None) -> None:
+        """End the current session and put another in its place; `error` is what `errored()` says meanwhile."""
+        with self._lock:
+            session, self._session = self._session, successor
+            # Before the session ends: whoever it lets go may ask errored() at once.
+            if session is not None:
+                self._last_error = session.error or error
+            elif successor is None:
+                self._last_error = self._last_error or error
+        if session is not None:
+            session.end(error)
+
+    def size(self) -> int:
+        return self._world_size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        raise NotImplementedError(f"{type(self).__name__} does not implement getBackendName")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank()}, size={self.size()})"
+
+    def __del__(self) -> None:
+        # Operations in flight keep the session alive; it must not be left to end on one of the backend's threads.
+        session = self.__dict__.get("_session")
+        if session is not None:
+            try:
+                session.end(ProcessGroupAbortedError("the process group was dropped without a shutdown"))
+            except RuntimeError as error:  # no thread can be started any more: the interpreter exits
+                warnings.warn(f"process group dropped at exit: {error}", ResourceWarning, stacklevel=1)
+
+
+def _accelerators() -> list[torch.device]:
+    return [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
