@@ -8,9 +8,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.process_group.base import ProcessGroup
+from torchft_ckpt.process_group.between import ManagedProcessGroup
 from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 from torchft_ckpt.process_group.gloo import ProcessGroupGloo
-from torchft_ckpt.process_group.managed import ManagedProcessGroup
 from torchft_ckpt.process_group.nccl import ProcessGroupNCCL
 from torchft_ckpt.process_group.store import StoreAddress
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
