@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.server
 import io
 import json
 import logging
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -26,37 +24,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import xxhash
+from support.http_servers import Answer, Server, serve
+from support.sources import STEP, manifest_of, signed
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.__main__ import main as run_command
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION
 from torchft_ckpt.errors import TorchftCkptError
 
-STEP = 3
 BIG = {"i": "f" * 4000}
 DEPTH = 30_000
-Answer = tuple[int, bytes, dict[str, str]]
-
-
-def manifest(tree: object) -> bytes:
-    content = {
-        "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
-        "step": STEP,
-        "snapshot": "s",
-        "block_bytes": 4096,
-        "total_bytes": 0,
-        "segments": [],
-        "tensors": [],
-        "tree": tree,
-    }
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
-def signed(body: bytes) -> Answer:
-    return 200, body, {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), "ETag": '"s"'}
 
 
 def nested(head: str) -> bytes:
@@ -84,7 +61,7 @@ INDEX = json.dumps(
 
 
 def serves(tree: object) -> Callable[[str], Answer]:
-    return lambda path: signed(manifest(tree)) if "manifest" in path else (200, INDEX, {})
+    return lambda path: signed(manifest_of(tree)) if "manifest" in path else (200, INDEX, {})
 
 
 LIARS: dict[str, Callable[[str], Answer]] = {
@@ -92,10 +69,10 @@ LIARS: dict[str, Callable[[str], Answer]] = {
     "an integer key of 4816 digits, twice": serves({"d": [[BIG, 1], [BIG, 2]]}),
     "a tuple key with such an integer, twice": serves({"d": [[{"t": [BIG]}, 1], [{"t": [BIG]}, 2]]}),
     "an integer of 5000 digits in JSON": lambda path: (
-        signed(manifest("INT").replace(b'"INT"', b"9" * 5000)) if "manifest" in path else (200, INDEX, {})
+        signed(manifest_of("INT").replace(b'"INT"', b"9" * 5000)) if "manifest" in path else (200, INDEX, {})
     ),
     f"a manifest that nests {DEPTH} deep": lambda path: (
-        signed(manifest("INT").replace(b'"INT"', b"[" * DEPTH + b"]" * DEPTH))
+        signed(manifest_of("INT").replace(b'"INT"', b"[" * DEPTH + b"]" * DEPTH))
         if "manifest" in path
         else (200, INDEX, {})
     ),
@@ -113,35 +90,6 @@ HONEST: dict[str, object] = {
     "a key of 4816 digits": {16**4000 - 1: 1},
     "a tuple key with it": {(16**4000 - 1, "x"): torch.ones(2)},
 }
-
-
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:  # receivers cut connections
-        pass
-
-
-def serve(make: Callable[[str], Answer]) -> tuple[str, Server]:
-    class Liar(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            status, body, headers = make(self.path)
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Liar)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}", server
 
 
 def fetch_beside(honest: str, liar: str, state: dict[str, torch.Tensor], *, sharded: bool, first: bool) -> str:
@@ -231,8 +179,7 @@ def main() -> int:
             finally:
                 source.shutdown()
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.end()
     if fallen:
         print(f"VULNERABLE: {fallen} lies or large integers ended what they should not, or were not named")
         return 1

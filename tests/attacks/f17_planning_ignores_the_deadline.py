@@ -10,89 +10,30 @@ usage: python f17_planning_ignores_the_deadline.py [--tensors N] [--timeout SECO
 from __future__ import annotations
 
 import argparse
-import http.server
-import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
+from support.http_servers import serve
+from support.sources import STEP, signed, strips
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import HTTPTransport, PeerReader
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
-from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION
 from torchft_ckpt.errors import TorchftCkptError
 
-STEP = 3
 SLACK_S = 3.0
 ROWS, COLUMNS = 64, 200
 
 
-def manifest(rank: int, num_tensors: int) -> bytes:
-    # Strips of dimension 0, so that none has to be compared with another, each cut elsewhere in dimension 1.
-    chunks = [
-        {"offsets": [row, row], "sizes": [1, COLUMNS - 2 * row], "segment": 0, "byte_offset": 0, "strides": None}
-        for row in range(ROWS)
-    ]
-    tensors = [
-        {"fqn": f"t{number}", "dtype": "uint8", "shape": [ROWS, COLUMNS], "chunks": chunks}
-        for number in range(num_tensors)
-    ]
-    # All boxes together may have 4 times the bytes of the byte space: one more tensor, that nobody comes to fetch.
-    large = ROWS * COLUMNS * num_tensors
-    whole = {"offsets": [0], "sizes": [large], "segment": 1, "byte_offset": 0, "strides": None}
-    tensors.append({"fqn": "large", "dtype": "uint8", "shape": [large], "chunks": [whole]})
-    content = {
-        "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
-        "step": STEP,
-        "snapshot": f"s{rank}",
-        "block_bytes": 4096,
-        "total_bytes": 256 + large,
-        "segments": [[0, COLUMNS], [256, large]],
-        "tensors": tensors,
-        "tree": {"d": [[tensor["fqn"], {"x": number}] for number, tensor in enumerate(tensors)]},
-    }
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:  # receivers cut connections
-        pass
-
-
-def serve(rank: int, num_tensors: int) -> str:
-    body_of_manifest = manifest(rank, num_tensors)
-    headers_of_manifest = {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body_of_manifest), "ETag": f'"s{rank}"'}
-
-    class Slow(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            body, headers = (body_of_manifest, headers_of_manifest) if "manifest" in self.path else (b"{}", {})
-            self.send_response(200)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Slow)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}"
+def serve_strips(rank: int, num_tensors: int) -> str:
+    manifest = strips(f"s{rank}", rows=ROWS, columns=COLUMNS, num_tensors=num_tensors)
+    answer = signed(manifest, f"s{rank}")
+    return serve(lambda path: answer if "manifest" in path else (200, b"{}", {}))[0]
 
 
 def main() -> int:
@@ -101,7 +42,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=1.0, metavar="SECONDS")
     options = parser.parse_args()
     logging.getLogger("torchft_ckpt").setLevel(logging.CRITICAL)
-    urls = [serve(rank, options.tensors) for rank in (0, 1)]
+    urls = [serve_strips(rank, options.tensors) for rank in (0, 1)]
     timeout = timedelta(seconds=options.timeout)
     local: dict[str, torch.Tensor] = {
         f"t{number}": torch.zeros(ROWS, COLUMNS, dtype=torch.uint8) for number in range(options.tensors)

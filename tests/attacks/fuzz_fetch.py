@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from support.http_servers import Server
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
@@ -465,23 +466,12 @@ class Proxy:
             def log_message(self, *_: object) -> None:
                 pass
 
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64
-
-            def handle_error(self, *_: object) -> None:  # receivers cut connections
-                pass
-
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
+        self.url = self._server.start()
 
     def close(self) -> None:
         self._over.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.end()
 
     def _answer(self, handler: Any, port: int, chance: random.Random, lies: list[str], often: float) -> None:
         asked = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))

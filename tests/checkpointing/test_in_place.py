@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_proxy import FaultyProxy
+from support.sources import make_transport
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -32,16 +33,10 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)
-BLOCK = 4096
 STEP = 3
 
 
 """A test that fails as long as the library does: take the mark off with the mending."""
-
-
-def make_transport(**arguments: Any) -> HTTPTransport[Any]:
-    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK}
-    return HTTPTransport(**{**defaults, **arguments})
 
 
 def running() -> Iterator[HTTPTransport[Any]]:

@@ -6,7 +6,6 @@ other, and plain bugs of ours that only one source's answers reach.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from support.resharding import LONG, LyingSource, Reply, make_transport
+from support.sources import manifest_of, strips
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import PeerReader
@@ -31,7 +31,7 @@ from torchft_ckpt.checkpointing.resharding import destination, peer_reader
 from torchft_ckpt.checkpointing.resharding import fetch as sharded_fetch
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, first_missing, plan_parts
-from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, decode_manifest
+from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.checkpointing.state.tree import MAX_PATH_CHARS, in_words
 from torchft_ckpt.cli.leaves import leaves
 from torchft_ckpt.core.boxes import Box
@@ -55,26 +55,11 @@ def tree(node: object) -> Callable[[Reply], None]:
 
     def lie(reply: Reply) -> None:
         if reply.kind == "manifest":
-            signed(reply, manifest_of(node))
+            signed(reply, manifest_of(node, step=STEP))
         else:
             reply.send()
 
     return lie
-
-
-def manifest_of(node: object, **changes: object) -> bytes:
-    content = {
-        "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
-        "step": STEP,
-        "snapshot": "s",
-        "block_bytes": 4096,
-        "total_bytes": 0,
-        "segments": [],
-        "tensors": [],
-        "tree": node,
-    }
-    return json.dumps({**content, **changes}).encode()
 
 
 def deep_refusal(reply: Reply) -> None:
@@ -289,25 +274,12 @@ class Clock:
             raise OverError
 
 
-def strips(name: str, num_tensors: int = 3) -> bytes:
-    """Tensors of 32 boxes that one dimension tells apart, cut into 2000 cells by each other; and one that is large."""
-    chunks = [
-        {"offsets": [row, row], "sizes": [1, 80 - 2 * row], "segment": 0, "byte_offset": 0, "strides": None}
-        for row in range(32)
-    ]
-    large = 32 * 80 * num_tensors
-    tensors: list[dict[str, Any]] = [
-        {"fqn": f"t{number}", "dtype": "uint8", "shape": [32, 80], "chunks": chunks} for number in range(num_tensors)
-    ]
-    whole = {"offsets": [0], "sizes": [large], "segment": 1, "byte_offset": 0, "strides": None}
-    tensors.append({"fqn": "large", "dtype": "uint8", "shape": [large], "chunks": [whole]})
-    node = {"d": [[tensor["fqn"], {"x": number}] for number, tensor in enumerate(tensors)]}
-    segments = [[0, 80], [128, large]]
-    return manifest_of(node, snapshot=name, total_bytes=128 + large, segments=segments, tensors=tensors)
+SMALL = {"rows": 32, "columns": 80, "num_tensors": 3}
+"""Strips that cut each other into 2000 cells."""
 
 
 def strips_group() -> SourceGroup:
-    return SourceGroup(["a"], [decode_manifest(strips("a"))])
+    return SourceGroup(["a"], [decode_manifest(strips("a", **SMALL))])
 
 
 def test_a_plan_asks_all_the_time_whether_it_is_wanted() -> None:
@@ -385,7 +357,7 @@ def test_a_second_group_that_cannot_be_planned_with_is_left_aside_and_the_third_
 
 
 def test_a_reader_of_dcps_compares_only_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    with source_of(wanted()) as url, LyingSource(url, changes_to(strips("s"))) as lying:
+    with source_of(wanted()) as url, LyingSource(url, changes_to(strips("s", step=STEP, **SMALL))) as lying:
         reader = PeerReader([lying.url], step=STEP, root="", timeout=LONG)
         cells_of = peer_reader.cells_of
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from faulty_proxy import Connection, FaultyProxy
 from support.ports import reserved_port
+from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
 from torchft_ckpt.checkpointing.address import Route, parse_metadata, proof_of
@@ -34,7 +35,6 @@ from torchft_ckpt.network import Host
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs all of 127.0.0.0/8")
 LONG = timedelta(seconds=20)
 STEP = 3
-BLOCK = 4096
 NUM_BLOCKS = 64
 TOKEN = "a secret"
 
@@ -43,17 +43,12 @@ def make_state() -> dict[str, torch.Tensor]:
     return {f"layer{number}": torch.full((BLOCK,), float(number)) for number in range(NUM_BLOCKS // 4)}
 
 
-def make_transport(**arguments: Any) -> HTTPTransport[Any]:
-    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK, "token": TOKEN}
-    return HTTPTransport(**{**defaults, **arguments})
-
-
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPTransport[Any]]:
     """It serves at 127.0.0.1, and says that it is at 127.0.0.3 as well, where its port is free, as at 127.0.0.2."""
     monkeypatch.setattr(format_module, "may_be_tried", lambda host: True)
     with reserved_port() as port:
-        transport = make_transport(port=port)
+        transport = make_transport(token=TOKEN, port=port)
         elsewhere = Elsewhere(hosts=["127.0.0.3", "127.0.0.1"], key=transport._server.proof_key)
         monkeypatch.setattr(transport, "_elsewhere", lambda: elsewhere)
         transport.send_checkpoint([0], STEP, make_state(), LONG)
@@ -75,7 +70,7 @@ class Receiver:
             self.has_half.set()
 
     def receive(self, url: str) -> dict[str, torch.Tensor]:
-        transport = make_transport()
+        transport = make_transport(token=TOKEN)
         try:
             if self._how == "whole":
                 return transport.fetch_checkpoint([url], STEP, LONG, on_progress=self._note)
@@ -288,7 +283,7 @@ def test_a_source_names_its_other_addresses_unless_its_user_chose_one(monkeypatc
     monkeypatch.setattr(http_transport, "other_hosts", lambda known_by, bound: ["10.1.0.5", "fd00::5"])
     named = []
     for hostname in (Host("127.0.0.1", is_chosen=False), Host("127.0.0.1", is_chosen=True), "127.0.0.1"):
-        transport = make_transport(hostname=hostname, bind=None)
+        transport = make_transport(token=TOKEN, hostname=hostname, bind=None)
         transport.send_checkpoint([], STEP, make_state(), LONG)
         manifest = CheckpointClient(transport.metadata(), token=TOKEN).manifest(STEP)
         transport.shutdown()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
+from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
@@ -29,16 +30,10 @@ from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)
-BLOCK = 4096
 NUM_BLOCKS = 96
 STEP = 3
 BLOCK_S = 0.006
 """So long the throttled source takes for a block, whoever asks: 0.58 s for the state."""
-
-
-def make_transport(**arguments: Any) -> HTTPTransport[Any]:
-    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK}
-    return HTTPTransport(**{**defaults, **arguments})
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from faulty_proxy import Answer, AnswerFault, FaultyProxy, Gate, ScriptedProxy, Wire, pass_on
 from support.processes import start
+from support.sources import BLOCK, make_transport
 from support.thoroughness import by_default
 from test_transfer_processes import SOURCE
 
@@ -41,14 +42,8 @@ from torchft_ckpt.testing.transport_conformance import differences, example_stat
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchft_ckpt.errors.ReplicaDivergenceWarning")
 LONG = timedelta(seconds=20)
-BLOCK = 4096
 STEP = 3
 NUM_BLOCKS = 48
-
-
-def make_transport(**arguments: Any) -> HTTPTransport[Any]:
-    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK}
-    return HTTPTransport(**{**defaults, **arguments})
 
 
 def make_state(who: str = "", changed: tuple[int, ...] = ()) -> dict[str, Any]:

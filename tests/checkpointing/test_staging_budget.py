@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
+from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
@@ -26,14 +27,8 @@ from torchft_ckpt.errors import ConfigError, LeaseRevokedError, SourceRefusedErr
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)
-BLOCK = 4096
 NUM_BLOCKS = 64
 STEP = 3
-
-
-def make_transport(**arguments: Any) -> HTTPTransport[Any]:
-    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK}
-    return HTTPTransport(**{**defaults, **arguments})
 
 
 def make_state() -> dict[str, torch.Tensor]:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import faulty_proxy
 import pytest
 import torch
 from faulty_proxy import FaultyProxy
+from support import sources
 from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing import HTTPTransport
@@ -40,9 +42,7 @@ IN_THE_DATA = 400_000
 """A byte of the answers of one connection that is certainly in the blocks: the state has about 1.2 MB."""
 
 
-def make_transport(**arguments: object) -> HTTPTransport:
-    defaults: dict[str, object] = {"num_chunks": 1, "hostname": "127.0.0.1", "bind": "127.0.0.1", "block_bytes": 65536}
-    return HTTPTransport(**{**defaults, **arguments})  # type: ignore[arg-type]
+make_transport = partial(sources.make_transport, block_bytes=65536)
 
 
 @pytest.fixture

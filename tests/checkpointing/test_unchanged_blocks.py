@@ -15,22 +15,16 @@ import faulty_proxy
 import pytest
 import torch
 from faulty_proxy import Answer, FaultyProxy, ScriptedProxy, Wire, pass_on
+from support.sources import BLOCK, make_transport
 
-from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.errors import DigestMismatchError, TransferError
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)
-BLOCK = 4096
 ITEMS = BLOCK // 4
 STEP = 3
-
-
-def make_transport(**arguments: Any) -> HTTPTransport[Any]:
-    defaults = {"hostname": "127.0.0.1", "bind": "127.0.0.1", "num_chunks": 1, "block_bytes": BLOCK}
-    return HTTPTransport(**{**defaults, **arguments})
 
 
 def noise(num_items: int, seed: int = 0) -> torch.Tensor:

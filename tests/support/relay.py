@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
-HOST = "127.0.0.1"
+from support.http_servers import HOST, Server
 
 
 @dataclass
@@ -72,22 +71,12 @@ class Relay:
 
             do_POST = do_GET
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                """A receiver that has seen enough hangs up."""
-
         self._server = Server((HOST, 0), Handler)
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self._server.start()
 
     def __enter__(self) -> Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join(20)
-        self._server.server_close()
+        self._server.end()

@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from support import sources
+from support.http_servers import Server
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 
 LONG = timedelta(seconds=30)
@@ -230,7 +232,8 @@ class Group:
 
 
 def make_transport(**options: Any) -> HTTPTransport[State]:
-    return HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", **{"block_bytes": 4096, **options})
+    """Return a transport on loopback with small blocks and as many connections as it takes by itself."""
+    return sources.make_transport(**{"num_chunks": 0, **options})
 
 
 @dataclass
@@ -366,24 +369,13 @@ class LyingSource:
             def log_message(self, *_: object) -> None:
                 pass
 
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64
-
-            def handle_error(self, *_: object) -> None:  # receivers cut connections
-                pass
-
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
+        self.url = self._server.start()
 
     def close(self) -> None:
         """Accept nothing more. May be called again."""
         self.ended.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(20)
+        self._server.end()
 
     def __enter__(self) -> LyingSource:
         return self
