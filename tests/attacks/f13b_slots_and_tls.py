@@ -21,6 +21,7 @@ import trustme
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.certificates import client_context, server_context
+from support.ports import is_open
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
@@ -34,15 +35,6 @@ Transport = HTTPTransport[dict[str, torch.Tensor]]
 
 def memory_mib() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
-
-
-def is_open(sock: socket.socket) -> bool:
-    try:
-        return sock.recv(1) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 def squat(port: int, host: str, stop: threading.Event) -> None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.ports import is_open
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport
@@ -24,18 +25,6 @@ LONG = timedelta(seconds=20)
 TOKEN = "secret"
 Address = tuple[str, int]
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")
-
-
-def is_open(sock: socket.socket) -> bool:
-    sock.setblocking(False)
-    try:
-        while sock.recv(65536):
-            pass
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 @needs_linux

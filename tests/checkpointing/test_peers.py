@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
 from support.sources import BLOCK, make_transport
+from support.waiting import wait_until
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
@@ -97,15 +98,6 @@ def served(transport: HTTPTransport[Any]) -> list[str]:
     return [entry.phase for entry in transport._shelf.index(0.0).snapshots]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(0.01)
-    return True
-
-
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     with ScriptedProxy() as proxy:
@@ -147,7 +139,7 @@ def test_a_receiver_that_is_done_serves_one_that_comes_later(scene):
     early, late = destinations
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(scene.fetch, early)
-        assert wait_until(lambda: scene.num_blocks_sent() > NUM_BLOCKS // 2, 20)
+        wait_until(lambda: scene.num_blocks_sent() > NUM_BLOCKS // 2, "half of the blocks are sent")
         second = threads.submit(scene.fetch, late)
         states = [first.result(20), second.result(20)]
     assert [differences(state, scene.state) for state in states] == [[], []]
@@ -268,7 +260,7 @@ def test_a_relay_is_closed_once_nothing_of_it_is_lent(scene):
     with relay.lend(0, 100) as views:
         closing = threading.Thread(target=close)
         closing.start()
-        assert wait_until(lambda: relay.closed, 20)
+        wait_until(lambda: relay.closed, "the relay is closed")
         assert not closed.is_set() and [len(view) for view in views] == [100]
     assert closed.wait(20)
     closing.join(20)
@@ -282,7 +274,7 @@ def test_a_relay_is_gone_after_its_time(scene):
     ends = time.monotonic() + 0.2
     destination._shelf.add_relay(relay, ends=ends)
     destination._server.expire_at(ends)
-    assert wait_until(lambda: relay.closed, 1.5)
+    wait_until(lambda: relay.closed, "the relay is closed", timeout_s=1.5)
 
 
 # --------------------------------------------------------------------------------------------------------- `Receivers`

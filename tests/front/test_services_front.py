@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import pytest
 from aiohttp import web
+from support.ports import is_open
 from support.services import make_group_service
 from support.waiting import wait_until
 
@@ -103,18 +104,6 @@ def connected(address: Address, from_host: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection(address, timeout=20, source_address=(from_host, 0))
 
 
-def is_open(sock: socket.socket) -> bool:
-    sock.setblocking(False)
-    try:
-        while sock.recv(65536):
-            pass
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
 def handshake(path: str, token: str = TOKEN, key: bytes = base64.b64encode(bytes(16))) -> bytes:
     shown = (
         RankProof(token, "group:1", secrets.token_hex(16)).authorization if path == "/v1/ranks" else f"Bearer {token}"
@@ -156,7 +145,7 @@ def test_a_head_that_drips_is_cut_off(serving: Callable[[], contextlib.AbstractC
                 slow.send(b"a")
             return not is_open(slow)
 
-        wait_until(is_cut, 10)
+        wait_until(is_cut, timeout_s=10)
 
 
 @of_websockets
@@ -166,7 +155,7 @@ def test_a_websocket_that_does_not_say_hello_is_closed_and_one_that_did_may_be_s
 ) -> None:
     with serving() as address, speaks(address, path) as silent, speaks(address, path) as introduced:
         introduced.sendall(frame(encode(hello)))
-        wait_until(lambda: not is_open(silent), 10)
+        wait_until(lambda: not is_open(silent), timeout_s=10)
         time.sleep(2 * SHORT_S)
         assert is_open(introduced)
 

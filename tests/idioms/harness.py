@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from idioms.plain import Hub, Iteration, PlainDDP, PlainManager, step_as_planned
 from idioms.plain_outer import PlainOuterLoop
+from support.waiting import wait_until
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -129,16 +130,16 @@ class Run:
         """Return when the second life has asked for a quorum: so it enters at the same step in each run."""
         self.is_awaited.set()
         if self.returns:
-            _wait_until(self._has_asked, "the group that died did not come back", self.limit_s)
+            wait_until(self._has_asked, "the group that died comes back", self.limit_s)
 
     def wait_for_all(self) -> None:
         """Return when the lighthouse knows all groups."""
-        _wait_until(
+        wait_until(
             lambda: (
                 self.has_ended.is_set()
                 or sum(len(job.members) for job in list(self.lighthouse._jobs.states.values())) == self.num_groups
             ),
-            "not all groups have started",
+            "all groups have started",
             self.limit_s,
         )
 
@@ -158,13 +159,6 @@ class Run:
             )
             for vote, committed in self.votes
         ]
-
-
-def _wait_until(condition: Callable[[], bool], otherwise: str, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.001)
 
 
 Snapshot = Mapping[str, Any]
@@ -628,7 +622,7 @@ def run_groups(
             lives.append(run.second)
             run.second.start(loop)
         if refused:
-            _wait_until(lambda: run.has_ended.is_set(), "nobody refused it", limit_s)
+            wait_until(lambda: run.has_ended.is_set(), "somebody refuses it", limit_s)
             for life in lives:
                 life.join(REFUSED_TOO_S)
             return Outcome(run, lives, [life.error for life in lives if life.error is not None])

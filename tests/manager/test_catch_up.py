@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.ports import reserved_port
 from support.stores import hosted_store
+from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.checkpointing.serving.snapshot import Phase, Snapshot
@@ -123,13 +124,6 @@ def looks_on(replica: Replica, lighthouse: LighthouseServer) -> None:
     """Ask for the next quorum as one that did not train; return when the lighthouse has heard it."""
     replica.manager.start_quorum(contributes=False, wait=False)
     wait_until(lambda: replica.manager.replica_id() in lighthouse._jobs.states["default"]._waiting)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from datetime import timedelta
 import pytest
 import torch
 from support.ports import reserved_port
-from support.rings import FREED_WITHIN, PATIENCE, Ring, is_connecting, wait_until
+from support.rings import FREED_WITHIN, PATIENCE, Ring, is_connecting
+from support.waiting import wait_until
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.errors import (

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from support.rings import wait_until
+from support.waiting import wait_until
 
 from torchft_ckpt.process_group.sockets import GlooSockets, create_gloo_device, shutdown_awaited_connection
 

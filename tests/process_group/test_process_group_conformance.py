@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from support.rings import Ring, is_connecting, wait_until
+from support.rings import Ring, is_connecting
+from support.waiting import wait_until
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import Ring, wait_until
+from support.rings import Ring
+from support.waiting import wait_until
 from torch.distributed import Work
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupError

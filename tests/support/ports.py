@@ -23,3 +23,16 @@ def reserved_port() -> Iterator[int]:
         if not sys.platform.startswith("linux"):
             holder.close()  # elsewhere nobody could listen beside it
         yield port
+
+
+def is_open(sock: socket.socket) -> bool:
+    """Whether the other end has not closed the connection. Drops what it has sent, and makes the socket non-blocking."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(65536):
+            pass
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,14 +16,6 @@ PATIENCE = timedelta(seconds=300)
 """How long an operation of a Gloo ring may take: far longer than FREED_WITHIN, within which an abort or a loss ends it."""
 FREED_WITHIN = timedelta(seconds=60)
 """Far longer than that takes, as the machine may be busy."""
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """For what happens on another thread and cannot be waited for; fails the test after the timeout."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.002)
 
 
 def is_connecting(group: ProcessGroup) -> bool:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread is about to do, where nothing tells that it has."""
+"""Waiting for what another thread or process is about to do, where nothing tells that it has."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Return once it holds; a test fails where it does not in time."""
+def wait_until(condition: Callable[[], bool], what: str = "what was waited for", timeout_s: float = 60.0) -> None:
+    """Return once the condition holds; the test fails, and says `what` did not happen, where it does not in time."""
     deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.005)
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.002)
