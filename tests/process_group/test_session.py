@@ -11,7 +11,7 @@ import torch
 from torch.distributed import Work
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupConfigureError
-from torchft_ckpt.process_group.session import Phase, Session
+from torchft_ckpt.process_group.session import Session, SessionPhase
 
 LONG = timedelta(seconds=60)
 """Nothing waits for so long; what does not happen within it raises a TimeoutError."""
@@ -106,7 +106,7 @@ def test_an_operation_that_fails_ends_the_session() -> None:
     inner.future.set_exception(RuntimeError("peer is gone"))
     with pytest.raises(CollectiveFailedError, match="peer is gone"):
         work.wait()
-    assert (session.phase, type(session.error)) == (Phase.ENDED, CollectiveFailedError)
+    assert (session.phase, type(session.error)) == (SessionPhase.ENDED, CollectiveFailedError)
 
 
 def test_the_first_error_is_the_one_that_counts() -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_ckpt.process_group.session import Phase
+from torchft_ckpt.process_group.session import SessionPhase
 from torchft_ckpt.testing.fake_process_group import FakeProcessGroup
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ FREED_WITHIN = timedelta(seconds=60)
 def is_connecting(group: ProcessGroup) -> bool:
     """Whether a configure of this group is in progress."""
     if isinstance(group, ProcessGroupGloo):
-        return group._session is not None and group._session.phase is Phase.CONNECTING
+        return group._session is not None and group._session.phase is SessionPhase.CONNECTING
     assert isinstance(group, FakeProcessGroup)
     return group._ring is not None and len(group._ring.members) < group._ring.world_size
 

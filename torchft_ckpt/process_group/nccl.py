@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 
 from torchft_ckpt.errors import CollectiveFailedError, ConfigError, ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.process_group.rendezvous import rendezvous
-from torchft_ckpt.process_group.session import Phase, Session
+from torchft_ckpt.process_group.session import Session, SessionPhase
 from torchft_ckpt.process_group.session_group import SessionProcessGroup
 from torchft_ckpt.process_group.store import StoreAddress
 from torchft_ckpt.threads import Thread
@@ -220,7 +220,7 @@ class ProcessGroupNCCL(SessionProcessGroup):
     def _start_collective(self, collective: str, *arguments: Any) -> Work:
         work = super()._start_collective(collective, *arguments)
         watch, session = self._watch, self._session
-        if watch is not None and session is not None and session.phase is Phase.LIVE:
+        if watch is not None and session is not None and session.phase is SessionPhase.LIVE:
             event = torch.cuda.Event()
             with torch.cuda.stream(self._side_stream):
                 work.wait()

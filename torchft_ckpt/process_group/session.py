@@ -52,7 +52,7 @@ _GRACE_S = 0.05
 _REAP_INTERVALS_S = (0.01, 0.05, 0.25)
 
 
-class Phase(enum.Enum):
+class SessionPhase(enum.Enum):
     """Where a session is in its life."""
 
     CONNECTING = "connecting"
@@ -80,7 +80,7 @@ class Session:
         self.devices: list[int | str | torch.device] = list(devices)
         self._connect: Callable[[Session], TorchProcessGroup] | None = connect
         self._changed = threading.Condition()
-        self._phase = Phase.CONNECTING
+        self._phase = SessionPhase.CONNECTING
         self._error: ProcessGroupError | None = None
         # The only reference to the inner group; emptied by the reaper.
         self._slot: list[TorchProcessGroup] = []
@@ -100,7 +100,7 @@ class Session:
         return f"Session({self.label}, {self._phase.value})"
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SessionPhase:
         """Where the session is in its life."""
         return self._phase
 
@@ -124,8 +124,8 @@ class Session:
         end_at_exit(self._end_at_exit)
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._phase is not Phase.CONNECTING, timeout_s)
-            connected_in_time = self._phase is not Phase.CONNECTING
+            self._changed.wait_for(lambda: self._phase is not SessionPhase.CONNECTING, timeout_s)
+            connected_in_time = self._phase is not SessionPhase.CONNECTING
         if not connected_in_time:
             self.end(ProcessGroupConfigureError(f"{self.label}: not connected within {timeout_s:.1f} s"))
         if self._error is not None:
@@ -181,7 +181,7 @@ class Session:
         with self._changed:
             if self._error is not None:
                 raise copy.copy(self._error) from self._error.__cause__
-            if self._phase is not Phase.LIVE:
+            if self._phase is not SessionPhase.LIVE:
                 raise ProcessGroupError(f"{self.label}: still connecting")
             self._num_calls += 1
         try:
@@ -199,7 +199,7 @@ class Session:
     def apply(self, change: Callable[[TorchProcessGroup], object]) -> None:
         """Change a setting of the inner group; does nothing unless the session is live."""
         with self._changed:
-            if self._phase is Phase.LIVE:
+            if self._phase is SessionPhase.LIVE:
                 change(self._slot[0])
 
     def end(self, error: ProcessGroupError) -> bool:
@@ -213,9 +213,9 @@ class Session:
         if self.is_inherited:
             return False
         with self._changed:
-            if self._phase is Phase.ENDED:
+            if self._phase is SessionPhase.ENDED:
                 return False
-            self._phase = Phase.ENDED
+            self._phase = SessionPhase.ENDED
             self._error = error
             interrupts = list(self._interrupts)
             self._changed.notify_all()
@@ -266,8 +266,8 @@ class Session:
             failure = error.with_traceback(None)
         finally:
             with self._changed:
-                if self._slot and self._phase is Phase.CONNECTING:
-                    self._phase = Phase.LIVE
+                if self._slot and self._phase is SessionPhase.CONNECTING:
+                    self._phase = SessionPhase.LIVE
                     self._changed.notify_all()
             if not self._slot:
                 self.end(_as_configure_error(self.label, failure))

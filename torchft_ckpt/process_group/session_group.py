@@ -18,7 +18,7 @@ from torch.distributed import Work
 
 from torchft_ckpt.errors import ConfigError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.process_group.rendezvous import prepare_store
-from torchft_ckpt.process_group.session import Phase, Session
+from torchft_ckpt.process_group.session import Session, SessionPhase
 from torchft_ckpt.process_group.store import StoreAddress
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
 
@@ -122,7 +122,7 @@ class SessionProcessGroup(ProcessGroupWrapper):
 
     def errored(self) -> Exception | None:
         with self._lock:
-            if self._session is None or self._session.phase is Phase.CONNECTING:
+            if self._session is None or self._session.phase is SessionPhase.CONNECTING:
                 return self._last_error
             return self._session.error
 
