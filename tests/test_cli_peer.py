@@ -32,8 +32,8 @@ from support.processes import note
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
+from torchft_ckpt.cli.output import format_bytes
 from torchft_ckpt.cli.safetensors_file import Content, SafetensorsFile, flatten, unused_name
-from torchft_ckpt.cli.summary import format_bytes
 from torchft_ckpt.errors import ConfigError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences, example_state
 

@@ -33,7 +33,7 @@ from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, first_missing, plan_parts
 from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.checkpointing.state.tree import MAX_PATH_CHARS, in_words
-from torchft_ckpt.cli.leaves import leaves
+from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import StateFormatError, StateMismatchError, TransferError, TransferTimeoutError
 

@@ -16,7 +16,7 @@ from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader, ha
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.cli.leaves import leaves
+from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.cli.safetensors_file import (
     MAX_HEADER_BYTES,
     Content,

@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
-from torchft_ckpt.cli.summary import format_bytes
+from torchft_ckpt.cli.output import format_bytes, format_count
 from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
 from torchft_ckpt.threads import in_threads
@@ -191,7 +191,7 @@ def describe(opened: Opened) -> Described:
     on_disk = sum(size or 0 for size in in_threads(place.storage.size, paths, _NUM_THREADS))
     manifests = [] if checkpoint is None else [part.manifest for part in checkpoint.parts]
     is_known = bool(manifests) if checkpoint is not None else reader is not None
-    described = Described(
+    return Described(
         step=place.step,
         name=place.name,
         format="dcp" if checkpoint is None else "torchft_ckpt",
@@ -210,7 +210,6 @@ def describe(opened: Opened) -> Described:
         left_aside=[] if checkpoint is None else checkpoint.left_aside,
         divergent=[] if checkpoint is None else checkpoint.divergent,
     )
-    return described
 
 
 def table(rows: list[Described]) -> str:
@@ -252,7 +251,7 @@ def _when(unix_time_s: float) -> str:
 
 def _parts(row: Described) -> str:
     if row.format == "dcp":
-        return f"DCP, {row.num_files} file{'' if row.num_files == 1 else 's'}"
+        return f"DCP, {format_count(row.num_files, 'file')}"
     if row.num_replicas is None or row.num_ranks is None:
         return "-"
     all_of_them = f"{row.num_replicas}x{row.num_ranks}"

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchft_ckpt.cli.options import count
 from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
@@ -42,7 +43,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Exit status: 0 all is right, 1 something is not, 2 there is no checkpoint or an argument cannot be used.",
     )
     _add_location(verify)
-    verify.add_argument("--step", type=_step, default=None, help="only the checkpoints of this step (default: all)")
+    verify.add_argument("--step", type=count, default=None, help="only the checkpoints of this step (default: all)")
     verify.add_argument(
         "--all", action="store_true", help=f"print all problems (default: {_MAX_PROBLEMS} of a checkpoint)"
     )
@@ -51,7 +52,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     export = actions.add_parser("export", help="save the newest whole checkpoint as one safetensors file")
     _add_location(export)
-    export.add_argument("--step", type=_step, default=None, help="the step wanted (default: the newest that is whole)")
+    export.add_argument("--step", type=count, default=None, help="the step wanted (default: the newest that is whole)")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     export.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
     export.add_argument("--force", action="store_true", help="replace the file if it is there")
@@ -64,13 +65,6 @@ def _add_location(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a directory with checkpoints, one checkpoint, or what torch.distributed.checkpoint wrote; a path or an fsspec URL",
     )
-
-
-def _step(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return number
 
 
 # ls
@@ -94,7 +88,7 @@ def _run_ls(options: argparse.Namespace) -> int:
 def _run_verify(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.checkpoint_checks import Condition, bytes_to_verify, verify
     from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
-    from torchft_ckpt.cli.reading_bar import reading_bar
+    from torchft_ckpt.cli.output import reading_bar
 
     counts = dict.fromkeys(Condition, 0)
     for place in find_checkpoints(options.location, options.step):
@@ -113,11 +107,11 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _told(opened: Opened, verdict: Verdict, max_problems: int | None) -> list[str]:
-    from torchft_ckpt.cli.summary import format_bytes, some
+    from torchft_ckpt.cli.output import format_bytes, format_count
 
     what = ""
     if not verdict.problems and opened.reader is not None:
-        what = f": {some(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
+        what = f": {format_count(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
     lines = [one_line(f"{opened.place.name}: {verdict.condition.value}{what}")]
     lines += [f"    {one_line(problem)}" for problem in verdict.problems[:max_problems]]
     more = len(verdict.problems) - len(verdict.problems[:max_problems])
@@ -131,9 +125,8 @@ def _told(opened: Opened, verdict: Verdict, max_problems: int | None) -> list[st
 
 def _run_export(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.checkpoint_content import content_of, read_in_order, reason_of
-    from torchft_ckpt.cli.reading_bar import reading_bar
+    from torchft_ckpt.cli.output import format_bytes, format_count, reading_bar
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, told_of_renamed
-    from torchft_ckpt.cli.summary import format_bytes, some
 
     with SafetensorsFile(options.output, force=options.force) as file:
         opened, reader = _newest_whole(options)
@@ -152,8 +145,8 @@ def _run_export(options: argparse.Namespace) -> int:
         print(one_line(f"left out: {reason}"), file=sys.stderr)
     if not options.quiet:
         print(
-            f"{options.output}: {one_line(opened.place.name)}, {some(len(exported.outlines), 'tensor')}, "
-            f"{some(len(exported.content.values), 'value')}, {format_bytes(num_bytes)}",
+            f"{options.output}: {one_line(opened.place.name)}, {format_count(len(exported.outlines), 'tensor')}, "
+            f"{format_count(len(exported.content.values), 'value')}, {format_bytes(num_bytes)}",
             file=sys.stderr,
         )
     return 0

@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from torchft_ckpt import config
-from torchft_ckpt.cli.secret import add_token
+from torchft_ckpt.cli.options import add_token
 from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError, RefusedError
 from torchft_ckpt.network import join_host_port, max_descriptors
 

@@ -6,14 +6,13 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import ssl
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.cli.secret import add_token
+from torchft_ckpt.cli.options import add_token, count, seconds
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -33,14 +32,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     inspect.add_argument("--json", action="store_true", help="print JSON, with every tensor")
     inspect.add_argument(
         "--tensors",
-        type=_count,
+        type=count,
         default=None,
         metavar="N",
         help="how many of the largest tensors to print (default: 5)",
     )
     inspect.add_argument(
         "--wait",
-        type=_seconds,
+        type=seconds,
         default=None,
         metavar="SECONDS",
         help="where nothing is served, ask the peer to serve its next step, and wait so long for it",
@@ -52,10 +51,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_peer(pull, nargs="+")
     pull.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
-    pull.add_argument("--step", type=_count, default=None, help="the step wanted (default: the newest)")
+    pull.add_argument("--step", type=count, default=None, help="the step wanted (default: the newest)")
     pull.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         default=timedelta(seconds=300),
         metavar="SECONDS",
         help="give up after so long (default: 300)",
@@ -123,8 +122,8 @@ def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
 def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.progress import ProgressBar
     from torchft_ckpt.checkpointing.state.containers import below_root
+    from torchft_ckpt.cli.output import format_bytes
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten, told_of_renamed
-    from torchft_ckpt.cli.summary import format_bytes
     from torchft_ckpt.core.text import one_line
 
     urls = options.url
@@ -179,17 +178,3 @@ def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:  # also ssl.SSLError
         raise ConfigError(f"--ca {ca}: no certificates can be read from it: {error}", "--ca") from error
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return number
-
-
-def _seconds(text: str) -> timedelta:
-    seconds = float(text)
-    if not (math.isfinite(seconds) and 0 < seconds < 1e9):
-        raise argparse.ArgumentTypeError(f"{text} is no positive number of seconds")
-    return timedelta(seconds=seconds)

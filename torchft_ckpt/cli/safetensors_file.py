@@ -33,7 +33,7 @@ from safetensors.torch import load, save, save_file
 
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.cli.leaves import leaves
+from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
 
 RESERVED = "__metadata__"

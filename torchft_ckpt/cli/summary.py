@@ -12,7 +12,7 @@ from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree, in_words
-from torchft_ckpt.cli.leaves import leaves
+from torchft_ckpt.cli.output import format_bytes, format_count, leaves
 from torchft_ckpt.core.text import printable
 
 _MAX_VALUES = 8
@@ -23,17 +23,6 @@ _PHASES = {
     "detached": "out of copies, the trainer has gone on",
     "relay": "passed on while it is being received",
 }
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Write a length for people: `1.50 GiB`."""
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    size, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while size >= 1023.995 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.2f} {units[0]}"
 
 
 def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str:
@@ -47,10 +36,8 @@ def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str
     """
     entry = _entry_of(index, manifest)
     lines = [f"{url} serves step {manifest.step} (state format {manifest.version}, snapshot {manifest.snapshot[:8]})"]
-    num_blocks = -(-manifest.total_bytes // manifest.block_bytes)
-    lines.append(
-        f"  size     {format_bytes(manifest.total_bytes)} in {some(num_blocks, 'block')} of {format_bytes(manifest.block_bytes)}"
-    )
+    blocks = format_count(-(-manifest.total_bytes // manifest.block_bytes), "block")
+    lines.append(f"  size     {format_bytes(manifest.total_bytes)} in {blocks} of {format_bytes(manifest.block_bytes)}")
     if entry is not None:
         lines.append(f"  served   {_served(entry)}")
     lines.append(f"  tensors  {_tensors_line(manifest)}")
@@ -59,7 +46,7 @@ def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str
     for other in index.snapshots:
         if other.snapshot != manifest.snapshot:
             lines.append(
-                f"also step {other.step}: {format_bytes(other.total_bytes)}, {some(other.num_tensors, 'tensor')}, "
+                f"also step {other.step}: {format_bytes(other.total_bytes)}, {format_count(other.num_tensors, 'tensor')}, "
                 f"{_served(other)}"
             )
     return "\n".join(map(printable, lines))
@@ -155,11 +142,7 @@ def _shape(tensor: TensorEntry) -> str:
 
 
 def _served(entry: SnapshotEntry) -> str:
-    return f"to {some(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
-
-
-def some(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"to {format_count(entry.num_receivers, 'receiver')}, {_PHASES.get(entry.phase, entry.phase)}"
 
 
 def _short(value: object) -> str:
