@@ -32,7 +32,7 @@ class Condition(Enum):
     """Nobody has seen it whole: it is still being written, or its writers died."""
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """What was found."""
 
     condition: Condition
@@ -53,16 +53,16 @@ def bytes_to_verify(opened: Opened) -> int:
     return total
 
 
-def verify(opened: Opened) -> Verdict:
+def verify(opened: Opened) -> VerifyResult:
     """Read everything and compare it with what is known of it."""
     if isinstance(opened.reader, CheckpointReader):
         return _verify_own(opened, opened.reader)
     if opened.reader is None:
-        return Verdict(Condition.DAMAGED, [opened.why_not_whole or "it cannot be read"], [])
+        return VerifyResult(Condition.DAMAGED, [opened.why_not_whole or "it cannot be read"], [])
     return _verify_dcps(opened.reader)
 
 
-def _verify_own(opened: Opened, reader: CheckpointReader) -> Verdict:
+def _verify_own(opened: Opened, reader: CheckpointReader) -> VerifyResult:
     checkpoint = reader.checkpoint
     notes: list[str] = []
     found = reader.verify()
@@ -78,10 +78,10 @@ def _verify_own(opened: Opened, reader: CheckpointReader) -> Verdict:
         )
     if opened.why_not_whole is not None:
         condition = Condition.DAMAGED if has_metadata else Condition.NOT_WHOLE  # it was whole, or never was
-        return Verdict(condition, [opened.why_not_whole, *found], notes)
+        return VerifyResult(condition, [opened.why_not_whole, *found], notes)
     problems = [*checkpoint.left_aside, *found]
     if not problems:
-        return Verdict(Condition.RIGHT, [], notes)
+        return VerifyResult(Condition.RIGHT, [], notes)
     try:
         for _ in read_in_order(reader, outlines_of(reader)):
             continue
@@ -90,10 +90,10 @@ def _verify_own(opened: Opened, reader: CheckpointReader) -> Verdict:
         notes.append("it cannot be loaded as a whole")
     else:
         notes.append("it can be loaded all the same: what is damaged is also elsewhere, or is read by DCP alone")
-    return Verdict(Condition.DAMAGED, problems, notes)
+    return VerifyResult(Condition.DAMAGED, problems, notes)
 
 
-def _verify_dcps(reader: ForeignReader) -> Verdict:
+def _verify_dcps(reader: ForeignReader) -> VerifyResult:
     reasons: list[CheckpointError] = []
     for outline in outlines_of(reader):
         try:
@@ -105,7 +105,7 @@ def _verify_dcps(reader: ForeignReader) -> Verdict:
     problems = [str(reason) for reason in reasons if not isinstance(reason, UnsupportedValueError)]
     notes = [f"not looked at: {reason}" for reason in reasons if isinstance(reason, UnsupportedValueError)]
     notes.append("DCP keeps no digests: the checksums of its records were compared, where it wrote any")
-    return Verdict(Condition.DAMAGED if problems else Condition.RIGHT, problems, notes)
+    return VerifyResult(Condition.DAMAGED if problems else Condition.RIGHT, problems, notes)
 
 
 def _metadata_problems(checkpoint: Checkpoint, storage: Storage, notes: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError,
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
     from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-    from torchft_ckpt.cli.checkpoint_checks import Verdict
+    from torchft_ckpt.cli.checkpoint_checks import VerifyResult
     from torchft_ckpt.cli.checkpoint_places import Opened
 
 _MAX_PROBLEMS = 20
@@ -96,28 +96,28 @@ def _run_verify(options: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             if not options.quiet and opened.reader is not None:
                 stack.enter_context(reading_bar(place.name, bytes_to_verify(opened), opened.reader))
-            verdict = verify(opened)
-        counts[verdict.condition] += 1
-        if verdict.problems or not options.quiet:
-            print("\n".join(_told(opened, verdict, None if options.all else _MAX_PROBLEMS)), flush=True)
+            result = verify(opened)
+        counts[result.condition] += 1
+        if result.problems or not options.quiet:
+            print("\n".join(_told(opened, result, None if options.all else _MAX_PROBLEMS)), flush=True)
     if not options.quiet and sum(counts.values()) > 1:
         parts = (f"{count} {condition.value}" for condition, count in counts.items() if count)
         print(f"{sum(counts.values())} checkpoints: {', '.join(parts)}")
     return 0 if counts[Condition.RIGHT] == sum(counts.values()) else 1
 
 
-def _told(opened: Opened, verdict: Verdict, max_problems: int | None) -> list[str]:
+def _told(opened: Opened, result: VerifyResult, max_problems: int | None) -> list[str]:
     from torchft_ckpt.cli.output import format_bytes, format_count
 
     what = ""
-    if not verdict.problems and opened.reader is not None:
+    if not result.problems and opened.reader is not None:
         what = f": {format_count(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
-    lines = [one_line(f"{opened.place.name}: {verdict.condition.value}{what}")]
-    lines += [f"    {one_line(problem)}" for problem in verdict.problems[:max_problems]]
-    more = len(verdict.problems) - len(verdict.problems[:max_problems])
+    lines = [one_line(f"{opened.place.name}: {result.condition.value}{what}")]
+    lines += [f"    {one_line(problem)}" for problem in result.problems[:max_problems]]
+    more = len(result.problems) - len(result.problems[:max_problems])
     if more:
         lines.append(f"    and {more} more; --all prints them")
-    return lines + [f"    ({one_line(note)})" for note in verdict.notes]
+    return lines + [f"    ({one_line(note)})" for note in result.notes]
 
 
 # export
