@@ -156,9 +156,9 @@ class CommitUnknownError(CoordinationError):
 
 
 class CheckpointError(TorchftCkptError, RuntimeError):
-    """Base of what goes wrong in holding or moving state.
+    """Base of errors in holding or moving state.
 
-    Whoever writes into a state that is in use here (a receive or a load in place) finishes, or `state_overwritten` is true and
+    A receive or a load in place writes into a state that is in use here. If it does not finish, `state_overwritten` is true and
     the message says "torn": then that state is no state of any step, and must be loaded again before it is used.
     """
 
@@ -243,7 +243,7 @@ class StateDictLoadError(CheckpointError):
 
 
 class StorageError(CheckpointError, OSError):
-    """A file system or object store failed; the message names the path. What was whole before still is."""
+    """A file system or object store failed; the message names the path. Checkpoints that were whole before still are."""
 
 
 class CheckpointDamagedError(CheckpointError):

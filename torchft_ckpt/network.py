@@ -1,4 +1,4 @@
-"""Where a process listens, which address it advertises, whether a peer knows the token. Plain sockets, no torch, no aiohttp.
+"""Listening sockets, the address that a process advertises, and the check of a peer's token. Plain sockets, no torch, no aiohttp.
 
 The address that a server advertises is the one that the user chose: by an argument, `TORCHFT_CKPT_HOSTNAME`, or the interface
 that he named for NCCL or Gloo (`core.interfaces`). Else it is the address of the interface that routes to a peer that is known
@@ -58,8 +58,8 @@ def choose_host(
     """Return the address of a process of a job.
 
     In this order: the argument, `TORCHFT_CKPT_HOSTNAME`, the address that is listened on, the interface of `NCCL_SOCKET_IFNAME`
-    where that counts, that of `GLOO_SOCKET_IFNAME`, the address that routes to a peer. Where the interfaces of this machine
-    cannot be read (it is not Linux) the variables for them are not looked at.
+    where that counts, that of `GLOO_SOCKET_IFNAME`, the address that routes to a peer. On systems other than Linux the interfaces
+    of a machine cannot be read, and these two variables are ignored.
 
     Args:
         argument, bound, towards: as of `advertised_host`.

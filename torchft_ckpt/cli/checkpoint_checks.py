@@ -1,6 +1,6 @@
-"""What `verify` finds out about one checkpoint, by reading all of it. It prints nothing.
+"""Verifies one checkpoint for `verify`, by reading all of it. It prints nothing.
 
-What this library wrote has a digest for every 64 KiB. DCP's own records have at most a CRC-32 to compare.
+This library writes a digest for every 64 KiB. DCP's own records have at most a CRC-32 to compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, Storage
 
 
 class Condition(Enum):
-    """What became of a checkpoint."""
+    """The condition of a checkpoint."""
 
     RIGHT = "right"
     DAMAGED = "damaged"
@@ -33,12 +33,12 @@ class Condition(Enum):
 
 
 class VerifyResult(NamedTuple):
-    """What was found."""
+    """The findings about one checkpoint."""
 
     condition: Condition
     problems: list[str]
     notes: list[str]
-    """What is no problem, and worth knowing."""
+    """Remarks: no problems, and worth knowing."""
 
 
 def bytes_to_verify(opened: Opened) -> int:

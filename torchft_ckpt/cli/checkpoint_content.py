@@ -1,6 +1,6 @@
-"""What of a checkpoint goes into one safetensors file, and its tensors one after the other. It reads; it writes no files.
+"""Selects what of a checkpoint goes into one safetensors file, and reads its tensors one after the other. It writes no files.
 
-What belongs to one rank alone (random number generators, its position in the data) is left out.
+State of one rank alone (random number generators, its position in the data) is left out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAX_REPEATED_BYTES = 1024**3
 
 
 class ExportedContent(NamedTuple):
-    """What goes into a file."""
+    """The content of a file."""
 
     outlines: list[Outline]
     """All tensors, in the order of the file."""
     extra: dict[str, torch.Tensor]
-    """Those of them that are here already: they were inside of values."""
+    """The tensors that are in memory already, as they were inside of values."""
     content: Content
     """The rest."""
     left_out: list[str]
@@ -85,17 +85,17 @@ def content_of(reader: CheckpointReader | ForeignReader) -> ExportedContent:
 
 
 class _Found(NamedTuple):
-    """What of one value goes into a file, by name."""
+    """The part of one value that goes into a file, by name."""
 
     values: dict[str, object]
     arrays: list[str]
     tensors: dict[str, torch.Tensor]
-    """Those that are here already."""
+    """The tensors that are in memory already."""
     left_out: list[str]
 
 
 class _Room:
-    """What a file still takes of values. A record of a few bytes can stand for more leaves, or elements, than any machine holds.
+    """The room that a file has left for values: a few bytes can stand for more leaves, or elements, than any machine holds.
 
     Args:
         taken: names that there are; see `unused_name`.

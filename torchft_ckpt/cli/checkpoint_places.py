@@ -33,7 +33,7 @@ _STEP = re.compile(r"(?:\A|(?:step|iter)[-_=.]?)0*([0-9]{1,18})\Z", re.IGNORECAS
 
 
 class Place(NamedTuple):
-    """Where a checkpoint is. Nothing of it was read."""
+    """The place of a checkpoint, of which nothing was read yet."""
 
     storage: Storage
     directory: str
@@ -147,7 +147,7 @@ def _age(place: Place) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """What `ls` says of a checkpoint. Of what is not whole the tensors are those that are known."""
+    """The row of a checkpoint in `ls`. If it is not whole, the tensors are those that are known."""
 
     step: int | None
     name: str

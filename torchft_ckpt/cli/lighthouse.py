@@ -146,7 +146,7 @@ def _query(job: str | None) -> dict[str, str]:
 
 
 async def _get_status(address: str, headers: dict[str, str], job: str | None) -> str:
-    """Return the status in JSON, to be read by people. What answers may be anything: a body without end, or no JSON."""
+    """Return the status in JSON, for people. Another server than a lighthouse may answer, with a body without end, or no JSON."""
     import aiohttp
 
     from torchft_ckpt.coordination.channel import client_session

@@ -1,4 +1,4 @@
-"""How the commands name and print what they found: leaves by their paths, lengths, counts, and a bar while something is read."""
+"""Names and formats of the commands' output: leaves by their paths, lengths, counts, and a bar while something is read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Reader(Protocol):
 
 @contextlib.contextmanager
 def reading_bar(title: str, total_bytes: int, reader: Reader) -> Iterator[None]:
-    """Draw a bar on standard error while the block runs. Where that is no terminal, a line every few seconds at most.
+    """Draw a bar on standard error while the block runs, or print a line every few seconds at most if that is no terminal.
 
     Args:
         title: what is read.

@@ -1,6 +1,6 @@
 """Saves a state as one safetensors file, whole or not at all.
 
-Tensors are named by their path in the tree. What safetensors has no place for goes into its metadata, as JSON:
+Tensors are named by their path in the tree. Everything that safetensors has no place for goes into its metadata, as JSON:
 `torchft_ckpt.step`, `torchft_ckpt.values` (path to value, in the state format's nodes), `torchft_ckpt.tied` (name to the
 name of the tensor that it was the same memory as; both are stored, as readers look for either), `torchft_ckpt.arrays` (names
 that were numpy arrays).
@@ -37,14 +37,14 @@ from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
 
 RESERVED = "__metadata__"
-"""What the header of a safetensors file has for itself: readers take no file in which a tensor is called so."""
+"""The name that the header of a safetensors file keeps for itself: readers refuse a file with a tensor of that name."""
 MAX_HEADER_BYTES = 90_000_000
 """Readers of safetensors refuse a header of more than 100 MB; some is left for the tensors' own entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What goes into a file."""
+    """The content of a file."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Outline(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     path: str | None = None
-    """Where it is read from, if by another name."""
+    """The name that it is read by, if that is another one."""
 
     @property
     def num_bytes(self) -> int:

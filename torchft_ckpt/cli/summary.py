@@ -1,4 +1,4 @@
-"""What `inspect` says about a state: decided from the peer's index and the manifest alone. It prints and fetches nothing."""
+"""Describes a state for `inspect`, from the peer's index and the manifest alone. It prints and fetches nothing."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A peer that does not read cannot make us hold its messages without limit, nor ho
 waits in a queue of its own, bounded by messages and by bytes, and a queue that runs over closes the connection. So does a
 message that the peer could not take: what `core` sends is far smaller, whatever it was told.
 
-Who connects goes nowhere else than where it was told to: redirects are not followed (`client_session`).
+A client connects to the address that it was given and to no other: it does not follow redirects (`client_session`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Channel:
         self._queued_bytes = 0
         self._writer = asyncio.get_running_loop().create_task(self._write())
         self.sent_at = asyncio.get_running_loop().time()
-        """When something was last handed to the socket, on the loop's clock."""
+        """The time, on the loop's clock, when a message was last handed to the socket."""
 
     def send(self, message: Message) -> None:
         """Queue a message. After `close` it is dropped."""

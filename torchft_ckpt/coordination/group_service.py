@@ -131,7 +131,7 @@ class GroupService:
 
     @property
     def address(self) -> str:
-        """Where ranks above 0 connect, `host:port`; empty in a group of one."""
+        """The address that ranks above 0 connect to, `host:port`; empty in a group of one."""
         return self._address
 
     def send(self, message: RankToGroup) -> None:
@@ -139,7 +139,7 @@ class GroupService:
         self._thread.call_soon(self._handle, RankSaid(0, message))
 
     def store_address(self) -> str:
-        """Where the quorum met that was there when this group connected; empty if none was."""
+        """Return the store of the quorum that was there when this group connected; empty if there was none."""
         return self._client.store_address
 
     def waiting_for(self) -> str:

@@ -186,8 +186,8 @@ class LighthouseClient:
             loss = train(group)  # where a collective fails, the next quorum says who is left
             step += 1
 
-    A job is of such callers or of Managers, never of both: the lighthouse refuses the other kind by name. What callers do with a
-    quorum is their own affair; nothing is voted on, and nobody is told of a loss. A caller is taken for dead when this process
+    A job is of such callers or of Managers, never of both: the lighthouse refuses the other kind by name. Callers do with a
+    quorum what they like; nobody votes, and nobody is told of a loss. A caller is taken for dead when this process
     ends or its connection is lost, and when it neither called nor waited nor sent a `heartbeat` for the lighthouse's heartbeat
     timeout; then the others get a quorum without it. Any thread may call. The connection has a thread of its own, which ends with
     this object.

@@ -1,7 +1,7 @@
 """A group's one connection to the lighthouse: opened once with a deadline, then kept up for ever, with back-off.
 
-A lighthouse that is gone is no reason to end a training job: after the first connection nothing here raises. What was
-asked and not answered is said again by `core.group` when `on_up` is called.
+A lighthouse that is gone is no reason to end a training job: after the first connection nothing here raises. When `on_up` is
+called, `core.group` sends the requests again that were not answered.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LighthouseConnection:
         self._interval_s = heartbeat_interval.total_seconds()
         self._pause_s = self._interval_s
         self.store_address = ""
-        """Where the present quorum meets, as the lighthouse said at the last welcome."""
+        """The store of the present quorum, as the lighthouse named it in its last welcome."""
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._session: aiohttp.ClientSession | None = None
         self._channel: Channel | None = None
@@ -155,7 +155,7 @@ class LighthouseConnection:
         self._task = loop.create_task(self._keep(channel))
 
     def send(self, message: ToLighthouse) -> None:
-        """Send, or drop where there is no connection. Who has said that it leaves does not connect again."""
+        """Send, or drop if there is no connection. After a `Leave` this group does not connect again."""
         if self._channel is not None:
             self._is_leaving = self._is_leaving or isinstance(message, Leave)
             self._channel.send(message)

@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own. Who starts it ends it; ending it cancels what still runs there."""
+"""An asyncio loop in a thread of its own. Its owner has to end it, which cancels the tasks that still run there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoopThread:
         end_at_exit(self.stop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it. Call from any other thread. Who is interrupted cancels it."""
+        """Run a coroutine on the loop and wait for it. Call from any other thread; an interrupted call cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result()

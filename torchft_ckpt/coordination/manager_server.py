@@ -83,7 +83,7 @@ _A = TypeVar("_A", bound=FromManagerServer)
 
 
 class ManagerServer:
-    """What the ranks of one replica group call, by `ManagerClient`; one of them, as a rule rank 0, runs it.
+    """The server that the ranks of one replica group call through `ManagerClient`; one of them, as a rule rank 0, runs it.
 
     Args:
         replica_id: of the group; a group that starts anew has another one.

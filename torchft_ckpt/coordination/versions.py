@@ -1,7 +1,7 @@
-"""What is said to a party of another protocol version, where a first message cannot be read for that reason.
+"""Answers a party of another protocol version, if that is why its first message cannot be read.
 
-A hello that can be read is judged by `core`, which names both versions. Another version's may have any shape; what all of
-them have, and have for ever, is a JSON object with the number in `protocol`.
+`core` judges a hello that can be read, and names both versions. A hello of another version may have any shape; but in every
+version, for ever, it is a JSON object with the number in `protocol`.
 """
 
 from __future__ import annotations

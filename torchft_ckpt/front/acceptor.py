@@ -1,7 +1,7 @@
 """Accepts connections for an event loop: counts each one in before anything else is done for it, then speaks TLS with it.
 
 asyncio's own server would do a TLS handshake before it asks whether the connection is wanted, and would answer a client that
-speaks plain HTTP to a TLS port with silence. What is served, and to whom, is decided elsewhere. On the event loop only.
+speaks plain HTTP to a TLS port with silence. Other modules decide what is served, and to whom. On the event loop only.
 """
 
 from __future__ import annotations

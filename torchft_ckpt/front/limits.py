@@ -1,12 +1,12 @@
 """Limits of what one client may take of a server: connections, requests, memory for a head, and time without doing anything.
 
-A client is a peer's IPv4 address or IPv6 network. Which connections are kept is the decision of `core.admission`; what is served
-is not known here. Everything here runs on the server's event loop only.
+A client is a peer's IPv4 address or IPv6 network. `core.admission` decides which connections are kept; this file does not know
+what is served. Everything here runs on the server's event loop only.
 
 aiohttp limits one line of a head, but neither the whole of it nor the time that it takes to come, and not how many
 connections there are. So each connection is a `GuardedConnection`: it hands what comes on to aiohttp's own protocol, counts,
-and holds one timer. A middleware tells it when a request is being answered. Who makes a WebSocket of its connection is waited for
-until it has introduced itself; from then on it is the handler that watches it.
+and holds one timer. A middleware tells it when a request is being answered. The timer also bounds how long a client that opens a
+WebSocket may take to introduce itself; from then on the handler watches the connection.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNACKED, _BYTES_ACKED, _NOTSENT, _TCP_INFO_BYTES = 24, 120, 144, 148
 class FrontLimits:
     """Limits of what clients may take of a server, whatever it serves.
 
-    Who has shown the token is not counted among the strangers; where there is no token, who has made a request is not.
+    A stranger is a client that has not shown the token or, in a job without one, that has not made a request.
 
     Args:
         max_connections: open at once, all clients together; each costs a descriptor.
@@ -84,7 +84,7 @@ class FrontLimits:
 class SparseLog(logging.LoggerAdapter):
     """A logger that writes at most one warning or error a second: what peers do wrong must not fill a disk.
 
-    What is wrong with a request that cannot be read is said in a short line, without the control characters that are in it.
+    A request that cannot be read is reported in a short line, without its control characters.
     """
 
     def __init__(self, to: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
@@ -447,8 +447,8 @@ def raw_refusal(status: str, error: str, message: str) -> bytes:
 def acknowledged_bytes(transport: asyncio.Transport) -> int | None:
     """Return how many bytes the peer has acknowledged so far, None where it has acknowledged all there are.
 
-    The kernel is asked, because it holds more than the transport does, and a TLS transport does not tell all that it holds.
-    Where the kernel cannot be asked, a number that changes with what the transport holds stands in.
+    The kernel tells it, because it holds more than the transport does, and a TLS transport does not tell all that it holds. On
+    systems whose kernel does not tell, the answer is a number that changes with what the transport holds.
     """
     num_held = transport.get_write_buffer_size()
     sock = transport.get_extra_info("socket")

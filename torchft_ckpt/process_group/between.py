@@ -19,7 +19,7 @@ _Future = torch.futures.Future[Any]
 
 
 class Averager(Protocol):
-    """What is used here of a `Manager`, which this floor does not know."""
+    """The part of a `Manager` that a managed group uses; this floor does not know managers."""
 
     _pg: ProcessGroup
 

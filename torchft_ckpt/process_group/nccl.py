@@ -1,9 +1,9 @@
 """NCCL with an abort and timeouts that do not end the process.
 
-How it differs from torch's group alone:
+The differences from torch's own group:
 - Communicators are non-blocking and connected eagerly in configure, so that a dead peer shows there and
   `ncclCommAbort` can end it.
-- torch's watchdog may end the process on a timeout. It is told not to, by these variables, unless the user has set them:
+- torch's watchdog may end the process on a timeout. These variables turn that off, unless the user has set them:
   `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` (no tear-down), `TORCH_NCCL_ENABLE_MONITORING=0` (no heartbeat monitor),
   `TORCH_NCCL_RETHROW_CUDA_ERRORS=0`, and `TORCH_NCCL_NONBLOCKING_TIMEOUT` (seconds; our connect timeout). torch reads
   them when a group is made.
@@ -36,14 +36,14 @@ from torchft_ckpt.threads import Thread
 
 
 class Event(Protocol):
-    """What is asked of a CUDA event."""
+    """The part of a CUDA event that the watch uses."""
 
     def query(self) -> bool:
-        """Whether the work before it is done."""
+        """Return whether the work before the event is done."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the work before the event is done."""
         ...
 
 

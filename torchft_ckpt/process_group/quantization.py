@@ -1,4 +1,4 @@
-"""How floats become one byte each: the codecs of quantised collectives, and the layout of their messages.
+"""Codecs that make one byte of each float, for quantised collectives, and the layout of their messages.
 
 A message holds one chunk of a flat tensor: first an fp32 scale for each block, then a byte for each element, block by block.
 
@@ -84,7 +84,7 @@ def find_codec(should_quantize: bool | Quantization) -> Codec | None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """How a flat tensor of `numel` elements is cut into `num_chunks` chunks of whole blocks.
+    """A flat tensor of `numel` elements, cut into `num_chunks` chunks of whole blocks.
 
     All chunks are equally large; the last ones may end beyond the tensor, or lie beyond it, and are then filled with zeros.
     """

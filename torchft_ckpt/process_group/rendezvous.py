@@ -1,4 +1,4 @@
-"""How the members of a group meet at a store before their backend connects them.
+"""Lets the members of a group meet at a store before their backend connects them.
 
 Backends wait for each other too, but cannot be interrupted in it, and do not say who was absent.
 """

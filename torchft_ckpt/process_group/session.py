@@ -4,7 +4,7 @@
          `-----------------end(error)----------------^
 
 Rules that this file keeps, whatever the backend:
-- Connecting happens on a thread of its own. Whoever waits for it is let go at once when the session ends, even if the
+- Connecting happens on a thread of its own. A caller that waits for it returns at once when the session ends, even if the
   backend cannot be interrupted; the thread then ends by its own timeouts.
 - The inner group is dropped on one thread only, the reaper, after the last call into it has returned. A backend's
   destructor joins its worker threads: run by a callback on such a thread, it would end the process; run by the trainer,
@@ -53,7 +53,7 @@ _REAP_INTERVALS_S = (0.01, 0.05, 0.25)
 
 
 class SessionPhase(enum.Enum):
-    """Where a session is in its life."""
+    """The three phases of a session's life."""
 
     CONNECTING = "connecting"
     LIVE = "live"
@@ -101,7 +101,7 @@ class Session:
 
     @property
     def phase(self) -> SessionPhase:
-        """Where the session is in its life."""
+        """The phase of its life that the session is in."""
         return self._phase
 
     @property

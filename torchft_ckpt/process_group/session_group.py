@@ -1,7 +1,7 @@
 """A group whose inner group is made anew by each configure: what Gloo and NCCL share.
 
-It decides which session a collective goes to and what `errored()` says. How an inner group lives and ends is `session.py`'s; how
-one is made is a subclass's `_make_inner`.
+It decides which session a collective goes to and what `errored()` says. `session.py` rules the life and the end of an inner
+group; a subclass's `_make_inner` makes one.
 """
 
 from __future__ import annotations

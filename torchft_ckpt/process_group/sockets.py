@@ -1,4 +1,4 @@
-"""Which sockets belong to a Gloo group, and how to end their traffic.
+"""Finds the sockets of a Gloo group, and ends their traffic.
 
 Gloo has no abort: an operation in flight returns when its peers answer, when its timeout passes, or when its sockets fail.
 So abort makes the sockets fail, with shutdown(2). This file finds exactly those sockets, and no other of the process:

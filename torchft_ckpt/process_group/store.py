@@ -1,4 +1,4 @@
-"""Where a group's members meet: the address of a TCPStore, and connections to it that are used again.
+"""The store where a group's members meet: the address of a TCPStore, and connections to it that are used again.
 
 torch's store does a reverse name lookup for each connection, in the client and, worse, on the server's only thread: where
 name servers are slow or drop a packet, one new connection holds up every client by seconds. So a connection is kept
