@@ -11,8 +11,6 @@ whose name that is a part, or not for so long (`for_s`). It says `hanging` then,
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 import threading
@@ -31,18 +29,14 @@ from sharded.digest import digest_of
 from sharded.task import batch_of, make_model
 from train_hsdp import shard
 
-from torchft_ckpt import Checkpointer, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, SavedCheckpoint, Tier
+from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from torchft_ckpt import Checkpointer, HTTPTransport, Optimizer, SavedCheckpoint, Tier
 from torchft_ckpt import checkpointer as checkpointer_module
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage, OsSystem
 from torchft_ckpt.errors import CheckpointError, ConfigError
 from torchft_ckpt.fsdp import set_all_reduce_hook
 
 BATCH_SIZE = 4
-
-
-def report(event: str, **fields: Any) -> None:
-    """Any thread: one write, so that lines never mix."""
-    os.write(1, (json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n").encode())
 
 
 class HangingSystem(OsSystem):
@@ -104,10 +98,8 @@ def report_saved(step: int, future: Future[SavedCheckpoint]) -> None:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
+    options = begin()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     if num_ranks > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     model = make_model(options["seed"])
@@ -115,25 +107,9 @@ def main() -> None:
         shard(model)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
-    def state_dict() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": adamw.state_dict()}
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        adamw.load_state_dict(state["optimizer"])
-
+    load_state_dict, state_dict = state_functions(model, adamw)
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=30)),
-        load_state_dict,
-        state_dict,
-        min_replica_size=options.get("min_replica_size", 1),
-        replica_id=options["replica_id"],
-        lighthouse_addr=options["lighthouse"],
-        checkpoint_transport=transport,
-        timeout=timedelta(seconds=30),
-        join_budget=timedelta(seconds=10),
-    )
+    manager = make_manager(options, transport, load_state_dict, state_dict, join_budget=timedelta(seconds=10))
     if "hang" in options:
         system = HangingSystem(**options["hang"])
         checkpointer_module.open_storage = lambda location, **_: LocalStorage(location, system=system)
@@ -173,9 +149,8 @@ def main() -> None:
     if is_sharded:
         set_all_reduce_hook(manager, model)
     save_at, save_every = options.get("save_at", []), options.get("save_every", 0)
-    stop = Path(options["control"]) / "stop"
     try:
-        while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+        while not is_over(options, manager.current_step()):
             before = manager.statistics()
             optimizer.zero_grad()
             time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass

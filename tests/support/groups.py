@@ -33,10 +33,11 @@ class Rank:
         self.events: list[dict[str, Any]] = []
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._log_path = log
+        script = Path(__file__).with_name(trainer)
+        path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+        variables = {**os.environ, "PYTHONPATH": path, **environment}
         with log.open("ab") as stderr:
-            self.process = Forked(
-                Path(__file__).with_name(trainer), [json.dumps(options)], {**os.environ, **environment}, stderr.fileno()
-            )
+            self.process = Forked(script, [json.dumps(options)], variables, stderr.fileno())
         note(f"rank {self.name}", self.process, lambda: f"{self.log()}\nlast events: {self.events[-3:]}")
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -9,13 +9,9 @@ the file `stop` of the directory `control`); `hand_over`.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchft_ckpt import HTTPTransport, Manager, Optimizer, ProcessGroupGloo, set_all_reduce_hook
+from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from torchft_ckpt import HTTPTransport, Optimizer, set_all_reduce_hook
 
 SHAPES = [(7, 6), (16, 8), (5,), (1, 3), (4, 2, 3)]
 LIMIT = timedelta(seconds=60)
@@ -93,19 +90,13 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return values
 
 
-def step_in(stop: Path) -> int:
-    """The step at which somebody told it to stop; one that never comes if nobody did."""
-    return int(stop.read_text()) if stop.exists() else sys.maxsize
-
-
-def report(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
+def is_there(options: dict[str, Any], step: int) -> bool:
+    """Whether it has trained until the step that its options name, or somebody told it to stop."""
+    return step >= options["until"] if "until" in options else is_over(options, step)
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    options = begin()
     if options["layout"] != "plain":
         alone = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", timeout=timedelta(seconds=30), **alone)
@@ -113,34 +104,16 @@ def main() -> None:
     shard(model, options["layout"])
     sgd = make_optimizer(model.parameters())
 
-    def state_dict() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": sgd.state_dict()}
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        sgd.load_state_dict(state["optimizer"])
-
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), hostname="127.0.0.1")
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=30)),
-        load_state_dict,
-        state_dict,
-        min_replica_size=1,
-        use_async_quorum=options.get("use_async_quorum", True),
-        replica_id=options["replica_id"],
-        lighthouse_addr=options["lighthouse"],
-        checkpoint_transport=transport,
-        timeout=timedelta(seconds=30),
-    )
+    manager = make_manager(options, transport, *state_functions(model, sgd))
     if options["layout"] != "plain":
         set_all_reduce_hook(manager, model)
     optimizer = Optimizer(manager, sgd)
     report("ready", address=transport.metadata())
-    stop = Path(options["control"]) / "stop"
     try:
         if options.get("take_over"):
             report("took", is_held=manager.take_over(LIMIT), step=manager.current_step(), bits=bits(model, sgd))
-        while manager.current_step() < options.get("until", step_in(stop)):
+        while not is_there(options, manager.current_step()):
             optimizer.zero_grad()
             time.sleep(options.get("pause_s", 0.0))
             model(manager.quorum_step()).backward()

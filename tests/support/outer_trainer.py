@@ -6,11 +6,8 @@ kills itself: {"groups": once so many trained in a round, "at": "inner" | "prepa
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +18,10 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from trainer import SteeredTransport, report
 
-from torchft_ckpt import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
+from support.trainer import SteeredTransport
+from support.trainer_process import begin, is_over, make_manager, report
+from torchft_ckpt import DiLoCo, LocalSGD, Manager
 from torchft_ckpt.core.messages import CommitVote
 from torchft_ckpt.errors import SourceLostError
 from torchft_ckpt.outer.fragment import Fragment
@@ -115,10 +113,7 @@ def count_restores() -> list[int]:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
-    control = Path(options["control"])
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    options = begin()
     generator = torch.Generator().manual_seed(options["seed"])
     torch.manual_seed(options["seed"])
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -126,17 +121,14 @@ def main() -> None:
     fails = os.environ.get("RANK") == str(options.get("first_fetch_fails_at_rank"))
     kind = FailsOnce if fails else SteeredTransport
     transport = kind(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    transport.control, transport.cancelled = control, threading.Event()
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=30)),
+    transport.control, transport.cancelled = Path(options["control"]), threading.Event()
+    manager = make_manager(
+        options,
+        transport,
         None,
         None,
         min_replica_size=options.get("min_replica_size", 2),
         use_async_quorum=False,
-        replica_id=options["replica_id"],
-        lighthouse_addr=options["lighthouse"],
-        checkpoint_transport=transport,
-        timeout=timedelta(seconds=options.get("timeout_s", 30)),
     )
     report("ready", replica_id=manager.replica_id())
     suicide = Suicide(manager, options.get("die"))
@@ -161,7 +153,6 @@ def main() -> None:
             should_quantize=options.get("quantize", False),
             **common,
         )
-    stop = control / "stop"
     number = 0
     try:
         with loop:
@@ -169,7 +160,7 @@ def main() -> None:
                 model(torch.zeros(1, 64))  # the first forward pass, in which the loop begins
             report("entered", step=manager.current_step(), healed=manager.statistics().num_healed)
             before, restored = manager.statistics(), restores[0]
-            while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+            while not is_over(options, manager.current_step()):
                 batch = torch.randn(8, 64, generator=generator)
                 inner.zero_grad()
                 (model(batch) - batch).square().mean().backward()

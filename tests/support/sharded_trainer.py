@@ -7,8 +7,6 @@ all full tensors after a step is the one of a run in which nothing happened.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 import time
@@ -22,19 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from support.trainer_process import begin, is_over, make_manager, report, state_functions
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from sharded.digest import digest_of
 from sharded.task import batch_of, make_model
 from train_fsdp import shard
 
-from torchft_ckpt import HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import HTTPTransport, Optimizer
 from torchft_ckpt.fsdp import set_all_reduce_hook
 
 BATCH_SIZE = 4
-
-
-def report(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
 
 
 def describe(tensor: torch.Tensor, model: nn.Module) -> list[str]:
@@ -46,17 +42,13 @@ def describe(tensor: torch.Tensor, model: nn.Module) -> list[str]:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
-    control = Path(options["control"])
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    options = begin()
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     model = make_model(options["seed"])
     place = shard(model, SimpleNamespace(tensor_parallel=options.get("tensor_parallel", 0)))  # type: ignore[arg-type]
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
-    def state_dict() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": adamw.state_dict()}
+    load, state_dict = state_functions(model, adamw)
 
     def load_state_dict(state: dict[str, Any]) -> None:
         described = {
@@ -65,28 +57,15 @@ def main() -> None:
             for name, tensor in values.items()
         }
         report("loading", had_state=len(adamw.state), optimizer=described)
-        model.load_state_dict(state["model"])
-        adamw.load_state_dict(state["optimizer"])
+        load(state)
 
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=30)),
-        load_state_dict,
-        state_dict,
-        min_replica_size=1,
-        use_async_quorum=options.get("use_async_quorum", True),
-        replica_id=options["replica_id"],
-        lighthouse_addr=options["lighthouse"],
-        checkpoint_transport=transport,
-        timeout=timedelta(seconds=30),
-        join_budget=timedelta(seconds=10),
-    )
+    manager = make_manager(options, transport, load_state_dict, state_dict, join_budget=timedelta(seconds=10))
     report("ready", pid=os.getpid())
     set_all_reduce_hook(manager, model)
     optimizer = Optimizer(manager, adamw)
-    stop = control / "stop"
     try:
-        while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+        while not is_over(options, manager.current_step()):
             before = manager.statistics()
             for parameter in model.blocks[0].parameters():
                 parameter.requires_grad_(manager.current_step() >= options.get("unfreezes_at", 0))

@@ -6,11 +6,8 @@ Its options come as one JSON object on the command line. Files in the directory 
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +19,8 @@ import torch
 import xxhash
 from torch import nn
 
-from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
+from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
 from torchft_ckpt.errors import SourceLostError, TorchftCkptError, TransferCancelledError
 
 
@@ -47,10 +45,6 @@ class SteeredTransport(HTTPTransport):
         super().cancel_recv()
 
 
-def report(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
-
-
 def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return a digest of all bits of parameters and optimizer state."""
     state = xxhash.xxh3_128()
@@ -61,35 +55,19 @@ def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
-    control = Path(options["control"])
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    options = begin()
     torch.manual_seed(options["seed"])
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    def state_dict() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
-
     transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    transport.control, transport.cancelled = control, threading.Event()
+    transport.control, transport.cancelled = Path(options["control"]), threading.Event()
     try:
-        manager = Manager(
-            ProcessGroupGloo(timeout=timedelta(seconds=options.get("timeout_s", 30))),
-            load_state_dict,
-            state_dict,
+        manager = make_manager(
+            options,
+            transport,
+            *state_functions(model, inner),
             min_replica_size=options.get("min_replica_size", 2),
-            use_async_quorum=options.get("use_async_quorum", True),
             world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
-            replica_id=options["replica_id"],
-            lighthouse_addr=options["lighthouse"],
-            checkpoint_transport=transport,
-            timeout=timedelta(seconds=options.get("timeout_s", 30)),
             join_budget=timedelta(seconds=options.get("join_budget_s", 5.0)),
         )
     except TorchftCkptError as error:
@@ -108,9 +86,8 @@ def main() -> None:
         while True:
             signal.pause()
     num_abandoned = 0
-    stop = control / "stop"
     try:
-        while not (stop.exists() and manager.current_step() >= int(stop.read_text() or "0")):
+        while not is_over(options, manager.current_step()):
             before = manager.statistics()
             batch = torch.randn(8, 64, generator=generator)
             optimizer.zero_grad()
