@@ -88,8 +88,9 @@ class ProcessGroupDummy(ProcessGroup):
                 return _copy(outputs, inputs)
             case "alltoall_base", output, given, _, _, _:
                 return _copy([output], [given])
-            case _:  # barrier, send and recv
+            case "barrier" | "send" | "recv", *_:
                 return CompletedWork(None)
+        return super()._start_collective(collective, *arguments)
 
     def size(self) -> int:
         return 1
