@@ -48,11 +48,11 @@ from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals

@@ -36,8 +36,8 @@ from torchft_ckpt import Checkpointer, HTTPTransport
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.durable.together import shared_read
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving import handlers
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
 
 TOKEN = "the job's secret"

@@ -38,10 +38,10 @@ from support.http_servers import Server
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, Index
-from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, decode_manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.cli import summary
 from torchft_ckpt.errors import TorchftCkptError
 
@@ -250,10 +250,10 @@ def receive_manifest(data: bytes, local: LocalState, honest: bytes, state: State
 
 
 def reshard(manifest: Any, local: LocalState | None) -> None:
-    destination = ShardedDestination(local, 0, in_place=False)
+    target = StateTarget(local)
     group = SourceGroup(["peer"], [manifest])
-    plan_parts(destination.want(group), [group])
-    destination.assemble(group)
+    plan_parts(target.wants(group.description(0)), [group])
+    target.finish(group.description(0))
 
 
 def fuzz_manifests(chance: random.Random, count: int, honest: bytes, state: State) -> tuple[Counter[str], list[str]]:

@@ -302,6 +302,18 @@ def test_tensors_that_share_memory_here_and_are_separate_there_are_refused(recei
     assert_refused(receive, state, local, "a, b")
 
 
+def test_a_tensor_whose_elements_share_memory_here_is_refused(receive):
+    local = {"a": torch.zeros(1001).as_strided((1000, 2), (1, 1)), "x": torch.zeros(5)}
+    assert_refused(receive, {"a": noise(1000, 2), "x": noise(5)}, local, "elements share memory here: a")
+
+
+def test_tensors_that_are_tied_there_and_here_are_received_where_they_are_strided_here(receive):
+    theirs, ours = noise(30, 20), torch.zeros(20, 30).t()
+    local = {"a": ours, "b": ours}
+    received = receive({"a": theirs, "b": theirs}, local)
+    assert received["a"] is ours and torch.equal(ours, theirs)
+
+
 def test_views_that_overlap_otherwise_there_than_here_are_refused(receive):
     theirs, ours = noise(3000), torch.zeros(2000)
     state = {"a": theirs[:2000], "b": theirs[1000:], "x": noise(5)}

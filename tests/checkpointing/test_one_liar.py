@@ -27,11 +27,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchft_ckpt import PeerReader
 from torchft_ckpt.checkpointing import protocol
 from torchft_ckpt.checkpointing.fetching import fetch as fetch_module
-from torchft_ckpt.checkpointing.resharding import destination, peer_reader
 from torchft_ckpt.checkpointing.resharding import fetch as sharded_fetch
+from torchft_ckpt.checkpointing.resharding import peer_reader
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
-from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want, first_missing, plan_parts
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, first_missing, plan_parts
+from torchft_ckpt.checkpointing.state import fit
 from torchft_ckpt.checkpointing.state.format import decode_manifest
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import MAX_PATH_CHARS, in_words
 from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.core.boxes import Box
@@ -252,7 +254,7 @@ def test_long_keys_are_cut_in_the_names_of_leaves() -> None:
 def test_a_path_begins_with_one_of_the_prefixes_exactly_where_a_search_finds_one(
     prefixes: list[str], path: str
 ) -> None:
-    assert destination._Prefixes(prefixes).begin(path) == any(path.startswith(prefix) for prefix in prefixes)
+    assert fit._Prefixes(prefixes).begin(path) == any(path.startswith(prefix) for prefix in prefixes)
 
 
 # ---------------------------------------------------------------------------------------------- plans and deadlines

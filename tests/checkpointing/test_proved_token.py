@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
-from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
 from torchft_ckpt.errors import DigestMismatchError, SourceLostError, SourceRefusedError, TransferError
 

@@ -14,7 +14,7 @@ from test_state_format import round_trip, snapshot_of
 from torchft_ckpt import register_state_class
 from torchft_ckpt.checkpointing.state.classes import unregister_state_class
 from torchft_ckpt.checkpointing.state.format import decode_manifest
-from torchft_ckpt.checkpointing.state.tree import decode_tree
+from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
 from torchft_ckpt.errors import ConfigError, StateMismatchError
 
 
@@ -129,7 +129,7 @@ def test_no_constructor_of_the_receiver_runs() -> None:
 
 def test_who_only_looks_sees_tuples_and_plain_values() -> None:
     manifest = decode_manifest(snapshot_of(state()).manifest_bytes())
-    seen: Any = decode_tree(manifest.tree, [torch.zeros(2)])
+    seen: Any = decode_tree(manifest.tree, from_tensors([torch.zeros(2)]))
     assert (type(seen["carry"]), seen["carry"][1], seen["phase"]) == (tuple, 3, ("decay", 2))
     assert (seen["parts"], seen["act"]) == ([3, 0, 1], ("RELU",))
     assert seen["seen"] == {(f"{__name__}.Phase", "WARM_UP"), (f"{__name__}.Phase", "DECAY")}

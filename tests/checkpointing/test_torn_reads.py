@@ -22,7 +22,8 @@ from torchft_ckpt.checkpointing.durable.reading import loading
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.checkpointing.durable.together import shared_read
 from torchft_ckpt.checkpointing.durable.together.finding import read_newest
-from torchft_ckpt.checkpointing.resharding import destination, plan
+from torchft_ckpt.checkpointing.resharding import plan
+from torchft_ckpt.checkpointing.state import target
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -128,8 +129,8 @@ def test_a_re_sharded_receive_into_tensors_that_are_copied_to_at_the_end_says_to
             raise RuntimeError("the device is lost")
         tensor.copy_(value)
 
-    monkeypatch.setattr(destination, "copy_to", copy_two)
-    monkeypatch.setattr(destination, "_has_plain_memory", lambda tensor: False)
+    monkeypatch.setattr(target, "copy_to", copy_two)
+    monkeypatch.setattr(target, "is_plain_memory", lambda tensor: False)
     local, receiver = state_of(0.0), make_transport()
     try:
         with pytest.raises(CheckpointError, match="the device is lost") as caught:
@@ -195,8 +196,8 @@ def test_a_tensor_that_cannot_be_copied_to_when_all_is_read_leaves_a_torn_state(
     def fail(*_: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(loading, "copy_to", fail)
-    monkeypatch.setattr(loading, "_target", lambda held, number, box: torch.empty(box.sizes, dtype=held.given.dtype))
+    monkeypatch.setattr(target, "copy_to", fail)
+    monkeypatch.setattr(target, "is_plain_memory", lambda tensor: False)
     with pytest.raises(CheckpointError, match="the device is lost") as caught:
         load_checkpoint(of_step(directory, 2), zeros())
     assert says_torn(caught.value)
@@ -288,7 +289,7 @@ def test_a_member_that_has_read_its_share_and_cannot_have_the_rest_says_torn(mon
     agreement.checkpoint = Stub()  # type: ignore[attr-defined]
     agreement.checkpoint.name = Stub()  # type: ignore[attr-defined]
     agreement.checkpoint.name.step = STEP  # type: ignore[attr-defined]
-    dealt = shared_read._Dealt(shared_read._Own([]), {0: {}}, [[]])
+    dealt = shared_read._Dealt(shared_read._OwnWants([]), {0: {}}, [[]])
     with pytest.raises(StorageError) as caught:
         read._read_dealt(agreement, dealt, Reader())  # type: ignore[arg-type]
     assert says_torn(caught.value)

@@ -206,6 +206,17 @@ def test_inside_of_durable_imports_point_down_too(floor: int) -> None:
                 )
 
 
+def test_disk_does_not_import_the_network() -> None:
+    network = {*INNER_FLOORS[1:-1], "http_transport", "transport", "protocol", "address"}
+    for folder in ("storage", "format", "reading"):
+        found = imports_inside(f"checkpointing/durable/{folder}/")
+        assert found
+        for module, name in found:
+            parts = name.split(".")
+            is_network = parts[:2] == ["torchft_ckpt", "checkpointing"] and parts[2] in network
+            assert not is_network, f"{module} imports {name}"
+
+
 def test_decoders_are_made_when_a_module_is_imported() -> None:
     """msgspec looks at a class when it first decodes one; two threads that do so at once crash the process."""
     assert not [module for module in MODULES if "msgspec.json.decode(" in (PACKAGE / f"{module}.py").read_text()]

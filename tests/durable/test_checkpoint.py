@@ -36,7 +36,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 )
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core import coverage
 from torchft_ckpt.core.boxes import Box, contains, intersect, refine, whole
 from torchft_ckpt.core.coverage import missing_boxes

@@ -34,7 +34,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
 from torchft_ckpt.core.ladder import Rung
 from torchft_ckpt.errors import (

@@ -29,8 +29,8 @@ from torchft_ckpt.checkpointing.durable.reading import foreign
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import (
     CheckpointDamagedError,

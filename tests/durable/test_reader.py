@@ -16,9 +16,9 @@ from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Part, newest_whole, read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import Box, refine, whole
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError, StorageError
 

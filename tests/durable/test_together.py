@@ -29,8 +29,8 @@ from torchft_ckpt.checkpointing.durable.together.boxed import BoxedTensor
 from torchft_ckpt.checkpointing.durable.together.dealing import deal_reading
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving import handlers
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import (
     CheckpointDamagedError,

@@ -15,7 +15,7 @@ from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, ProcessGroupGloo
 from torchft_ckpt.checkpointing import PGTransport
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree, from_tensors
 
 SHORT = timedelta(seconds=20)
 
@@ -51,7 +51,9 @@ class OverTheGroup:
         head = take(torch.empty(int(take(torch.empty(1, dtype=torch.int64)).item()), dtype=torch.uint8))
         sent_step, node, about = json.loads(head.numpy().tobytes())
         assert sent_step == step
-        return decode_tree(node, [take(torch.empty(shape, dtype=getattr(torch, dtype))) for dtype, shape in about])
+        return decode_tree(
+            node, from_tensors([take(torch.empty(shape, dtype=getattr(torch, dtype))) for dtype, shape in about])
+        )
 
     def disallow_checkpoint(self) -> None:
         pass

@@ -18,7 +18,7 @@ from torch import nn
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
-from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
 from torchft_ckpt.manager.gathering import Gathering
 

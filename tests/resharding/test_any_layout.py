@@ -32,8 +32,7 @@ from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
-from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
-from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, Want, plan_parts
+from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.serving import parts as parts_module
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import regions_of
@@ -41,6 +40,7 @@ from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.regions import gather, scatter, slices
 from torchft_ckpt.checkpointing.state.space import memory_at
+from torchft_ckpt.checkpointing.state.target import StateTarget, Want
 from torchft_ckpt.core.boxes import Box
 
 STEP = 7
@@ -125,8 +125,8 @@ def test_every_wanted_element_arrives_exactly_once(first_seed, monkeypatch):
             with imagined_rank(rank, world_size):
                 local = model.state(layouts, rank, lr=0.1)
             overwrite(local)
-            destination = ShardedDestination(LocalState(local), rank, in_place=in_place)
-            wants = destination.want(groups[0].group)
+            target = StateTarget(LocalState(local), in_place=in_place)
+            wants = target.wants(groups[0].group.description(rank))
             plan = plan_parts(wants, [group.group for group in groups])
             shapes = {path: full.shape for path, full in model.fulls.items()}
             shapes |= {path: shapes[other] for path, other in model.tied.items()}
@@ -135,7 +135,7 @@ def test_every_wanted_element_arrives_exactly_once(first_seed, monkeypatch):
             assert num_bytes == model.num_bytes(layouts, rank), "a byte more or less than needed"
             fulls = model.fulls | {path: model.fulls[other] for path, other in model.tied.items()}
             move(plan, groups, fulls, chance)
-            received = destination.assemble(groups[0].group)
+            received = target.finish(groups[0].group.description(rank))
             assert model.wrong(received, layouts, rank) == []
             assert received["optim"]["param_groups"] == [{"lr": 0.5, "betas": (0.9, 0.99), "params": [0]}]
             if in_place:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,6 +184,28 @@ def test_another_dtype_is_converted_and_a_view_is_written_through(job: RunningJo
     base = torch.zeros(6, 7, dtype=torch.bfloat16)
     dcp.load({"model": {"w": base.T}}, storage_reader=reader, no_dist=True)
     assert same_bits(base.T, weights_at(reader.step or 0).bfloat16())
+
+
+def test_a_value_brings_the_tensors_and_arrays_in_it() -> None:
+    """DCP looks into no tuple: what is in one comes with it."""
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    array = np.arange(6.0).reshape(2, 3)
+    source.send_checkpoint([], 5, {"pair": (torch.arange(3), {"a": array}, "y"), "array": array}, LIMIT)
+    state: dict[str, Any] = {"pair": None, "array": np.zeros((2, 3))}
+    try:
+        dcp.load(state, storage_reader=PeerReader([source.metadata()], step=5, timeout=LIMIT), no_dist=True)
+    finally:
+        source.shutdown()
+    tensor, inner, text = state["pair"]
+    assert type(tensor) is torch.Tensor and torch.equal(tensor, torch.arange(3)) and text == "y"
+    assert np.array_equal(inner["a"], array) and np.array_equal(state["array"], array)
+
+
+def test_a_negated_view_gets_the_values_and_not_their_bits(job: RunningJob) -> None:
+    reader = PeerReader(job.urls, timeout=LIMIT)
+    negated = torch._neg_view(torch.zeros(7, 6))
+    dcp.load({"model": {"w": negated}}, storage_reader=reader, no_dist=True)
+    assert same_bits(negated.resolve_neg(), weights_at(reader.step or 0))
 
 
 def test_a_default_device_does_not_matter(job: RunningJob) -> None:

@@ -34,8 +34,8 @@ from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, Sav
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
 from torchft_ckpt.core.saving import Member
 

@@ -32,7 +32,6 @@ from torchft_ckpt.checkpointing.fetching.options import (
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
-from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
@@ -43,6 +42,7 @@ from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
@@ -331,13 +331,13 @@ class HTTPTransport(CheckpointTransport[T]):
         _check(0 <= rank < world_size, "rank", rank, f"a rank of {world_size}")
         not_negative(timeout)
         started = time.monotonic()
-        destination = ShardedDestination(LocalState(local_state), rank, in_place=in_place)
+        target = StateTarget(LocalState(local_state), in_place=in_place)
         fetch = ShardedFetch(
             [_group(addresses) for addresses in groups],
             step=step,
             deadline=started + timeout.total_seconds(),
             options=replace(self._options, receiver=uuid.uuid4().hex, group_size=world_size, deflated_manifests=True),
-            want=destination.want,
+            want=lambda group: target.wants(group.description(rank)),
             on_progress=together(self._on_progress, on_progress),
         )
         with self._fetching(fetch):
@@ -345,9 +345,9 @@ class HTTPTransport(CheckpointTransport[T]):
                 self._lock.announce_write()  # what is served or saved here may be what is written to
             try:
                 with torn_where_it_raises(
-                    f"receiving step {step}", "local_state", lambda: destination.is_overwritten(fetch.has_written)
+                    f"receiving step {step}", "local_state", lambda: target.is_overwritten(fetch.has_written)
                 ):
-                    state = destination.assemble(fetch.run())
+                    state = target.finish(fetch.run().description(rank))
             except CheckpointError as error:
                 logger.warning("step %d was not received from %d ranks: %s", step, sum(map(len, groups)), error)
                 raise

@@ -14,7 +14,7 @@ import torch
 
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader, has_elements_here
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.cli.safetensors_file import (

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-import numpy as np
-import torch
-
 from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree, in_words
+from torchft_ckpt.checkpointing.state.tree import ArrayPlace, TensorPlace, TreeEncoder, as_places, decode_tree, in_words
 from torchft_ckpt.cli.output import format_bytes, format_count, leaves
 from torchft_ckpt.core.text import printable
 
@@ -121,8 +118,8 @@ def _values(manifest: Manifest) -> list[str]:
 
 def _plain_values(manifest: Manifest) -> list[tuple[str, object]]:
     """Return the leaves that are neither tensors nor arrays."""
-    state = decode_tree(manifest.tree, [torch.empty(0, device="cpu")] * len(manifest.tensors))
-    return [(path, leaf) for path, leaf in leaves(state) if not isinstance(leaf, (torch.Tensor, np.ndarray))]
+    state = decode_tree(manifest.tree, as_places(len(manifest.tensors)))
+    return [(path, leaf) for path, leaf in leaves(state) if not isinstance(leaf, (TensorPlace, ArrayPlace))]
 
 
 def _by_size(manifest: Manifest) -> list[TensorEntry]:

@@ -1,4 +1,4 @@
-"""The memory that a state is received into, and the state made of it once it is whole.
+"""The memory that the blocks of a state are received into. What is made of it, once it is whole, the state's target says.
 
 Each segment of the byte space goes into one memory: that of a local tensor where the state is received in place and it fits,
 else memory of its own, so that a tensor that outlives the others does not keep them. It knows the format; it does not know
@@ -18,11 +18,13 @@ from blake3 import blake3
 from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, Toucher, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest
-from torchft_ckpt.checkpointing.state.local_state import LocalState, whole_tensor
+from torchft_ckpt.checkpointing.state.fit import check_layout
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState, has_shape_of, whole_tensor
 from torchft_ckpt.checkpointing.state.space import pieces_of
-from torchft_ckpt.checkpointing.state.tree import check_classes, decode_tree
+from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
 
 SLICE_BYTES = 1024 * 1024
@@ -92,8 +94,8 @@ class Destination:
 
     Raises:
         TransferError: there is not enough memory.
-        StateMismatchError: a tensor of `local` that should be received into has another shape or dtype; or there is no class
-            here for a named tuple or an enum.
+        LayoutMismatchError: the same tensors are there, but other boxes of them than here.
+        StateMismatchError: the state does not fit, see `fit.check_layout`.
     """
 
     def __init__(
@@ -106,16 +108,17 @@ class Destination:
         self._starts = [offset for offset, _ in manifest.segments]
         self._lengths = [length for _, length in manifest.segments]
         self._local = local
-        self._classes = None if local is None else local.classes
-        if self._classes is not None:
-            check_classes(manifest.tree, [DTYPES[entry.dtype] for entry in manifest.tensors], self._classes)
-        self._in_place = in_place
-        self._direct = local.memories_for(manifest, is_strict=True) if local is not None and in_place else {}
+        self._in_place = in_place and local is not None
+        self._target = StateTarget(local, in_place=in_place)
+        known: dict[int, LocalMemory] = {}
+        if local is not None:
+            check_layout(local, manifest, in_place=in_place)
+            known = local_memories(local, manifest)
+        self._direct = known if in_place else {}
         self._holds_old_contents = is_kept or bool(self._direct)
         self._old: list[memoryview | None] = []
-        if local is not None and not in_place:
-            old = local.memories_for(manifest, is_strict=False)
-            self._old = [old[index].view if index in old else None for index in range(len(self._starts))] if old else []
+        if known and not in_place:
+            self._old = [known[index].view if index in known else None for index in range(len(self._starts))]
         self._buffers: dict[int, np.ndarray] = {}
         views: list[memoryview] = []
         try:
@@ -248,18 +251,21 @@ class Destination:
 
         Where it was received in place these are the local tensors themselves, where there is one of that name.
         """
+        self.is_overwritten = self.is_overwritten or self._in_place
         with collector_paused():
-            received = self._assemble_chunks()
-            if self._local is None:
-                tensors = [
-                    whole_tensor(entry, shards) for entry, shards in zip(self.manifest.tensors, received, strict=True)
-                ]
-            elif self._in_place:
-                self.is_overwritten = True
-                tensors = self._local.adopt(self.manifest, received, self._direct)
-            else:
-                tensors = self._local.dress(self.manifest, received)
-            return decode_tree(self.manifest.tree, tensors, self._classes)
+            chunks = self._assemble_chunks()
+            received = [self._received(entry, own) for entry, own in zip(self.manifest.tensors, chunks, strict=True)]
+            description = Description(tree=self.manifest.tree, tensors=self.manifest.tensors)
+            return self._target.finish(description, received)
+
+    def _received(self, entry: TensorEntry, chunks: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+        """Return the chunks of a tensor whose boxes are here as well; of any other the tensor, as it is at the source."""
+        held = None if self._local is None else self._local.get(entry.fqn)
+        if held is not None and has_shape_of(held, entry):
+            return chunks
+        if self._local is None or held is not None:
+            return whole_tensor(entry, chunks)
+        return self._local.made(entry, chunks)
 
     def _assemble_chunks(self) -> list[list[torch.Tensor]]:
         """Return, for each tensor, its chunks."""
@@ -302,6 +308,28 @@ class Destination:
         if at < stop:
             views.append(memoryview(bytearray(stop - at)))
         return views
+
+
+def local_memories(local: LocalState, manifest: Manifest) -> dict[int, LocalMemory]:
+    """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
+
+    Segments without one are left out: no tensor of that name is here, or it is of another shape, strided or on an accelerator.
+
+    Args:
+        local: the state that is here; a tensor of the same shape has the same boxes.
+        manifest: of the state that arrives.
+    """
+    found: dict[int, LocalMemory] = {}
+    for entry in manifest.tensors:
+        held = local.get(entry.fqn)
+        if held is None or not has_shape_of(held, entry):
+            continue
+        for chunk, memory in zip(entry.chunks, local.memories(entry.fqn), strict=False):
+            if memory is None or chunk.strides is not None or chunk.segment in found:
+                continue
+            if len(memory.view) == manifest.segments[chunk.segment][1]:
+                found[chunk.segment] = memory
+    return found
 
 
 def _receive_scattered(

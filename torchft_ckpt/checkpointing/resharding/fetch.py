@@ -26,7 +26,6 @@ from torchft_ckpt.checkpointing.resharding.plan import (
     Plan,
     PlannedPart,
     SourceGroup,
-    Want,
     heirs_among,
     plan_parts,
 )
@@ -36,6 +35,7 @@ from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, count_blocks, 
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.regions import gather, scatter, slices
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.paths import describe_paths
 from torchft_ckpt.core.transfer import blocks_of
 from torchft_ckpt.errors import (

@@ -20,7 +20,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -36,13 +35,14 @@ from torch.futures import Future
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
-from torchft_ckpt.checkpointing.resharding.plan import GoOn, SourceGroup, Want, cells_of, first_missing, tensors_of
+from torchft_ckpt.checkpointing.resharding.plan import GoOn, SourceGroup, cells_of, first_missing, tensors_of
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
-from torchft_ckpt.checkpointing.state.containers import below_root, flattened
+from torchft_ckpt.checkpointing.state.containers import Path, below_root
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import box_of, copy_to, some_of, why_unfillable
-from torchft_ckpt.checkpointing.state.tree import decode_tree
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, box_of, some_of, why_unfillable
+from torchft_ckpt.checkpointing.state.outline import Outline
+from torchft_ckpt.checkpointing.state.target import Filling, Want, is_same_memory, memory_for, wants_of
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.boxes import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError, torn_where_it_raises
@@ -179,23 +179,23 @@ class PeerReader(StorageReader):
         content, held = self._content, self._held
         if content is None or held is None:
             raise ConfigError("read_metadata comes before read_data", party="PeerReader")
-        destination = _Destination(content, plan.items, planner)
+        items = _PlannedItems(content, plan.items, planner)
         fetch = ShardedFetch(
             held.addresses,
             step=held.step,
             deadline=self._deadline,
             options=self._peers.options,
-            want=destination.want,
+            want=items.wants,
             on_progress=self._on_progress,
         )
         with torn_where_it_raises(
-            f"reading step {held.step}", "planner", lambda: destination.is_overwritten(fetch.has_written)
+            f"reading step {held.step}", "planner", lambda: items.is_overwritten(fetch.has_written)
         ):
             try:
                 fetch.run()
             finally:
                 self._peers.give_back()
-            destination.finish()
+            items.finish()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -220,28 +220,24 @@ class _Content:
         tensors_of(group)  # refuses ranks that do not hold one state
         self.group = group
         self.tensors: dict[str, TensorEntry] = {}
-        self.arrays: dict[str, TensorEntry] = {}
-        self.values: dict[str, object] = {}
-        self.paths: dict[str, Any] = {}
+        self.values: dict[str, Outline] = {}
+        """What is no tensor to DCP, in the outline of the first rank that lists it."""
+        self.paths: dict[str, Path] = {}
         for manifest in group.manifests:
             if manifest is not None:
                 self._add(manifest, root)
 
     def _add(self, manifest: Manifest, root: str | None) -> None:
         """Add what one rank lists and those before it do not: of a pipeline, each has layers of its own."""
-        places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
-        by_address = {place.data_ptr(): entry for place, entry in zip(places, manifest.tensors, strict=True)}
-        flat, paths = flattened(below_root(decode_tree(manifest.tree, places, KnownClasses(), is_lenient=True), root))
-        for name, value in flat.items():
+        outline = Outline(manifest.tree, manifest.tensors, KnownClasses(), lambda state: below_root(state, root))
+        for name, path in outline.paths.items():
             if name in self.paths:
                 continue
-            self.paths[name] = paths[name]
-            if isinstance(value, torch.Tensor):
-                self.tensors[name] = by_address[value.data_ptr()]
-            elif isinstance(value, np.ndarray):
-                self.arrays[name] = by_address[value.ctypes.data]
+            self.paths[name] = path
+            if name in outline.tensors:
+                self.tensors[name] = manifest.tensors[outline.tensors[name]]
             else:
-                self.values[name] = value
+                self.values[name] = outline
 
     def metadata(self) -> Metadata:
         """Return it as DCP's planners want it."""
@@ -270,8 +266,8 @@ class _Content:
         }
 
 
-class _Destination:
-    """Where what a plan names goes to."""
+class _PlannedItems:
+    """The items that DCP's planner asks for: as wants, and, once these are filled, as the planner takes them."""
 
     def __init__(self, content: _Content, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         self._content = content
@@ -279,19 +275,19 @@ class _Destination:
         self._boxes = content.boxes()
         self._bytes = [item for item in items if item.type is LoadItemType.BYTE_IO]
         self._reads = [item for item in items if item.type is not LoadItemType.BYTE_IO]
-        self._received: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
-        self._arrays: dict[str, torch.Tensor] = {}
+        self._received: list[tuple[ReadItem, HeldTensor, list[torch.Tensor]]] = []
         self._is_finishing = False
 
     def is_overwritten(self, has_received: bool) -> bool:
         """Whether something that the planner gave was written to, where something was received or not."""
-        return self._is_finishing or (has_received and any(given is target for _, given, target in self._received))
+        into_place = any(is_same_memory(held.given, part) for _, held, (part,) in self._received)
+        return self._is_finishing or (has_received and into_place)
 
-    def want(self, group: SourceGroup) -> list[Want]:
+    def wants(self, group: SourceGroup) -> list[Want]:
         """Return what is to be fetched; raise where the ranks do not hold all of each tensor that is named."""
         self._check_whole()
         self._received = []
-        wants = []
+        wants: list[Want] = []
         for item in self._reads:
             entry = self._content.tensors[item.dest_index.fqn]
             base = item.storage_index.offset or torch.Size([0] * len(item.lengths))
@@ -303,35 +299,39 @@ class _Destination:
                 raise StateMismatchError(
                     f"{item.dest_index.fqn[:120]} {why}; nothing was read", item.dest_index.fqn[:120]
                 )
-            is_direct = given.is_cpu and given.dtype == dtype and given.layout is torch.strided and not given.is_conj()
-            target = given if is_direct else torch.empty(box.sizes, dtype=dtype, device="cpu")
-            self._received.append((item, given, target))
-            wants.append(Want(entry.fqn, box, target))
-        for item in self._bytes:
-            array = self._content.arrays.get(item.dest_index.fqn)
-            if array is not None:
-                self._arrays[item.dest_index.fqn] = target = torch.empty(
-                    array.shape, dtype=parse_dtype(array.dtype), device="cpu"
-                )
-                wants.append(Want(array.fqn, whole(tuple(array.shape)), target))
+            held = HeldTensor(given, None, [box], [given])
+            parts = memory_for(held.data, held.boxes, dtype)
+            self._received.append((item, held, parts))
+            wants += wants_of(entry.fqn, held.boxes, parts)
+        for outline, names in self._values_of().items():
+            wants += outline.wants_in(names)
         return wants
 
     def finish(self) -> None:
         """All is here: give it to the planner."""
         self._is_finishing = True
+        filling = Filling()
         with torch.no_grad():
-            for item, given, target in self._received:
-                if target is not given:
-                    copy_to(given, target)
-                self._planner.commit_tensor(item, given)
+            for item, held, parts in self._received:
+                filling.fill(held, parts)
+                self._planner.commit_tensor(item, held.given)
+            filling.end()
+        values = {
+            name: value for outline, names in self._values_of().items() for name, value in outline.made(names).items()
+        }
         for item in self._bytes:
-            name = item.dest_index.fqn
-            value = self._arrays[name].numpy() if name in self._arrays else self._content.values[name]
             # The planner unpickles it: what we pickled here, of plain values that were read as JSON.
             stream = io.BytesIO()
-            torch.save(value, stream)
+            torch.save(values[item.dest_index.fqn], stream)
             stream.seek(0)
             self._planner.load_bytes(item, stream)
+
+    def _values_of(self) -> dict[Outline, list[str]]:
+        """Return which values are asked for, by the outline that has them."""
+        found: dict[Outline, list[str]] = {}
+        for item in self._bytes:
+            found.setdefault(self._content.values[item.dest_index.fqn], []).append(item.dest_index.fqn)
+        return found
 
     def _check_whole(self) -> None:
         wanted = getattr(self._planner, "state_dict", None) or {}
@@ -346,7 +346,12 @@ class _Destination:
                 values[0],
             )
         refuse_unmade(
-            [unmade for item in self._bytes for unmade in unmade_in(self._content.values.get(item.dest_index.fqn))],
+            [
+                unmade
+                for outline, names in self._values_of().items()
+                for name in names
+                for unmade in unmade_in(outline.values[name])
+            ],
             party="state_dict",
         )
         holes = []

@@ -28,10 +28,10 @@ from torchft_ckpt.checkpointing.fetching.options import (
 )
 from torchft_ckpt.checkpointing.fetching.source import DONE_TIMEOUT_S, SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -133,19 +133,19 @@ class JobPeers:
         """
         deadline = time.monotonic() + not_negative(timeout).total_seconds()
         held = self.hold(step, deadline)
-        destination = ShardedDestination(None, 0, in_place=False)
+        target = StateTarget(None)
         try:
             source = ShardedFetch(
                 held.addresses,
                 step=held.step,
                 deadline=deadline,
                 options=self.options,
-                want=destination.want,
+                want=lambda group: target.wants(group.description(0)),
                 on_progress=on_progress,
             ).run()
         finally:
             self.give_back()
-        return PulledState(step=held.step, state=destination.assemble(source))
+        return PulledState(step=held.step, state=target.finish(source.description(0)))
 
     def give_back(self) -> None:
         """Tell ranks that nothing they keep for us is needed any more; without effect where nothing is. Any thread.

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.protocol import Part
+from torchft_ckpt.checkpointing.state.description import Description, HeldEntry, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.regions import Region, region_of
-from torchft_ckpt.checkpointing.state.space import memory_at, span_of
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes import Box, contains, refine, relative_to, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
@@ -26,15 +27,6 @@ PART_BYTES = 4 * 1024 * 1024
 MAX_PLANNED = 2**21
 """Parts of one plan: 8 TiB in whole ones, or 20,000 tensors that 100 ranks hold in shards."""
 _NAMED = 5
-
-
-class Want(NamedTuple):
-    """A box of a tensor of the sources, and the memory on the CPU that it is to be written to."""
-
-    name: str
-    box: Box
-    target: torch.Tensor
-    """Of `box.sizes` and the sources' dtype; any strides."""
 
 
 class PlannedPart(NamedTuple):
@@ -63,17 +55,37 @@ class SourceGroup:
     def __init__(self, names: list[str], manifests: list[Manifest | None]) -> None:
         self.names = names
         self.manifests = manifests
-        self._entries: dict[str, list[tuple[int, int, TensorEntry]]] | None = None
+        self._entries: dict[str, list[HeldEntry]] | None = None
+        self._descriptions: dict[int, Description] = {}
 
-    def entries(self) -> dict[str, list[tuple[int, int, TensorEntry]]]:
-        """Return, by name, the (rank, place in its manifest, entry) of each tensor."""
+    def entries(self) -> dict[str, list[HeldEntry]]:
+        """Return, by name, what each rank says of each tensor."""
         if self._entries is None:
-            found: dict[str, list[tuple[int, int, TensorEntry]]] = {}
-            for rank, manifest in enumerate(self.manifests):
-                for index, entry in enumerate(manifest.tensors if manifest is not None else ()):
-                    found.setdefault(entry.fqn, []).append((rank, index, entry))
-            self._entries = found
+            self._entries = entries_of(self.manifests)
         return self._entries
+
+    def description(self, rank: int) -> Description:
+        """Return the state that the group holds, with the tree and the plain values of one rank.
+
+        Args:
+            rank: modulo the size of the group; of one that did not answer it is the next one.
+
+        Raises:
+            StateMismatchError, SourceRefusedError: as `tensors_of`.
+        """
+        first = rank % len(self.manifests)
+        if first not in self._descriptions:
+            tensors = tensors_of(self)
+            ordered = (*self.manifests[first:], *self.manifests[:first])
+            own = next(manifest for manifest in ordered if manifest is not None)
+            self._descriptions[first] = Description(
+                tree=own.tree,
+                tensors=own.tensors,
+                chunks=[entry.chunks for entry in own.tensors],
+                ties=ties_of(self.entries()),
+                others=tensors.keys() - {entry.fqn for entry in own.tensors},
+            )
+        return self._descriptions[first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,32 +166,15 @@ def _traits(group: SourceGroup) -> dict[str, tuple[object, ...]] | None:
     entries = group.entries()
     num_ranks = sum(manifest is not None for manifest in group.manifests)
     twins: dict[int, str] = {}
-    places = places_of(group)
+    ties = ties_of(entries)
     own = {repr(state_name(manifest)) for manifest in group.manifests if manifest is not None}
     traits: dict[str, tuple[object, ...]] = {"": tuple(sorted(own))}
     for name, held in sorted(entries.items()):
         kinds = {(entry.dtype, *entry.shape) for _, _, entry in held}
         if len(held) != num_ranks or len(kinds) != 1:
             return None
-        traits[name] = (*kinds, twins.setdefault(id(places[name]), name))
+        traits[name] = (*kinds, twins.setdefault(id(ties[name]), name))
     return traits
-
-
-def places_of(group: SourceGroup) -> dict[str, object]:
-    """Return where each tensor lies on all ranks of its group: two that lie in one place are tied, and get one object."""
-    known: dict[object, object] = {}
-    places: dict[str, object] = {}
-    for name, held in group.entries().items():
-        lies = tuple(
-            (rank, chunk.segment, chunk.byte_offset, *chunk.offsets, *chunk.sizes, str(chunk.strides))
-            for rank, _, entry in held
-            for chunk in entry.chunks
-            if 0 not in chunk.sizes
-        )
-        entry = held[0][2]
-        key = (entry.dtype, *entry.shape, *lies) if lies else name
-        places[name] = known.setdefault(key, key)
-    return places
 
 
 def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn = lambda: None) -> Plan:
@@ -213,7 +208,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn
             continue
         itemsize = want.target.element_size()
         strides = want.target.stride()
-        memory = memory_at(want.target.data_ptr(), span_of(want.target)) if cells else memoryview(b"")
+        memory = want.memory()
         for cell in cells:
             go_on()
             able = [

@@ -1,14 +1,14 @@
-"""The state that is here, seen as memory for one that arrives: where its tensors lie, and whether they fit.
+"""The state that is here, seen as memory for one that arrives: which boxes of which tensors, and where they lie.
 
 Tensors are matched by their path in the tree. A sharded tensor is its boxes, each with memory of its own; what arrives for it
-becomes a tensor of the same class and layout. It does not know blocks or the network.
+becomes a tensor of the same class and layout. Whether a state fits this one is in `fit`, what becomes of it in `target`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,13 +17,14 @@ import torch
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
+from torchft_ckpt.checkpointing.state.description import DescribedTensor
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Chunk, TensorEntry
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
-from torchft_ckpt.checkpointing.state.space import memory_at, span_of
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, plain_paths
+from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import LayoutMismatchError, StateMismatchError, UnsupportedValueError
+from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ class LocalMemory(NamedTuple):
 
     tensor: torch.Tensor
     view: memoryview
-    address: int
 
 
 class HeldTensor(NamedTuple):
@@ -67,14 +67,15 @@ class LocalState:
             self.doubled = [path for path, count in counts.items() if count > 1]
             """Paths of several tensors, of which none is known here: {1: a, "1": b} have one."""
             self._held = {path: _hold(path, tensor) for path, tensor in encoder.tensors if counts[path] == 1}
-            self._lies_apart = _lie_apart(self._held.values())
+            self.lies_apart = _lie_apart(self._held.values())
+            """Whether no memory here is that of two tensors, or of two elements of one."""
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = _optional_paths(state)
             self._meshes = KnownMeshes(tensor for _, tensor in encoder.tensors)
             self.classes = KnownClasses(encoder.classes)
             """What named tuples and enum members of a state that arrives are made of."""
 
-    def paths(self) -> Iterable[str]:
+    def paths(self) -> KeysView[str]:
         """Return the paths of the tensors that are here."""
         return self._held.keys()
 
@@ -101,116 +102,18 @@ class LocalState:
         is_lost = held is not None and held.adapter is not None and _has_no_memory(held.given)
         return _ON_META if is_lost else None
 
-    def memories_for(self, manifest: Manifest, *, is_strict: bool) -> dict[int, LocalMemory]:
-        """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
+    def memories(self, path: str) -> list[LocalMemory | None]:
+        """Return the memory of each box of a tensor; None of one that is strided, empty, or not on the CPU."""
+        return self._memories.get(path, [])
 
-        Segments without one are left out: no tensor of that name is here, or it does not fit, is strided or on an accelerator.
-
-        Args:
-            manifest: of the state that arrives.
-            is_strict: refuse a state that does not fit, because it is to be received into this memory.
-
-        Raises:
-            LayoutMismatchError: the same tensors are there, but other boxes of them than here.
-            StateMismatchError: tensors of the same name have other shapes or dtypes, cannot be received into, or are no tensors
-                there, or tensors that are separate at the source share memory here. The message names the first few.
-        """
-        found: dict[int, LocalMemory] = {}
-        wrong: list[TensorEntry] = []
-        elsewhere: list[TensorEntry] = []
-        unknown: list[str] = []
-        lengths = [length for _, length in manifest.segments]
-        for entry in manifest.tensors:
-            held = self._held.get(entry.fqn)
-            if held is None:
-                if why := self._why_not_made(entry):
-                    unknown.append(why)
-                continue
-            if not _is_alike(held, entry):
-                wrong.append(entry)
-                continue
-            if not _same_boxes(held, entry):
-                elsewhere.append(entry)
-                continue
-            for chunk, memory in zip(entry.chunks, self._memories[entry.fqn], strict=False):
-                if memory is None or chunk.strides is not None or chunk.segment in found:
-                    continue
-                if len(memory.view) == lengths[chunk.segment]:
-                    found[chunk.segment] = memory
-        self._check_likes(manifest)
-        self._check_fits(wrong if is_strict else [entry for entry in wrong if not is_whole(entry)])
-        if is_strict:
-            self._check_fillable(manifest)
-        if elsewhere:
-            raise LayoutMismatchError(
-                f"the source's ranks hold other parts of the tensors than this one: {self._differences(elsewhere)}; "
-                "nothing was received",
-                party="local_state",
-            )
-        if unknown:
-            # Part of a tensor would be taken for all of it.
-            raise StateMismatchError(
-                f"no tensors are here that say what is wanted of sharded ones: {some_of(unknown)}; nothing was received. State "
-                "of an optimizer is made where the Manager knows it: wrap it, guard it, or name it with the state's functions. "
-                "A transport by itself knows the state that is here by HTTPTransport(state_dict=...)",
-                party="local_state",
-            )
-        if is_strict:
-            self._check_apart(manifest)
-        return found
-
-    def adopt(
-        self, manifest: Manifest, received: Sequence[Sequence[torch.Tensor]], direct: dict[int, LocalMemory]
-    ) -> list[torch.Tensor]:
-        """Return the tensors of a state that was received in place: local ones, filled, wherever there is one of that name.
-
-        Args:
-            manifest: of the state.
-            received: for each tensor, its chunks.
-            direct: by segment, the local memory that was received into.
-        """
-        adopted = []
-        written = []
-        with torch.no_grad():
-            for entry, shards in zip(manifest.tensors, received, strict=True):
-                held = self._held.get(entry.fqn)
-                if held is None:
-                    adopted.append(self._made(entry, shards))
-                    continue
-                if held.adapter is not None and not held.adapter.shares_memory:
-                    adopted.append(held.adapter.rebuild(held.given, list(shards)))
-                    continue
-                for chunk, local, shard in zip(entry.chunks, held.data, shards, strict=True):
-                    memory = direct.get(chunk.segment)
-                    if memory is None or (local is not memory.tensor and local.data_ptr() != memory.address):
-                        copy_to(local, shard)
-                    else:
-                        written += [local] if held.given is local else [local, held.given]
-                adopted.append(held.given)
-            note_written(written)
-        return adopted
-
-    def dress(self, manifest: Manifest, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the tensors of a state: sharded where those here are, with their layout, else as they came."""
-        dressed = []
-        for entry, shards in zip(manifest.tensors, received, strict=True):
-            held = self._held.get(entry.fqn)
-            if held is not None and held.adapter is not None and _is_alike(held, entry):
-                dressed.append(held.adapter.rebuild(held.given, list(shards)))
-            else:
-                dressed.append(whole_tensor(entry, shards) if held is not None else self._made(entry, shards))
-        return dressed
-
-    def _why_not_made(self, entry: TensorEntry) -> str | None:
-        """Return why a tensor of which none is here cannot be made, in words; None where it can, or arrives whole."""
+    def why_not_made(self, entry: TensorEntry) -> str | None:
+        """Return why a tensor of which none is here cannot be made, to be said of it; None where it can, or arrives whole."""
         why: str | None = "of no mesh that is known in this process"
         if entry.layout is not None:
             why = self._meshes.why_not(entry.layout, entry.shape, [box_of(chunk) for chunk in entry.chunks])
-        if why is None or is_whole(entry):
-            return None
-        return f"{entry.fqn[:120]} is {describe_entry(entry)} there, {why}"
+        return None if why is None or is_whole(entry) else why
 
-    def _made(self, entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def made(self, entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of which none is here: sharded where it is so there and this process has such a mesh, else whole."""
         boxes = [box_of(chunk) for chunk in entry.chunks]
         if entry.layout is None or len(shards) != 1:
@@ -221,67 +124,6 @@ class LocalState:
             )
             return whole_tensor(entry, shards)
         return self._meshes.make(entry.layout, entry.shape, shards[0])
-
-    def _check_fillable(self, manifest: Manifest) -> None:
-        names = {entry.fqn for entry in manifest.tensors}
-        wrong = [f"{name[:120]} {why}" for name in sorted(names) if (why := self.why_unfillable(name))]
-        if absent := self._held.keys() - names:
-            wrong += [
-                f"{path[:120]} is a tensor here and none there" for path in plain_paths(manifest.tree) if path in absent
-            ]
-        if wrong:
-            raise StateMismatchError(
-                f"the state cannot be received in place: {some_of(wrong)}; nothing was received", party="local_state"
-            )
-
-    def _check_likes(self, manifest: Manifest) -> None:
-        wrong = [f"{entry.fqn[:120]} {why}" for entry in manifest.tensors if (why := self.why_no_like(entry.fqn))]
-        if wrong:
-            raise StateMismatchError(f"{some_of(wrong)}; nothing was received", party="local_state")
-
-    def _check_fits(self, wrong: list[TensorEntry]) -> None:
-        if wrong:
-            raise StateMismatchError(
-                f"the source's state does not fit this replica: {self._differences(wrong)}; nothing was received",
-                party="local_state",
-            )
-
-    def _differences(self, entries: list[TensorEntry]) -> str:
-        return some_of(
-            f"{entry.fqn[:120]} is {describe(self._held[entry.fqn])} here, {describe_entry(entry)} there"
-            for entry in entries
-        )
-
-    def _check_apart(self, manifest: Manifest) -> None:
-        """Refuse tensors that share memory here and are separate there, or share it otherwise: one would overwrite the other.
-
-        Strided tensors are taken for all that lies between their first and their last byte.
-        """
-        if self._lies_apart and len({entry.fqn for entry in manifest.tensors}) == len(manifest.tensors):
-            return
-        spans = []
-        for entry in manifest.tensors:
-            held = self._held.get(entry.fqn)
-            if held is None:
-                continue
-            for chunk, local, memory in zip(entry.chunks, held.data, self._memories[entry.fqn], strict=False):
-                if not local.is_cpu or not local.nbytes:
-                    continue
-                low = local.data_ptr()
-                high = low + (local.nbytes if memory is not None else span_of(local))
-                is_alike = chunk.strides == [*local.stride()] if chunk.strides is not None else memory is not None
-                spans.append((low, high, (chunk.segment, low - chunk.byte_offset, is_alike), entry.fqn))
-        spans.sort()
-        reach, place, name = 0, (-1, 0, False), ""
-        for low, high, other_place, other_name in spans:
-            if low < reach and (other_place != place or not place[-1]):
-                names = ", ".join(sorted((name[:120], other_name[:120])))
-                raise StateMismatchError(
-                    f"tensors share memory here that do not at the source, or not so: {names}; nothing was received",
-                    party="local_state",
-                )
-            if high > reach:
-                reach, place, name = high, other_place, other_name
 
 
 def why_unfillable(tensor: torch.Tensor) -> str | None:
@@ -408,38 +250,30 @@ def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
 
 
 def _lie_apart(tensors: Iterable[HeldTensor]) -> bool:
-    """Whether no two share a byte, as in nearly every state."""
-    spans = [
-        (low := data.data_ptr(), low + (data.nbytes if data.is_contiguous() else span_of(data)))
-        for held in tensors
-        for data in held.data
-        if data.is_cpu and data.nbytes
-    ]
+    """Whether no two share a byte, and no two elements of one, as in nearly every state."""
+    spans: list[tuple[int, int]] = []
+    for held in tensors:
+        for data in held.data:
+            num_bytes = data.nbytes
+            if not num_bytes or not data.is_cpu:
+                continue
+            span = num_bytes if data.is_contiguous() else span_of(data)
+            if span < num_bytes:
+                return False
+            low = data.data_ptr()
+            spans.append((low, low + span))
     spans.sort()
     return all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
-def _is_alike(held: HeldTensor, entry: TensorEntry) -> bool:
-    """Whether it is a tensor of the same global shape and dtype."""
+def has_shape_of(held: HeldTensor, entry: DescribedTensor) -> bool:
+    """Whether a tensor that is here has the global shape and the dtype of one that arrives."""
     return held.given.shape == tuple(entry.shape) and held.given.dtype is DTYPES.get(entry.dtype)
-
-
-def _same_boxes(held: HeldTensor, entry: TensorEntry) -> bool:
-    """Whether the boxes of an alike tensor are the same ones; where empty ones lie does not matter."""
-    boxes, chunks = held.boxes, entry.chunks
-    if held.adapter is None and len(chunks) == 1 and chunks[0].sizes == entry.shape:
-        return True
-    there = [box_of(chunk) for chunk in chunks]
-    return len(boxes) == len(there) and all(
-        a == b or (a.sizes == b.sizes and not a.volume) for a, b in zip(boxes, there, strict=True)
-    )
 
 
 def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
     """Return the memory of a tensor whose values are its bytes in C order, on the CPU; None of any other."""
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not is_plain_memory(tensor) or not tensor.is_contiguous():
         return None
-    address, length = tensor.data_ptr(), tensor.nbytes
-    if not length:
-        return None
-    return LocalMemory(tensor, memory_at(address, length), address)
+    length = tensor.nbytes
+    return LocalMemory(tensor, memory_at(tensor.data_ptr(), length)) if length else None

@@ -250,6 +250,11 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor are what its memory on the CPU holds: who writes bytes there has written the values."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
 def span_of(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to the last element of a tensor that has some, whatever lies between."""
     return (_span(tensor) + 1) * tensor.element_size()

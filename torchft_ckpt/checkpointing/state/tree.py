@@ -12,6 +12,8 @@ import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -244,14 +246,66 @@ def _value_of(member: enum.Enum) -> list[Node]:
     return [] if encoder.tensors or encoder.classes else [node]
 
 
-def decode_tree(
-    node: Node, tensors: Sequence[torch.Tensor], classes: KnownClasses | None = None, *, is_lenient: bool = False
-) -> object:
+Leaf = Callable[[object, bool], object]
+"""Returns what is to stand where a tree refers to a tensor. It is called with the index that the tree has there, unchecked, and
+with whether a numpy array of the tensor's memory is meant. It raises StateFormatError where there is no such tensor or array.
+"""
+
+
+class TensorPlace(torch.Tensor):
+    """Stands for a tensor in a tree that is decoded without its tensors. It is empty; containers take it for a tensor."""
+
+    number: int
+    """Of the tensor among those that the tree refers to."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayPlace:
+    """Stands for a numpy array in such a tree."""
+
+    number: int
+
+
+def from_tensors(tensors: Sequence[torch.Tensor]) -> Leaf:
+    """Have a decoded tree refer to these tensors, by their places."""
+
+    def leaf(index: object, is_array: bool) -> object:
+        tensor = tensors[_check_index(index, len(tensors))]
+        return _as_array(tensor) if is_array else tensor
+
+    return leaf
+
+
+def as_places(num_tensors: int, known: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Leaf:
+    """Have a decoded tree say which tensors belong where: a `TensorPlace` or an `ArrayPlace` stands for each.
+
+    Args:
+        num_tensors: that the tree refers to.
+        known: tensors that are there already, by index; these stand for themselves.
+    """
+
+    places: dict[int, TensorPlace] = {}
+
+    def leaf(index: object, is_array: bool) -> object:
+        number = _check_index(index, num_tensors)
+        if number in known:
+            return _as_array(known[number]) if is_array else known[number]
+        if is_array:
+            return ArrayPlace(number)
+        if number not in places:  # a tree may refer to one tensor a million times
+            place = places[number] = torch.empty(0, device="cpu").as_subclass(TensorPlace)
+            place.number = number
+        return places[number]
+
+    return leaf
+
+
+def decode_tree(node: Node, leaf: Leaf, classes: KnownClasses | None = None, *, is_lenient: bool = False) -> object:
     """Return the state that a tree of nodes stands for.
 
     Args:
         node: the tree as JSON values.
-        tensors: what the `x` and `a` nodes refer to.
+        leaf: returns what stands where the tree refers to a tensor or an array: `from_tensors`, `as_places`.
         classes: what named tuples and enum members are made of. None: who only looks gets tuples for them, and plain values.
         is_lenient: leave an `Unmade` for those that cannot be made, where not all of the state is wanted.
 
@@ -259,7 +313,7 @@ def decode_tree(
         StateFormatError: a node breaks a rule of the format.
         StateMismatchError: there is no class for a named tuple or an enum.
     """
-    decoder = _Decoder(lambda index: tensors[_check_index(index, len(tensors))], classes)
+    decoder = _Decoder(leaf, classes)
     state = decoder.decode(node, 0)
     if not is_lenient:
         refuse_unmade(decoder.unmade, party="local_state")
@@ -282,17 +336,17 @@ def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
             f"the paths of the leaves have {path_chars} characters together, {MAX_PATH_CHARS} are allowed",
             party="source",
         )
-    num_tensors = len(dtypes)
     seen: set[int] = set()
+    outline = from_tensors([_NOTHING[dtype] for dtype in dtypes])
 
-    def note(index: object) -> torch.Tensor:
-        checked = _check_index(index, num_tensors)
-        seen.add(checked)
-        return _NOTHING[dtypes[checked]]
+    def note(index: object, is_array: bool) -> object:
+        nothing = outline(index, is_array)
+        seen.add(index)  # type: ignore[arg-type]  # it is an index
+        return nothing
 
     _Decoder(note, None).decode(node, 0)
-    if len(seen) != num_tensors:
-        raise StateFormatError(f"{num_tensors - len(seen)} tensors are in no place of the tree", party="source")
+    if len(seen) != len(dtypes):
+        raise StateFormatError(f"{len(dtypes) - len(seen)} tensors are in no place of the tree", party="source")
 
 
 def _measure(node: Node, depth: int) -> tuple[int, int]:
@@ -329,7 +383,7 @@ def check_classes(node: Node, dtypes: Sequence[torch.dtype], classes: KnownClass
     Raises:
         StateMismatchError: it says which cannot, by path.
     """
-    decoder = _Decoder(lambda index: _NOTHING[dtypes[_check_index(index, len(dtypes))]], classes)
+    decoder = _Decoder(from_tensors([_NOTHING[dtype] for dtype in dtypes]), classes)
     decoder.decode(node, 0)
     refuse_unmade(decoder.unmade, party="local_state")
 
@@ -370,14 +424,13 @@ class _Decoder:
     """Makes the values of one tree, and checks every rule of the format on the way.
 
     Args:
-        tensor_of: returns the tensor of an index.
-        classes: as for `decode_tree`.
+        leaf, classes: as for `decode_tree`.
 
     `unmade` is what no class was found for.
     """
 
-    def __init__(self, tensor_of: Callable[[object], torch.Tensor], classes: KnownClasses | None) -> None:
-        self._tensor_of = tensor_of
+    def __init__(self, leaf: Leaf, classes: KnownClasses | None) -> None:
+        self._leaf = leaf
         self._classes = classes
         self._keys: list[object] = []
         self.unmade: list[Unmade] = []
@@ -391,9 +444,9 @@ class _Decoder:
             return self._items(node, depth)
         tag, content = _tagged(node)
         if tag == "x":
-            return self._tensor_of(content)
+            return self._leaf(content, False)
         if tag == "a":
-            return _as_array(self._tensor_of(content))
+            return self._leaf(content, True)
         if tag == "t":
             return tuple(self._items(_list(content, tag), depth))
         if tag == "d":
@@ -438,7 +491,7 @@ class _Decoder:
                 raise StateFormatError(f"the key {in_words(key, repr):.80} appears twice in one dict", party="source")
             node = pair[1]
             if type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
-                decoded[key] = self._tensor_of(node["x"])
+                decoded[key] = self._leaf(node["x"], False)
             else:
                 self._keys.append(key)
                 decoded[key] = self.decode(node, depth + 1)
@@ -539,7 +592,7 @@ class _Decoder:
 _HASHABLE_TAGS = (SCALAR_TAGS - {"bytearray"}) | {"f", "i", "enum", "frozenset"}
 
 
-def _no_tensor(_: object) -> torch.Tensor:
+def _no_tensor(index: object, is_array: bool) -> object:
     raise StateFormatError("a tensor is where none can be", party="source")
 
 

@@ -48,7 +48,7 @@ from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree, from_tensors
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import CheckpointDamagedError, StateFormatError, UnsupportedValueError
 
@@ -334,7 +334,7 @@ def decode_value(value: PlainValue, classes: KnownClasses | None = None) -> obje
     Raises:
         StateMismatchError: there is no class here for a named tuple or an enum, by its path.
     """
-    return decode_tree(value.node, [_outline(tensor) for tensor in value.tensors], classes)
+    return decode_tree(value.node, from_tensors([_tensor_of(tensor) for tensor in value.tensors]), classes)
 
 
 def _check_inline(tensor: torch.Tensor, path: str) -> None:
@@ -357,7 +357,7 @@ def _inline(tensor: torch.Tensor, path: str) -> InlineTensor:
     return InlineTensor(dtype=dtype_name(host.dtype), shape=list(host.shape), data=data)
 
 
-def _outline(tensor: InlineTensor) -> torch.Tensor:
+def _tensor_of(tensor: InlineTensor) -> torch.Tensor:
     dtype = parse_dtype(tensor.dtype)
     data = bytearray(base64.b64decode(tensor.data, validate=True))
     return (

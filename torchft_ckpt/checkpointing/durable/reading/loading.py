@@ -20,14 +20,10 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.structure import leaves_of
-from torchft_ckpt.checkpointing.resharding.destination import ShardedDestination
-from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, Want
 from torchft_ckpt.checkpointing.state.containers import items_of
-from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, Chunk, Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, copy_to, note_written, some_of
-from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.checkpointing.state.description import Description
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
+from torchft_ckpt.checkpointing.state.target import Filling, StateTarget, Want, memory_for, wants_of
 from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError, torn_where_it_raises
 
 logger = logging.getLogger(__name__)
@@ -53,13 +49,11 @@ def load_state(
         CheckpointError: as `read` raises it.
     """
     manifest = _principal(checkpoint, replica_id, rank)
-    group = SourceGroup([str(checkpoint.name)], [_as_source(manifest)])
-    destination = ShardedDestination(local, 0, in_place=in_place, may_share_memory=True, may_be_beside=True)
-    read(destination.want(group))
-    with torn_where_it_raises(
-        f"loading {checkpoint.name}", str(checkpoint.name), lambda: destination.is_overwritten(True)
-    ):
-        state = destination.assemble(group)
+    description = Description(tree=manifest.tree, tensors=manifest.tensors)
+    target = StateTarget(local, in_place=in_place, may_be_beside=True)
+    read(target.wants(description))
+    with torn_where_it_raises(f"loading {checkpoint.name}", str(checkpoint.name), lambda: target.is_overwritten(True)):
+        state = target.finish(description)
     if not isinstance(state, dict):
         raise CheckpointDamagedError(f"{checkpoint.name} is of a state that is no dict", str(checkpoint.name))
     return state
@@ -71,33 +65,6 @@ def _principal(checkpoint: Checkpoint, replica_id: str, rank: int) -> PartManife
         return own.manifest
     return next(
         (part.manifest for part in checkpoint.parts if part.manifest.rank == rank), checkpoint.parts[0].manifest
-    )
-
-
-def _as_source(manifest: PartManifest) -> Manifest:
-    """Return what a rank would serve that holds every tensor whole, each in a segment of its own."""
-    segments: list[tuple[int, int]] = []
-    tensors: list[TensorEntry] = []
-    end = 0
-    for entry in manifest.tensors:
-        box = whole(tuple(entry.shape))
-        chunk = Chunk(
-            offsets=list(box.offsets), sizes=list(box.sizes), segment=len(segments), byte_offset=0, strides=None
-        )
-        tensors.append(TensorEntry(fqn=entry.fqn, dtype=entry.dtype, shape=entry.shape, chunks=[chunk]))
-        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        end = start + box.volume * parse_dtype(entry.dtype).itemsize
-        segments.append((start, end - start))
-    return Manifest(
-        format=FORMAT_NAME,
-        version=FORMAT_VERSION,
-        step=manifest.step,
-        snapshot=manifest.checkpoint[:64],
-        block_bytes=4096,
-        total_bytes=end,
-        segments=segments,
-        tensors=tensors,
-        tree=manifest.tree,
     )
 
 
@@ -141,25 +108,19 @@ def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read:
             f"{reader.location} is not of this state: {some_of(wrong)}; nothing was changed", reader.location
         )
     wants = [*values.wants]
-    late: list[tuple[HeldTensor, list[torch.Tensor]]] = []
+    into: list[tuple[HeldTensor, list[torch.Tensor]]] = []
+    for path in paths:
+        held = cast("HeldTensor", local.get(path))
+        parts = memory_for(held.data, held.boxes, held.given.dtype)
+        into.append((held, parts))
+        wants += wants_of(path, held.boxes, parts)
     with torch.no_grad():
-        for path in paths:
-            held = cast("HeldTensor", local.get(path))
-            targets = [_target(held, number, box) for number, box in enumerate(held.boxes)]
-            wants += [Want(path, box, target) for box, target in zip(held.boxes, targets, strict=True) if box.volume]
-            is_in_place = bool(held.data) and all(
-                target.data_ptr() == data.data_ptr() for target, data in zip(targets, held.data, strict=True)
-            )
-            if not is_in_place:
-                late.append((held, targets))
         read(wants)
         with torn_where_it_raises(f"loading {reader.location}", reader.location):
-            for held, targets in late:
-                if held.adapter is None:
-                    copy_to(held.given, targets[0])
-                else:
-                    copy_to(held.given, held.adapter.rebuild(held.given, targets))
-            note_written(cast("HeldTensor", local.get(path)).given for path in paths)
+            filling = Filling()
+            for held, parts in into:
+                filling.fill(held, parts)
+            filling.end()
             made = values.make()
             for fqn, container, key in places:
                 container[key] = made[fqn][1]
@@ -191,11 +152,3 @@ def _tensors_in(leaf: object, path: str) -> Iterator[str]:
         yield path
     for key, item in items_of(leaf):
         yield from _tensors_in(item, f"{path}.{key}")
-
-
-def _target(held: HeldTensor, number: int, box: Box) -> torch.Tensor:
-    if held.data:
-        data = held.data[number].detach()
-        if data.is_cpu and not data.is_conj() and not data.is_neg() and data.layout is torch.strided:
-            return data
-    return torch.empty(box.sizes, dtype=held.given.dtype, device="cpu")

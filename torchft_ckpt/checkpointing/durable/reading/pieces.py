@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, PieceIndex, SavedTensor
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
-from torchft_ckpt.checkpointing.state.space import memory_at, span_of
+from torchft_ckpt.checkpointing.state.space import is_plain_memory
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import Box, fits, intersect
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError, torn_where_it_raises
 from torchft_ckpt.threads import in_threads
@@ -311,10 +311,9 @@ def target_of(want: Want, tensor: SavedTensor | None, location: str) -> Target:
             "nothing was read",
             location,
         )
-    if not given.is_cpu or given.layout is not torch.strided or given.is_conj() or given.is_neg():
+    if not is_plain_memory(given):
         raise StateMismatchError(f"the target of {want.name[:120]} is no plain memory on the CPU", "target")
-    memory = memory_at(given.data_ptr(), span_of(given)) if given.numel() else memoryview(b"")
-    return Target(memory, given, want.box.offsets)
+    return Target(want.memory(), given, want.box.offsets)
 
 
 def copy_box(data: memoryview, base: int, have: Box, box: Box, target: Target, itemsize: int) -> None:

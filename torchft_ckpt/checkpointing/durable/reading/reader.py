@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.durable.format.archive import record_problems
@@ -46,13 +45,13 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     spans_of,
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
-from torchft_ckpt.checkpointing.resharding.plan import Want
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
-from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path, flattened
-from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.containers import Path
+from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
-from torchft_ckpt.checkpointing.state.tree import decode_tree
-from torchft_ckpt.core.boxes import Box, relative_to, whole
+from torchft_ckpt.checkpointing.state.target import Want
+from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree
+from torchft_ckpt.core.boxes import Box, relative_to
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 if TYPE_CHECKING:
@@ -103,10 +102,8 @@ class CheckpointReader(PieceReader[Piece]):
             if found is not None and here <= known:
                 continue
             known |= here
-            places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
-            names = {place.data_ptr(): entry.fqn for place, entry in zip(places, manifest.tensors, strict=True)}
-            state = item_at(decode_tree(manifest.tree, places), path)
-            found = merged(found, structure_of(state, lambda tensor, names=names: names[tensor.data_ptr()]))  # type: ignore[misc]
+            state = item_at(decode_tree(manifest.tree, as_places(len(manifest.tensors))), path)
+            found = merged(found, structure_of(state, [entry.fqn for entry in manifest.tensors]))
         return found
 
     def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
@@ -126,35 +123,28 @@ class CheckpointReader(PieceReader[Piece]):
 
     def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
         """See `StateReader.plan_values`: nothing is read."""
-        planned: list[tuple[PartManifest, list[torch.Tensor], list[str]]] = []
+        planned: list[tuple[Outline, list[str]]] = []
         known: set[str] = set()
         wants: list[Want] = []
         for part in self.checkpoint.parts:
             manifest = part.manifest
             if known.issuperset(manifest.holds_values):
                 continue
-            places = [torch.empty(1, dtype=parse_dtype(entry.dtype), device="cpu") for entry in manifest.tensors]
-            numbers = {place.data_ptr(): number for number, place in enumerate(places)}
-            leaves = _leaves_of(manifest, places, classes)
-            fresh = [fqn for fqn in leaves if fqn not in known and (names is None or fqn in names)]
-            refuse_unmade([unmade for fqn in fresh for unmade in unmade_in(leaves[fqn][0])], party="state_dict")
-            for fqn in fresh:
-                for address in _addresses_in(leaves[fqn][0]):
-                    entry = manifest.tensors[numbers[address]]
-                    place = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype), device="cpu")
-                    places[numbers[address]] = place
-                    wants.append(Want(entry.fqn, whole(tuple(entry.shape)), place))
-            known.update(leaves)
-            planned.append((manifest, places, fresh))
+            outline = Outline(manifest.tree, manifest.tensors, classes, partial(_dict_of, manifest))
+            fresh = [fqn for fqn in outline.values if fqn not in known and (names is None or fqn in names)]
+            refuse_unmade([unmade for fqn in fresh for unmade in unmade_in(outline.values[fqn])], party="state_dict")
+            wants += outline.wants_in(fresh)
+            known.update(outline.values)
+            planned.append((outline, fresh))
 
         def make() -> dict[str, tuple[Path, object]]:
-            values: dict[str, tuple[Path, object]] = {}
-            for manifest, places, fresh in planned:
-                leaves = _leaves_of(manifest, places, classes)
-                values.update({fqn: (leaves[fqn][1], leaves[fqn][0]) for fqn in fresh})
-            return values
+            return {
+                fqn: (outline.paths[fqn], value)
+                for outline, fresh in planned
+                for fqn, value in outline.made(fresh).items()
+            }
 
-        return PlannedValues({fqn for _, _, fresh in planned for fqn in fresh}, wants, make)
+        return PlannedValues({fqn for _, fresh in planned for fqn in fresh}, wants, make)
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""
@@ -421,30 +411,11 @@ def _blocks_of(region: Region) -> list[tuple[int, int]]:
 # Values and records
 
 
-def _leaves_of(
-    manifest: PartManifest, tensors: Sequence[torch.Tensor], classes: KnownClasses | None
-) -> dict[str, tuple[object, Path]]:
-    """Return the leaves of a part's tree that are no tensors, made of these tensors."""
-    state = decode_tree(manifest.tree, tensors, classes, is_lenient=True)
+def _dict_of(manifest: PartManifest, state: object) -> dict[str, Any]:
     if not isinstance(state, dict):
         where = f"{manifest.checkpoint}/{manifest.name.manifest}"
         raise CheckpointDamagedError(f"{where} is of a state that is no dict", where)
-    flat, paths = flattened(state)
-    return {fqn: (value, tuple(paths[fqn])) for fqn, value in flat.items() if not isinstance(value, torch.Tensor)}
-
-
-def _addresses_in(value: object) -> Iterator[int]:
-    """Yield where the memory is of the tensors and arrays in a value."""
-    if isinstance(value, torch.Tensor):
-        yield value.data_ptr()
-    elif isinstance(value, np.ndarray):
-        yield value.ctypes.data
-    elif isinstance(value, SEQUENCES):
-        for item in value:
-            yield from _addresses_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _addresses_in(item)
+    return state
 
 
 def _value_check(storage: Storage, part: Part, entry: ValueEntry) -> Callable[[], list[str]]:

@@ -5,13 +5,14 @@ A structure is nested dicts and lists, of which a leaf is the name of a tensor, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchft_ckpt.checkpointing.state.containers import Path, items_of
 from torchft_ckpt.checkpointing.state.local_state import some_of
+from torchft_ckpt.checkpointing.state.tree import TensorPlace
 from torchft_ckpt.errors import StateMismatchError
 
 
@@ -38,13 +39,13 @@ def leaves_of(container: Any, fqn: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from leaves_of(item, name)
 
 
-def structure_of(state: Any, name_of: Callable[[torch.Tensor], str]) -> Any:
-    """Return the structure of a state whose tensors have these names."""
-    if isinstance(state, torch.Tensor):
-        return name_of(state)
+def structure_of(state: Any, names: Sequence[str]) -> Any:
+    """Return the structure of a state in which a `TensorPlace` stands for each tensor; `names` are those of the tensors."""
+    if isinstance(state, TensorPlace):
+        return names[state.number]
     if isinstance(state, Mapping):
-        return {key: structure_of(item, name_of) for key, item in state.items()}
-    return None if is_leaf(state) else [structure_of(item, name_of) for item in state]
+        return {key: structure_of(item, names) for key, item in state.items()}
+    return None if is_leaf(state) else [structure_of(item, names) for item in state]
 
 
 def merged(one: Any, other: Any) -> Any:

@@ -27,7 +27,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.together.exchange import Meeting, StoreExchange
 from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
-from torchft_ckpt.checkpointing.resharding.plan import Want
+from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,

@@ -45,10 +45,9 @@ from torchft_ckpt.checkpointing.fetching.options import (
 )
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
-from torchft_ckpt.checkpointing.resharding.plan import Want
-from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.core.boxes import Box, contains, fits, relative_to
+from torchft_ckpt.checkpointing.state.target import Want
+from torchft_ckpt.core.boxes import Box, contains, fits
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError, torn_where_it_raises
 from torchft_ckpt.threads import Threads, in_threads
@@ -261,7 +260,7 @@ class SharedRead:
                 lists[theirs] = self._list_of(theirs)
             wanted[member] = lists[theirs]
         shares = deal_reading(reader.tensors, wanted, agreement.readers, self._meeting.num_members)
-        return _Dealt(_Own(wants), wanted, shares)
+        return _Dealt(_OwnWants(wants), wanted, shares)
 
     def _list_of(self, digest: str) -> Boxes:
         """Return a list of what is wanted; an empty one where it cannot be had: then nothing is read for who wants it."""
@@ -397,7 +396,7 @@ class SharedRead:
         return True
 
 
-class _Own:
+class _OwnWants:
     """What this member wants, by name; each box once.
 
     Args:
@@ -405,20 +404,20 @@ class _Own:
     """
 
     def __init__(self, wants: Sequence[Want]) -> None:
-        self._by_name: dict[str, dict[Box, torch.Tensor]] = {}
-        self._doubles: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._by_name: dict[str, dict[Box, Want]] = {}
+        self._doubles: list[tuple[Want, Want]] = []
         for want in wants:
-            first = self._by_name.setdefault(want.name, {}).setdefault(want.box, want.target)
-            if first is not want.target:
-                self._doubles.append((first, want.target))
+            first = self._by_name.setdefault(want.name, {}).setdefault(want.box, want)
+            if first.target is not want.target:
+                self._doubles.append((first, want))
 
     def wants_of(self, share: Sequence[tuple[str, Box]]) -> list[Want]:
         """Return what of a share is wanted here, and where it goes."""
         return [
-            Want(name, box, view_of(target.detach(), relative_to(box, outer)))
+            want.part(box)
             for name, box in share
-            for outer, target in self._by_name.get(name, {}).items()
-            if contains(outer, box)
+            for want in self._by_name.get(name, {}).values()
+            if contains(want.box, box)
         ]
 
     def outside(self, shares: Sequence[Sequence[tuple[str, Box]]]) -> list[Want]:
@@ -429,10 +428,10 @@ class _Own:
                 if name in self._by_name:
                     dealt.setdefault(name, []).append(box)
         return [
-            Want(name, box, view_of(target.detach(), relative_to(box, outer)))
-            for name, targets in self._by_name.items()
-            for outer, target in targets.items()
-            for box in subtract([outer], dealt.get(name, ()))
+            want.part(box)
+            for name, wants in self._by_name.items()
+            for want in wants.values()
+            for box in subtract([want.box], dealt.get(name, ()))
         ]
 
     def checks_of(self, names: Collection[str], tensors: Mapping[str, SavedTensor]) -> list[Callable[[], Want | None]]:
@@ -444,31 +443,29 @@ class _Own:
         """
         checks: list[Callable[[], Want | None]] = []
         for name in sorted(names):
-            for outer, target in self._by_name.get(name, {}).items():
+            for want in self._by_name.get(name, {}).values():
                 written = {
-                    piece.box: piece.entry.digest for piece in tensors[name].pieces if contains(outer, piece.box)
+                    piece.box: piece.entry.digest for piece in tensors[name].pieces if contains(want.box, piece.box)
                 }
-                for box, digest in written.items():
-                    place = view_of(target.detach(), relative_to(box, outer))
-                    checks.append(partial(_unless_as_written, Want(name, box, place), digest))
+                checks += [partial(_unless_as_written, want.part(box), digest) for box, digest in written.items()]
         return checks
 
     def copy_doubles(self) -> None:
         """Fill the targets of boxes that are wanted more than once."""
         with torch.no_grad():
             for first, other in self._doubles:
-                other.copy_(first)
+                other.target.copy_(first.target)
 
 
 class _Dealt(NamedTuple):
-    own: _Own
+    own: _OwnWants
     wanted: dict[int, Boxes]
     """What each member wants that takes part."""
     shares: list[list[tuple[str, Box]]]
     """What each member reads."""
 
 
-def _read_share(reader: CheckpointReader, own: _Own, share: Sequence[tuple[str, Box]]) -> dict[str, BoxedTensor]:
+def _read_share(reader: CheckpointReader, own: _OwnWants, share: Sequence[tuple[str, Box]]) -> dict[str, BoxedTensor]:
     """Read a share, to where it is wanted here, and return it as a state to serve."""
     wants: list[Want] = []
     pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {}

@@ -1,0 +1,221 @@
+"""Where a state goes that arrives: memory for each box that is wanted, and the state made of it once all of it is there.
+
+A source's manifest and a checkpoint describe a state alike (`description`). A `StateTarget` says which boxes of it are wanted,
+and gives memory for each (`Want`). Ranks of a running job, files, or members that read together fill that memory; a fetch by
+blocks brings memory of its own. Then the target makes the state. It knows tensors and trees, not who fills the wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from torchft_ckpt.checkpointing.state.collector import collector_paused
+from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.fit import check_tensors
+from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, copy_to, note_written, view_of
+from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
+from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
+from torchft_ckpt.core.boxes import Box, relative_to, whole
+from torchft_ckpt.errors import CheckpointError, TransferError
+
+
+class Want(NamedTuple):
+    """A box of a tensor of a state, and the memory on the CPU that it is to be written to."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+    """Of `box.sizes` and the dtype that the tensor has there; any strides."""
+
+    def part(self, box: Box) -> Want:
+        """Return the want of a box that lies within this one; its target is a view of this one's."""
+        return Want(self.name, box, view_of(self.target.detach(), relative_to(box, self.box)))
+
+    def memory(self) -> memoryview:
+        """Return the target's memory, from its first element to its last. The view does not keep it: `target` does."""
+        target = self.target
+        return memory_at(target.data_ptr(), span_of(target)) if target.numel() else memoryview(b"")
+
+
+class StateTarget:
+    """Makes a state of what arrives, on the layout of the tensors that are here. On one thread.
+
+    Tensors are matched by their names. What is here of a tensor is wanted; a tensor that is not here is wanted whole. Values that
+    are no tensors, and the tree itself, are those of the description.
+
+    Args:
+        local: the state that is here; None where nothing is: then all is wanted, whole.
+        in_place: receive into the tensors of `local`. What is not in plain memory on the CPU is copied at the end.
+        may_be_beside: tensors and arrays that cannot be received into arrive in memory of their own, for who hands on what is
+            returned; else they are refused.
+    """
+
+    def __init__(self, local: LocalState | None, *, in_place: bool = False, may_be_beside: bool = False) -> None:
+        self._local = local
+        self._in_place = in_place and local is not None
+        self._may_be_beside = may_be_beside
+        self._beside: set[str] = set()
+        self._parts: dict[str, list[torch.Tensor]] = {}
+        self._is_into_place = False
+        self._filling = Filling()
+
+    def is_overwritten(self, has_received: bool) -> bool:
+        """Whether something of `local` was written to, where something was received or not."""
+        return self._filling.has_copied or (has_received and self._is_into_place)
+
+    def wants(self, description: Description) -> list[Want]:
+        """Return what is wanted of a state. Of the last one that it was called with the state is made.
+
+        Raises:
+            StateMismatchError: the state does not fit this replica, see `fit.check_tensors`.
+            TransferError: there is not enough memory.
+        """
+        self._parts, self._is_into_place = {}, False
+        self._beside = check_tensors(
+            self._local, description, in_place=self._in_place, may_be_beside=self._may_be_beside
+        )
+        with naming_lack_of_memory():
+            return self._make_room(description)
+
+    def finish(
+        self, description: Description, received: Sequence[torch.Tensor | Sequence[torch.Tensor]] | None = None
+    ) -> object:
+        """Return the state, once all that is wanted is there. Tensors that were received in place are those of `local`.
+
+        Args:
+            description: what `wants` was called with, or one that has other values, of tensors of the same names.
+            received: memory that the state was received into instead of that of the wants: for each tensor of the description
+                one part for each of its boxes that are here, or the tensor as it is to be.
+
+        Raises:
+            StateMismatchError: there is no class here for a named tuple or an enum.
+            TransferError: a tensor could not be made.
+        """
+        try:
+            with collector_paused(), torch.no_grad():
+                if received is None:
+                    received = [self._parts[entry.fqn] for entry in description.tensors]
+                tensors = [self._made(entry, own) for entry, own in zip(description.tensors, received, strict=True)]
+                self._filling.end()
+                # With no state here somebody only looks: he gets what can be made without classes.
+                classes = None if self._local is None else self._local.classes
+                return decode_tree(description.tree, from_tensors(tensors), classes)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:  # of a device, say
+            raise TransferError(f"what was received cannot be assembled: {error}", party="local_state") from error
+
+    def _make_room(self, description: Description) -> list[Want]:
+        wants: list[Want] = []
+        first_of: dict[object, str] = {}
+        for entry in description.tensors:
+            held = self._get(entry.fqn)
+            boxes = [whole(entry.shape)] if held is None else held.boxes
+            tie = description.ties.get(entry.fqn)
+            first = entry.fqn if tie is None else first_of.setdefault((tie, tuple(boxes)), entry.fqn)
+            if first != entry.fqn:
+                self._parts[entry.fqn] = self._parts[first]
+                continue
+            into = held.data if held is not None and self._is_filled(entry.fqn) else []
+            parts = self._parts[entry.fqn] = memory_for(into, boxes, parse_dtype(entry.dtype))
+            self._is_into_place = self._is_into_place or any(map(is_same_memory, into, parts))
+            wants += wants_of(entry.fqn, boxes, parts)
+        return wants
+
+    def _made(self, entry: DescribedTensor, parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of the state, as it is used here."""
+        if isinstance(parts, torch.Tensor):
+            return parts
+        held = self._get(entry.fqn)
+        if held is None:
+            return parts[0]
+        if self._is_filled(entry.fqn) and (held.adapter is None or held.adapter.shares_memory):
+            self._filling.fill(held, parts)
+            return held.given
+        return parts[0] if held.adapter is None else held.adapter.rebuild(held.given, list(parts))
+
+    def _is_filled(self, name: str) -> bool:
+        return self._in_place and name not in self._beside
+
+    def _get(self, name: str) -> HeldTensor | None:
+        return None if self._local is None else self._local.get(name)
+
+
+class Filling:
+    """Brings what was received to tensors that are here, where it was not received into them. On one thread."""
+
+    def __init__(self) -> None:
+        self.has_copied = False
+        """Whether something was copied, or a copy has begun."""
+        self._written: list[torch.Tensor] = []
+
+    def fill(self, held: HeldTensor, parts: Sequence[torch.Tensor]) -> None:
+        """Fill a tensor.
+
+        Args:
+            held: the tensor.
+            parts: one for each of its boxes; one that is its memory already is not copied.
+        """
+        if held.adapter is not None and not held.adapter.shares_memory:
+            self.has_copied = True
+            copy_to(held.given, held.adapter.rebuild(held.given, list(parts)))
+            return
+        for local, part in zip(held.data, parts, strict=True):
+            if local is part or is_same_memory(local, part):
+                self._written += [local] if held.given is local else [local, held.given]
+            else:
+                self.has_copied = True
+                copy_to(local, part)
+
+    def end(self) -> None:
+        """Tell autograd of tensors that were received into."""
+        note_written(self._written)
+        self._written = []
+
+
+@contextmanager
+def naming_lack_of_memory() -> Iterator[None]:
+    """Around code that makes memory of announced sizes.
+
+    Raises:
+        TransferError: there is not enough.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        raise TransferError(f"no memory for the state that the source announces: {error}", party="memory") from error
+
+
+def memory_for(into: Sequence[torch.Tensor], boxes: Sequence[Box], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return memory on the CPU for boxes of a tensor.
+
+    Args:
+        into: the tensors that they are for, one for each box, or none. One in plain memory of that dtype is its own.
+        boxes: of the tensor.
+        dtype: of the tensor where it comes from.
+    """
+    if not into:
+        return [torch.empty(box.sizes, dtype=dtype, device="cpu") for box in boxes]
+    return [
+        local.detach()
+        if is_plain_memory(local) and local.dtype == dtype
+        else torch.empty(box.sizes, dtype=dtype, device="cpu")
+        for local, box in zip(into, boxes, strict=True)
+    ]
+
+
+def wants_of(name: str, boxes: Sequence[Box], parts: Sequence[torch.Tensor]) -> list[Want]:
+    """Return the wants of a tensor, each for the box of its part; a box without elements is not wanted."""
+    return [Want(name, box, part) for box, part in zip(boxes, parts, strict=True) if box.volume]
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether what is written to one tensor is written to the other as well, element by element."""
+    return is_plain_memory(one) and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
