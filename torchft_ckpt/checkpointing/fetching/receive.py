@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.fit import check_layout
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
-from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState, has_shape_of, whole_tensor
+from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState, whole_tensor
 from torchft_ckpt.checkpointing.state.space import pieces_of
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
@@ -111,8 +111,9 @@ class Destination:
         self._in_place = in_place and local is not None
         self._target = StateTarget(local, in_place=in_place)
         known: dict[int, LocalMemory] = {}
+        self._as_they_are: set[str] = set()
         if local is not None:
-            check_layout(local, manifest, in_place=in_place)
+            self._as_they_are = check_layout(local, manifest, in_place=in_place)
             known = local_memories(local, manifest)
         self._direct = known if in_place else {}
         self._holds_old_contents = is_kept or bool(self._direct)
@@ -260,12 +261,9 @@ class Destination:
 
     def _received(self, entry: TensorEntry, chunks: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
         """Return the chunks of a tensor whose boxes are here as well; of any other the tensor, as it is at the source."""
-        held = None if self._local is None else self._local.get(entry.fqn)
-        if held is not None and has_shape_of(held, entry):
-            return chunks
-        if self._local is None or held is not None:
+        if self._local is None or entry.fqn in self._as_they_are:
             return whole_tensor(entry, chunks)
-        return self._local.made(entry, chunks)
+        return chunks if self._local.get(entry.fqn) is not None else self._local.made(entry, chunks)
 
     def _assemble_chunks(self) -> list[list[torch.Tensor]]:
         """Return, for each tensor, its chunks."""
@@ -313,17 +311,11 @@ class Destination:
 def local_memories(local: LocalState, manifest: Manifest) -> dict[int, LocalMemory]:
     """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
 
-    Segments without one are left out: no tensor of that name is here, or it is of another shape, strided or on an accelerator.
-
-    Args:
-        local: the state that is here; a tensor of the same shape has the same boxes.
-        manifest: of the state that arrives.
+    Segments without one are left out: no tensor of that name is here, or it is strided or on an accelerator. Where the state is
+    not received in place, a tensor of another shape may have as many bytes; these are compared by their digests.
     """
     found: dict[int, LocalMemory] = {}
     for entry in manifest.tensors:
-        held = local.get(entry.fqn)
-        if held is None or not has_shape_of(held, entry):
-            continue
         for chunk, memory in zip(entry.chunks, local.memories(entry.fqn), strict=False):
             if memory is None or chunk.strides is not None or chunk.segment in found:
                 continue

@@ -39,7 +39,7 @@ _MAX_PREFIX_CHARS = 16 * 1024 * 1024
 # By blocks
 
 
-def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> None:
+def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> set[str]:
     """See that a state can be received as the boxes of it lie in a source's byte space.
 
     Args:
@@ -47,6 +47,9 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> No
         manifest: of the source.
         in_place: whether it is to be received into the tensors that are here. Else a whole tensor may have another shape or
             dtype there, and names may differ: the state arrives as it is.
+
+    Returns:
+        the names of the tensors that have another shape or dtype there, and arrive as they are.
 
     Raises:
         LayoutMismatchError: the same tensors are there, but other boxes of them than here.
@@ -58,6 +61,7 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> No
     wrong: list[str] = []
     elsewhere: list[str] = []
     unknown: list[str] = []
+    as_they_are: set[str] = set()
     for entry in manifest.tensors:
         held = local.get(entry.fqn)
         if held is None:
@@ -66,6 +70,7 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> No
         elif not has_shape_of(held, entry):
             if in_place or not is_whole(entry):
                 wrong.append(_difference(held, entry, describe_entry(entry)))
+            as_they_are.add(entry.fqn)
         elif why := local.why_unfillable(entry.fqn) if in_place else local.why_no_like(entry.fqn):
             wrong.append(f"{entry.fqn[:120]} {why}")
         elif not _same_boxes(held, entry):
@@ -91,6 +96,7 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> No
     if in_place:
         chunks = [(entry.fqn, entry.chunks) for entry in manifest.tensors]
         _check_apart(local, chunks, lambda: ties_of(entries_of([manifest])))
+    return as_they_are
 
 
 def _same_boxes(held: HeldTensor, entry: TensorEntry) -> bool:
