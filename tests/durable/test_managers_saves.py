@@ -15,7 +15,7 @@ from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, Pro
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.ladder import Rung
 from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from torchft_ckpt.manager.healing import StateRegistry
+from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.still import tensors_in
 
 SHORT = timedelta(seconds=20)

@@ -14,7 +14,7 @@ from torch import nn
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.messages import MAX_LEAVES, LeavesWanted, StateVersion
 from torchft_ckpt.manager.checking import EqualityCheck, Leaf, digest_of, leaves_to_compare
-from torchft_ckpt.manager.healing import StateRegistry
+from torchft_ckpt.manager.state_registry import StateRegistry
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:

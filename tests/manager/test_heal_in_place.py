@@ -22,7 +22,8 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferError,
 )
-from torchft_ckpt.manager.healing import Healing, StateRegistry
+from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.testing.fake_transport import FakeNetwork, FakeTransport
 
 TIMEOUT = timedelta(seconds=20)

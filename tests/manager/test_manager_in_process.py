@@ -32,7 +32,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager import conversation, healing, launch
+from torchft_ckpt.manager import conversation, launch, state_registry
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -606,8 +606,8 @@ def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> Non
 
 def test_what_is_served_is_captured_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sharded models the layout is asked for too, and a function may refresh what it has handed out, as torchtitan's does."""
-    right = healing.layout_of
-    monkeypatch.setattr(healing, "layout_of", lambda *a, **o: dataclasses.replace(right(*a, **o), is_sharded=True))
+    right = state_registry.layout_of
+    monkeypatch.setattr(state_registry, "layout_of", lambda *a, **o: dataclasses.replace(right(*a, **o), is_sharded=True))
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     with ThreadPoolExecutor(2) as pool:
         replicas = list(pool.map(lambda n: Replica(server, f"group_{n}", n, min_replica_size=2), range(2)))

@@ -19,7 +19,8 @@ from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.messages import RankToGroup, StateLocated, StateVersion
 from torchft_ckpt.errors import StateDictLoadError, StateMismatchError, TransferTimeoutError, UnsupportedValueError
 from torchft_ckpt.manager.conversation import Conversation
-from torchft_ckpt.manager.healing import Healing, StateRegistry
+from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.state_registry import StateRegistry
 
 logger = logging.getLogger(__name__)
 

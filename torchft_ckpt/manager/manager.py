@@ -65,9 +65,10 @@ from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback
 from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.gathering import Gathering, gather
 from torchft_ckpt.manager.guarding import guard_steps
-from torchft_ckpt.manager.healing import Healing, StateRegistry
+from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.over_group import agree_who_sends, needs_process_group
+from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.still import StateToServe
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
 from torchft_ckpt.threads import Threads, end_at_exit
