@@ -306,7 +306,7 @@ class Member:
         elif isinstance(message, QuorumBroken):
             self.replica.broken(message)
         elif isinstance(message, JoinerWaiting):
-            self.replica.capture_wanted = True
+            self.replica.joiner_waits()
 
     def hears(self) -> list[str]:
         """What it heard since the last call, `welcome` and notices of joiners apart."""

@@ -472,7 +472,7 @@ class Trainer:
             if self.replica.broken(message) and self._handle is not None:
                 self._collectives.abort(self._handle)
         elif isinstance(message, JoinerWaiting):
-            self.replica.capture_wanted = True
+            self.replica.joiner_waits()
         elif isinstance(message, QuorumPending):
             self.pending = message
         elif isinstance(message, StateLocated):

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from torchft_ckpt.core.equality import is_checked
 from torchft_ckpt.core.messages import (
@@ -120,6 +121,28 @@ class StepPlan:
     """The training thread waits so long before its forward pass for a transfer that may also end beside it."""
     serve: bool
     """`formed.destinations` want this replica's state."""
+
+
+class ReplicaView(NamedTuple):
+    """What a replica was at one moment, all of it at the same. The names are those of `ReplicaState`."""
+
+    version: StateVersion
+    quorum: QuorumFormed | None
+    phase: Phase
+    error: str | None
+    restored: bool
+    torn: bool
+    is_behind: bool
+    is_checked: bool
+    is_learner: bool
+    warms_up: bool
+    is_in_step: bool
+    is_between_steps: bool
+    is_voted_on: bool
+    can_reduce: bool
+    begins_with_load: bool
+    num_participants: int
+    participating_rank: int | None
 
 
 class ReplicaState:
@@ -252,7 +275,33 @@ class ReplicaState:
             return None
         return rank
 
+    def view(self) -> ReplicaView:
+        """Return what this replica is now."""
+        return ReplicaView(
+            version=self.version,
+            quorum=self.quorum,
+            phase=self.phase,
+            error=self.error,
+            restored=self.restored,
+            torn=self.torn,
+            is_behind=self.is_behind,
+            is_checked=self.is_checked,
+            is_learner=self.is_learner,
+            warms_up=self.warms_up,
+            is_in_step=self.is_in_step,
+            is_between_steps=self.is_between_steps,
+            is_voted_on=self.is_voted_on,
+            can_reduce=self.can_reduce,
+            begins_with_load=self.begins_with_load,
+            num_participants=self.num_participants,
+            participating_rank=self.participating_rank,
+        )
+
     # -------------------------------------------------------------------------------------------------------- events
+
+    def joiner_waits(self) -> None:
+        """A replica that joins waits for a state: the state is captured before the next quorum."""
+        self.capture_wanted = True
 
     def restore(self, step: int) -> None:
         """The user loaded a checkpoint of `step` on purpose."""
