@@ -262,6 +262,12 @@ class HTTPTransport(CheckpointTransport[T]):
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())
 
+    def send_captured(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, versions: StateVersions
+    ) -> None:
+        """Serve a state that was captured before. See `CheckpointTransport.send_captured`."""
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout, versions=versions)
+
     def _elsewhere(self) -> Elsewhere | None:
         """Say where else this transport is, unless the user chose where."""
         hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.errors import (
     CheckpointError,
     StateFormatError,
@@ -37,9 +39,26 @@ class CheckpointTransport(Generic[T], ABC):
         """Whether it sends and receives over the process group across replicas. False: over connections of its own.
 
         If so, `Manager` connects the process group first; then `send_checkpoint` goes to those that receive from this replica,
-        and both calls may block until all of it is through, within the timeout. Who trains waits for them.
+        and both calls may block until all of it is through, within the timeout. Who trains waits for them. A replica receives
+        from one source alone, by `recv_checkpoint` with that source's replica rank.
         """
         return False
+
+    @property
+    def uses_memory_of_state(self) -> bool:
+        """Whether it sends from the memory of the state, and may receive into it. False: each send copies all of the state.
+
+        If not, `Manager` offers no state between two steps, and receives none in place.
+        """
+        return True
+
+    @property
+    def lock(self) -> StateDictLock | None:
+        """The lock whose writers this transport sees, and so needs no `disallow_checkpoint` from. By default there is none.
+
+        `Manager` takes it for the lock of the state.
+        """
+        return None
 
     @abstractmethod
     def metadata(self) -> str:
@@ -62,6 +81,26 @@ class CheckpointTransport(Generic[T], ABC):
             UnsupportedValueError: the state holds something that cannot be carried; nothing is served.
             CheckpointError: the transport was shut down.
         """
+
+    def send_captured(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, versions: StateVersions
+    ) -> None:
+        """As `send_checkpoint`, of a state that was captured before this call. By default the versions are ignored.
+
+        Args:
+            dst_ranks, step, state_dict, timeout: as in `send_checkpoint`.
+            versions: of the tensors when they were captured: a tensor that was written to since must not be sent.
+
+        Raises: as `send_checkpoint`.
+        """
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout)
+
+    def note_step(self, step: int) -> None:
+        """Say which step the live state is of. By default nobody is told."""
+
+    def is_wished_for(self, step: int) -> bool:
+        """Return whether somebody has asked for the state of this step, and it is not served. By default nobody has."""
+        return False
 
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated; what is received afterwards is still the state of its step or an error.
