@@ -11,7 +11,7 @@ import torch
 from torch.distributed import Work
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupConfigureError
-from torchft_ckpt.process_group.session import Session, SessionPhase
+from torchft_ckpt.process_group.session import Session, SessionPhase, settled
 
 LONG = timedelta(seconds=60)
 """Nothing waits for so long; what does not happen within it raises a TimeoutError."""
@@ -107,6 +107,48 @@ def test_an_operation_that_fails_ends_the_session() -> None:
     with pytest.raises(CollectiveFailedError, match="peer is gone"):
         work.wait()
     assert (session.phase, type(session.error)) == (SessionPhase.ENDED, CollectiveFailedError)
+
+
+def test_what_is_made_of_the_end_is_in_the_one_future_of_the_work() -> None:
+    inner = StubWork()
+    work = live_session().run(lambda group: inner)
+    ends: list[Exception | None] = []
+    future = settled(work, lambda error: (ends.append(error), "made of it")[1])
+    assert future is work.get_future()
+    assert (ends, future.done()) == ([], False)
+    inner.future.set_result(["tensors"])
+    assert (future.value(), ends, work.is_success()) == ("made of it", [None], True)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_an_error_is_made_something_of_as_well(is_forgotten: bool) -> None:
+    session, inner = live_session(), StubWork()
+    work = session.run(lambda group: inner)
+    ends: list[Exception | None] = []
+    future = settled(work, lambda error: (ends.append(error), "made of it")[1])
+    if is_forgotten:
+        session.end(ProcessGroupAbortedError("told to"))
+    else:
+        inner.future.set_exception(RuntimeError("peer is gone"))
+    assert future.wait() == "made of it"
+    assert [type(error) for error in ends] == [ProcessGroupAbortedError if is_forgotten else CollectiveFailedError]
+    assert not work.is_success()
+    with pytest.raises((ProcessGroupAbortedError, CollectiveFailedError)):
+        work.wait()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_what_is_over_already_something_is_made_at_once(fails: bool) -> None:
+    inner = StubWork()
+    if fails:
+        inner.future.set_exception(RuntimeError("peer is gone"))
+    else:
+        inner.future.set_result([])
+    work = live_session().run(lambda group: inner)
+    for one in (work, inner):
+        ends: list[Exception | None] = []
+        assert settled(one, lambda error: (ends.append(error), "made of it")[1]).value() == "made of it"  # noqa: B023
+        assert [error is not None for error in ends] == [fails]
 
 
 def test_the_first_error_is_the_one_that_counts() -> None:

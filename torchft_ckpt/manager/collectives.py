@@ -11,11 +11,13 @@ member waits in for longer than usual is reported, so that nobody waits for a gr
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,8 +29,9 @@ from torchft_ckpt.core.patience import StallWatch
 from torchft_ckpt.core.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
-from torchft_ckpt.manager.lane import Lane
+from torchft_ckpt.manager.collective_queue import CollectiveQueue
 from torchft_ckpt.process_group.quantized import allreduce_quantized
+from torchft_ckpt.process_group.session import settled
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -89,6 +92,24 @@ class ManagedWork(Work):
         self._future.wait()
 
 
+@dataclass(slots=True)
+class _Reduction:
+    """One allreduce of the step."""
+
+    issued: Issued
+    tensor: torch.Tensor
+    op: ReduceOp | ReduceOp.RedOpType
+    divisor: int | None
+    timeout: timedelta
+    step_has_failed: Callable[[], bool]
+    codec: Codec | None
+    is_failed: bool = False
+
+    def has_failed(self) -> bool:
+        """Whether this collective, or its step, has failed."""
+        return self.is_failed or self.step_has_failed()
+
+
 class Collectives:
     """The open collectives of the step.
 
@@ -117,7 +138,7 @@ class Collectives:
         self._schedule = schedule
         self._on_stall = on_stall
         self._on_wait = on_wait
-        self._lane = Lane()
+        self._queue = CollectiveQueue()
         self._lock = threading.Lock()
         self._open: list[Future[torch.Tensor]] = []
         self._num_unfinished = 0
@@ -147,7 +168,7 @@ class Collectives:
     ) -> ManagedWork:
         """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one.
 
-        They start in the order of the calls on all ranks, plain and quantised ones; see `lane.py`.
+        They start in the order of the calls on all ranks, plain and quantised ones; see `collective_queue.py`.
 
         Args:
             tensor: to reduce.
@@ -157,13 +178,8 @@ class Collectives:
             failed: whether the step has failed.
             codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.
         """
-        errors: list[Exception] = []
-
-        def note(error: Exception) -> None:
-            errors.append(error)
-            self._on_error(error)
-
         issued = self._clearing.issue(tensor, op, divisor, codec)
+        reduction = _Reduction(issued, tensor, op, divisor, timeout, failed, codec)
         with self._lock:
             now = time.monotonic()
             if self._num_unfinished == 0:
@@ -172,70 +188,92 @@ class Collectives:
             self._watch.entered(now)
             self._arm()
             self._look_later()
-        future = self._start(issued, tensor, op, divisor, timeout, failed, codec, note)
+        future = self._start(reduction)
         if future is None:
-            return done_work(tensor, lambda: True)
+            return done_work(tensor, reduction.has_failed)
         with self._lock:
             self._open.append(future)
-        return ManagedWork(future, lambda: bool(errors) or failed())
+        return ManagedWork(future, reduction.has_failed)
 
-    def _start(
-        self,
-        issued: Issued,
-        tensor: torch.Tensor,
-        op: ReduceOp | ReduceOp.RedOpType,
-        divisor: int | None,
-        timeout: timedelta,
-        failed: Callable[[], bool],
-        codec: Codec | None,
-        on_error: Callable[[Exception], None],
-    ) -> Future[torch.Tensor] | None:
+    def _start(self, reduction: _Reduction) -> Future[torch.Tensor] | None:
         """Start, or queue; None if that failed, which has been noted."""
-        options = AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        options.timeout = timeout
-        later = future_for(tensor)
+        tensor = reduction.tensor
         has_peers = self._process_group.size() > 1
-        is_clear = issued.clearance is Clearance.KNOWN or not has_peers
-
-        def start() -> Future[torch.Tensor]:
-            work = self._process_group.allreduce([tensor], options)
-            return work.get_future().then(lambda done: self._finish(done.value, tensor, divisor, on_error))
-
-        def clear() -> None:
-            if is_clear:
-                return
-            if failed():
-                # One before it did not start: the others are still in theirs, and would take this comparison for it.
-                raise CollectiveFailedError(f"collective {issued.index + 1} was not started: the step had failed")
-            self._clearing.clear(issued, tensor.device, timeout)
-
-        def start_later() -> None:
-            try:
-                clear()
-                start().then(lambda done: later.set_result(tensor))
-            except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
-                self._finished()
-                on_error(error)
-                later.set_result(tensor)
-
+        is_clear = reduction.issued.clearance is Clearance.KNOWN or not has_peers
+        is_quantized = reduction.codec is not None and has_peers
         try:
-            if codec is not None and has_peers:
-
-                def reduce() -> None:
-                    clear()
-                    allreduce_quantized(self._process_group, tensor, codec, divisor=divisor, timeout=timeout)
-
-                self._lane.run(lambda: later.set_result(self._finish(reduce, tensor, None, on_error)), tensor)
-                return later
-            if not is_clear:
-                self._lane.run(start_later, tensor)
-                return later
-            return later if self._lane.run_if_busy(start_later, tensor) else start()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._finished()
-            on_error(error)
+            if is_clear and not is_quantized and self._queue.is_idle:
+                return self._begin(reduction)
+            later = future_for(tensor)
+            run = self._run_quantized if is_quantized else self._run_later
+            self._queue.run(functools.partial(run, reduction, later, is_clear=is_clear), tensor)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
+            self._end(reduction, error)
             return None
+        return later
+
+    def _begin(self, reduction: _Reduction) -> Future[torch.Tensor]:
+        options = AllreduceOptions()
+        options.reduceOp = reduction.op  # type: ignore[assignment]
+        options.timeout = reduction.timeout
+        work = self._process_group.allreduce([reduction.tensor], options)
+        return settled(work, functools.partial(self._divide, reduction))
+
+    def _run_later(self, reduction: _Reduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
+        """As a job of the queue: start what completes the future."""
+        try:
+            self._clear(reduction, is_clear=is_clear)
+            self._begin(reduction).add_done_callback(lambda _: later.set_result(reduction.tensor))
+        except Exception as error:  # noqa: BLE001 - as above
+            later.set_result(self._end(reduction, error))
+
+    def _run_quantized(self, reduction: _Reduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
+        """As a job of the queue: reduce to the end, and complete the future."""
+        codec, failure = reduction.codec, None
+        try:
+            self._clear(reduction, is_clear=is_clear)
+            if codec is not None:
+                allreduce_quantized(
+                    self._process_group,
+                    reduction.tensor,
+                    codec,
+                    divisor=reduction.divisor,
+                    timeout=reduction.timeout,
+                )
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = error
+        later.set_result(self._end(reduction, failure))
+
+    def _clear(self, reduction: _Reduction, *, is_clear: bool) -> None:
+        """Return when the collective may start."""
+        if is_clear:
+            return
+        issued = reduction.issued
+        if reduction.step_has_failed():
+            # One before it did not start: the others are still in theirs, and would take this comparison for it.
+            raise CollectiveFailedError(f"collective {issued.index + 1} was not started: the step had failed")
+        self._clearing.clear(issued, reduction.tensor.device, reduction.timeout)
+
+    def _divide(self, reduction: _Reduction, error: Exception | None) -> torch.Tensor:
+        """Where the sum is there, or has failed: on any thread."""
+        if error is None and reduction.divisor is not None:
+            try:
+                reduction.tensor.div_(reduction.divisor)
+            except Exception as failure:  # noqa: BLE001 - as above
+                error = failure
+        return self._end(reduction, error)
+
+    def _end(self, reduction: _Reduction, error: Exception | None) -> torch.Tensor:
+        """Note that a collective is over, and what went wrong; return its tensor."""
+        if error is not None:
+            reduction.is_failed = True
+            self._on_error(error)
+        with self._lock:
+            self._num_unfinished -= 1
+            self._last_progress_at = time.monotonic()
+            if self._num_unfinished == 0:
+                self._watch.finished(time.monotonic())
+        return reduction.tensor
 
     def has_open(self) -> bool:
         """Return whether collectives were issued that `wait_all` has not waited for."""
@@ -248,30 +286,6 @@ class Collectives:
             futures, self._open = self._open, []
         for future in futures:
             future.wait()
-
-    def _finish(
-        self,
-        result: Callable[[], object],
-        tensor: torch.Tensor,
-        divisor: int | None,
-        on_error: Callable[[Exception], None],
-    ) -> torch.Tensor:
-        try:
-            result()
-            if divisor is not None:
-                tensor.div_(divisor)
-        except Exception as error:  # noqa: BLE001 - as above
-            on_error(error)
-        finally:
-            self._finished()
-        return tensor
-
-    def _finished(self) -> None:
-        with self._lock:
-            self._num_unfinished -= 1
-            self._last_progress_at = time.monotonic()
-            if self._num_unfinished == 0:
-                self._watch.finished(time.monotonic())
 
     def _look_later(self) -> None:
         if not self._is_looking:

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
@@ -44,6 +44,8 @@ from torchft_ckpt.network import keep_for_ever, leave_to_parent
 from torchft_ckpt.threads import Thread, end_at_exit
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # Gloo forgets a send that was half written when its connection broke, and a receive that was half read: the thread that
 # waits for it sleeps until the operation's timeout. So works are completed by us, this long after their session ended,
@@ -320,6 +322,10 @@ class SessionWork(Work):
         self.inner = work
         self._over = threading.Event()
         self._error: ProcessGroupError | None = None
+        self._lock = threading.Lock()
+        self._settle: Callable[[Exception | None], Any] | None = None
+        self._ends = False
+        """Its end is known: nobody can settle it any more."""
         self._future: torch.futures.Future[Any] | None = None
         try:
             future = work.get_future()
@@ -343,12 +349,17 @@ class SessionWork(Work):
         if not self._session.closed(self):
             return
         assert self._future is not None
+        with self._lock:
+            self._ends = True
+            settle, self._settle = self._settle, None
+        self._error = error
+        if settle is not None:
+            value, error = settle(None if error is None else copy.copy(error)), None
         if error is None:
             try:
                 self._future.set_result(value)
             except RuntimeError as refused:  # tensors on a device that the future was not made for
-                error = self._session.fail(refused)
-        self._error = error
+                self._error = error = self._session.fail(refused)
         self._over.set()
         if error is not None:
             self._future.set_exception(copy.copy(error))
@@ -382,6 +393,22 @@ class SessionWork(Work):
         """
         return self.inner.get_future() if self._future is None else self._future
 
+    def settled(self, settle: Callable[[Exception | None], _T]) -> torch.futures.Future[_T]:
+        """Return a future of what `settle` makes of the operation's end. Call it once, before anybody else has the future.
+
+        Args:
+            settle: gets the error, or None; it must not raise. It runs where the operation completes, on a thread and, on an
+                accelerator, on a stream of the backend.
+
+        Raises:
+            RuntimeError: the backend has no future for this operation.
+        """
+        with self._lock:
+            if self._future is not None and not self._ends:
+                self._settle = settle
+                return self._future
+        return self.get_future().then(lambda done: settle(_error_of(done)))
+
     def is_completed(self) -> bool:
         """Whether the operation is over, with or without success."""
         return self._over.is_set() if self._future is not None else self.inner.is_completed()
@@ -393,6 +420,21 @@ class SessionWork(Work):
     def synchronize(self) -> None:
         """Make the current stream wait for the operation."""
         self.inner.synchronize()
+
+
+def settled(work: Work, settle: Callable[[Exception | None], _T]) -> torch.futures.Future[_T]:
+    """As `SessionWork.settled`, of any work."""
+    if isinstance(work, SessionWork):
+        return work.settled(settle)
+    return work.get_future().then(lambda done: settle(_error_of(done)))
+
+
+def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
+    try:
+        done.value()
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises
+        return error
+    return None
 
 
 def _as_configure_error(label: str, failure: Exception | None) -> ProcessGroupError:

@@ -8,7 +8,7 @@ To keep it, a job of several parts runs on a thread, and while that thread has a
 queues behind it. While it has nothing to do every earlier call has started all its parts, so a simple one may start right
 where it was called. The thread lives only while there is something to do.
 
-Who calls from several threads has to order the calls himself. What bypasses the lane (an operation on the process group
+Who calls from several threads has to order the calls himself. What bypasses the queue (an operation on the process group
 itself) must wait for the jobs before it. A job knows nothing of the step that it belongs to.
 """
 
@@ -26,7 +26,7 @@ from torchft_ckpt.threads import Thread
 Job = Callable[[], None]
 
 
-class Lane:
+class CollectiveQueue:
     """A queue of jobs that run in order, on a thread that comes and goes. Any thread may call it."""
 
     def __init__(self) -> None:
@@ -35,20 +35,21 @@ class Lane:
         self._is_running = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def run_if_busy(self, job: Job, tensor: torch.Tensor) -> bool:
-        """Queue a job unless nothing is before it; return whether it was queued. If not, run it where you are."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is before a collective that is issued now: it may start where it was called.
+
+        That stays so until the caller queues a job.
+        """
         with self._lock:
-            if not self._is_running:
-                return False
-            self._jobs.append(self._on_stream(job, tensor))
-            return True
+            return not self._is_running
 
     def run(self, job: Job, tensor: torch.Tensor) -> None:
         """Queue a job.
 
         Args:
             job: must not raise. It may block; what is called later waits.
-            tensor: that it works on. If it is on a GPU the job runs on a stream of the lane's, after what the caller's current
+            tensor: that it works on. If it is on a GPU the job runs on a stream of the queue, after what the caller's current
                 stream has been given so far.
 
         Raises:
