@@ -40,7 +40,7 @@ from torchft_ckpt.outer.loop import OuterLoop
 from torchft_ckpt.outer.memory import FlatBuffers
 
 if TYPE_CHECKING:
-    from torchft_ckpt.manager import Manager
+    from torchft_ckpt.outer.manager import OuterManager
 
 DEFAULT_BUCKET_CAP_MB = 32.0
 _CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ class LocalSGD(OuterLoop[AveragedFragment]):
 
     def __init__(
         self,
-        manager: Manager,
+        manager: OuterManager,
         model: nn.Module,
         optimizer: optim.Optimizer,
         sync_every: int,
@@ -145,7 +145,7 @@ class DiLoCo(OuterLoop[PseudoGradientFragment]):
 
     def __init__(
         self,
-        manager: Manager,
+        manager: OuterManager,
         model_fragments: Sequence[nn.Module],
         inner_optimizer: optim.Optimizer,
         outer_optimizer: optim.Optimizer | Sequence[optim.Optimizer],

@@ -39,11 +39,7 @@ def build(
     model, manager = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), CountingManager(Hub(1), 0)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     outer = torch.optim.SGD(model.parameters(), lr=0.7)
-    loop: Any = (
-        LocalSGD(manager, model, inner, 4)  # type: ignore[arg-type]
-        if kind == "local_sgd"
-        else DiLoCo(manager, [model], inner, outer, 4)  # type: ignore[arg-type]
-    )
+    loop: Any = LocalSGD(manager, model, inner, 4) if kind == "local_sgd" else DiLoCo(manager, [model], inner, outer, 4)
     manager.loop, manager.others = loop, others
     return model, inner, manager, loop
 
@@ -174,10 +170,10 @@ def test_an_inner_state_that_cannot_be_set_back_is_refused_by_name_before_the_fi
     model, _, manager, _ = build()
     inner = Secretive(list(model.parameters()))
     outer = torch.optim.SGD(model.parameters(), lr=0.7)
-    with DiLoCo(manager, [model], inner, outer, 1), pytest.raises(ConfigError, match="inner optimizer Secretive"):  # type: ignore[arg-type]
+    with DiLoCo(manager, [model], inner, outer, 1), pytest.raises(ConfigError, match="inner optimizer Secretive"):
         step(model, inner)
     assert manager.current_step() == 0
-    with DiLoCo(manager, [model], inner, outer, 1, restore_inner_optimizer=False):  # type: ignore[arg-type]
+    with DiLoCo(manager, [model], inner, outer, 1, restore_inner_optimizer=False):
         step(model, inner)
     assert manager.current_step() == 1
 
@@ -185,6 +181,6 @@ def test_an_inner_state_that_cannot_be_set_back_is_refused_by_name_before_the_fi
 def test_an_optimizer_that_remembers_nothing_is_no_complaint() -> None:
     model, _, manager, _ = build()
     inner, outer = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.7)
-    with DiLoCo(manager, [model], inner, outer, 1):  # type: ignore[arg-type]
+    with DiLoCo(manager, [model], inner, outer, 1):
         step(model, inner)
     assert manager.current_step() == 1

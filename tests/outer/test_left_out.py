@@ -17,12 +17,12 @@ def build() -> nn.Sequential:
 
 
 def local_sgd(model: nn.Module, inner: torch.optim.Optimizer) -> LocalSGD:
-    return LocalSGD(ScriptedManager(Hub(1), 0), model, inner, SYNC_EVERY)  # type: ignore[arg-type]
+    return LocalSGD(ScriptedManager(Hub(1), 0), model, inner, SYNC_EVERY)
 
 
 def diloco(fragments: list[nn.Module], inner: torch.optim.Optimizer) -> DiLoCo:
     outer = [torch.optim.SGD([p for p in f.parameters() if p.requires_grad], lr=1.0) for f in fragments]
-    return DiLoCo(ScriptedManager(Hub(1), 0), fragments, inner, outer, SYNC_EVERY)  # type: ignore[arg-type]
+    return DiLoCo(ScriptedManager(Hub(1), 0), fragments, inner, outer, SYNC_EVERY)
 
 
 def train(model: nn.Module, inner: torch.optim.Optimizer, num_steps: int = SYNC_EVERY) -> None:

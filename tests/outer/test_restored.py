@@ -446,7 +446,7 @@ def test_a_backup_on_another_device_than_the_model_is_saved_as_the_part_that_it_
     model = nn.Linear(4, 8)
     model.register_parameter("weight", nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)])))
     inner = torch.optim.SGD(model.parameters())
-    loop = LocalSGD(ScriptedManager(Hub(1), 0), model, inner, 2)  # type: ignore[arg-type]
+    loop = LocalSGD(ScriptedManager(Hub(1), 0), model, inner, 2)
     (fragment,) = loop._fragments
     elsewhere = DTensor.from_local(torch.empty(8, 4, device="meta"), mesh, [Shard(0)], run_check=False)
     fragment.params["weight"] = nn.Parameter(elsewhere)

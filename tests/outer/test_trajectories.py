@@ -59,7 +59,7 @@ def run_diloco(
         inner = adamw(model)
         history = []
         loop = DiLoCo(
-            manager,  # type: ignore[arg-type]
+            manager,
             fragments,
             inner,
             outer,
@@ -192,7 +192,7 @@ def test_local_sgd_averages_parameters_and_discards_local_steps_with_the_round(o
     def run(rank: int) -> list[Bits]:
         model, history = build_model(), []
         inner = adamw(model)
-        with LocalSGD(ScriptedManager(hub, rank), model, inner, 4, round_retries=0):  # type: ignore[arg-type]
+        with LocalSGD(ScriptedManager(hub, rank), model, inner, 4, round_retries=0):
             for inner_step in range(NUM_INNER_STEPS):
                 train_step(model, inner, rank, inner_step)
                 history.append(bits_of(model))
@@ -207,7 +207,7 @@ def test_local_sgd_averages_parameters_and_discards_local_steps_with_the_round(o
 def test_the_inner_gradients_are_where_they_were_after_a_round() -> None:
     model = build_model()
     inner = adamw(model)
-    with DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 1):  # type: ignore[arg-type]
+    with DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 1):
         train_step(model, inner, 0, 0)
 
     assert all(param.grad is not None and bool(param.grad.abs().sum()) for param in model.parameters())
@@ -222,7 +222,7 @@ def test_an_outer_step_that_fails_leaves_a_torn_state_and_a_lock_that_is_free() 
         raise RuntimeError("out of memory")
 
     outer.register_step_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"), DiLoCo(manager, [model], inner, outer, 1):  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="out of memory"), DiLoCo(manager, [model], inner, outer, 1):
         train_step(model, inner, 0, 0)
 
     assert manager.is_torn
@@ -234,7 +234,7 @@ def test_a_state_that_is_loaded_half_way_into_an_outer_loop_is_torn(monkeypatch:
     """Refused before a parameter was written, as one of other fragments is, it tears nothing."""
     model = build_model()
     manager = ScriptedManager(Hub(1), 0)
-    loop = DiLoCo(manager, [model], adamw(model), nesterov(model.parameters()), 1)  # type: ignore[arg-type]
+    loop = DiLoCo(manager, [model], adamw(model), nesterov(model.parameters()), 1)
     saved = loop.state_dict()
     with pytest.raises(StateMismatchError) as refused:
         loop.load_state_dict({**saved, "original_parameters": []})
@@ -256,7 +256,7 @@ def test_dtypes_are_not_mixed_in_a_bucket() -> None:
     model[0].register_parameter("extra", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))
     manager, inner = ScriptedManager(Hub(1), 0), adamw(model)
     outer = nesterov(model.parameters())
-    with DiLoCo(manager, [model], inner, outer, 1, use_bucketization=True):  # type: ignore[arg-type]
+    with DiLoCo(manager, [model], inner, outer, 1, use_bucketization=True):
         train_step(model, inner, 0, 0)
 
     assert manager.dtypes == {torch.double, torch.bfloat16}
@@ -266,7 +266,7 @@ def test_dtypes_are_not_mixed_in_a_bucket() -> None:
 def test_what_is_in_the_model_when_the_loop_begins_are_the_global_parameters() -> None:
     model = build_model()
     inner = adamw(model)
-    loop = DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 2)  # type: ignore[arg-type]
+    loop = DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 2)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(5.0)  # a checkpoint is loaded after the loop was made
@@ -295,7 +295,7 @@ def test_a_script_that_catches_an_error_of_a_round_takes_part_in_the_next(delay:
     inner = adamw(model)
     manager = VotesBadlyOnce(Hub(1), 0)
     outer = nesterov(model.parameters())
-    with DiLoCo(manager, [model], inner, outer, 3, fragment_sync_delay=delay):  # type: ignore[arg-type]
+    with DiLoCo(manager, [model], inner, outer, 3, fragment_sync_delay=delay):
         for inner_step in range(9):
             with contextlib.suppress(RuntimeError):
                 train_step(model, inner, 0, inner_step)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import Work
+
+from torchft_ckpt.checkpointing import StateDictLock
 
 T = TypeVar("T")
 WAIT_S = 30.0
@@ -45,10 +49,10 @@ def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total / len(tensors)
 
 
-class DoneWork:
+class DoneWork(Work):
     """Work that is done."""
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
@@ -64,11 +68,15 @@ class ScriptedManager:
         self._rank = rank
         self._step = 0
         self._num_votes = 0
-        self.is_locked = False
+        self.state_dict_lock = StateDictLock()
         self.num_reduced: list[int] = []
         self.dtypes: set[torch.dtype] = set()
         self.is_torn = False
         self.state: Callable[[], Any] | None = None
+
+    @property
+    def is_locked(self) -> bool:
+        return self.state_dict_lock.held_for_write()
 
     def replica_id(self) -> str:
         return f"replica {self._rank}"
@@ -78,15 +86,15 @@ class ScriptedManager:
     def register_state_dict_fn(
         self,
         key: str,
-        load: object,
-        get: Callable[[], Any],
+        load_state_dict: Callable[[Any], None],
+        state_dict: Callable[[], Any],
         *,
         kept_still: bool,
-        optimizers: object,
-        trains_apart: bool = False,
-        after_restore: object = None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        trains_apart: bool,
+        after_restore: Callable[[], None] | None,
     ) -> None:
-        self.state = get
+        self.state = state_dict
 
     def start_quorum(self, **_: object) -> None: ...
 
@@ -109,7 +117,7 @@ class ScriptedManager:
 
     quorum_step = current_step
 
-    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> DoneWork:
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool | str = False) -> DoneWork:
         self.num_reduced.append(tensor.numel())
         self.dtypes.add(tensor.dtype)
         self._hub.mean(self._rank, tensor)
@@ -122,10 +130,10 @@ class ScriptedManager:
         return committed
 
     def disallow_state_dict_read(self) -> None:
-        self.is_locked = True
+        self.state_dict_lock.acquire_write()
 
     def allow_state_dict_read(self) -> None:
-        self.is_locked = False
+        self.state_dict_lock.release_write()
 
     def report_torn_state(self) -> None:
         self.is_torn = True

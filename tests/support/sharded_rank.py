@@ -35,7 +35,7 @@ def main() -> None:
     outer = [nesterov(f.parameters()) for f in fragments]
     history = []
     loop = DiLoCo(
-        ScriptedManager(Hub(1, OUTCOMES), 0),  # type: ignore[arg-type]
+        ScriptedManager(Hub(1, OUTCOMES), 0),
         fragments,
         inner,
         outer,

@@ -17,7 +17,8 @@ import torch
 from torchft_ckpt.threads import in_background
 
 if TYPE_CHECKING:
-    from torchft_ckpt.manager import Manager
+    from torchft_ckpt.outer.manager import OuterManager
+    from torchft_ckpt.process_group.quantization import Quantization
 
 
 class Exchange:
@@ -28,7 +29,7 @@ class Exchange:
         should_quantize: as for `Manager.allreduce`.
     """
 
-    def __init__(self, manager: Manager, should_quantize: bool | str) -> None:
+    def __init__(self, manager: OuterManager, should_quantize: bool | Quantization) -> None:
         self._manager = manager
         self._should_quantize = should_quantize
         self._round: Future[None] | None = None
@@ -82,9 +83,6 @@ class Exchange:
         self._manager.cast_vote()
 
     def _average(self, tensors: Iterable[torch.Tensor]) -> None:
-        works = [
-            self._manager.allreduce(tensor, should_quantize=self._should_quantize)  # type: ignore[arg-type]
-            for tensor in tensors
-        ]
+        works = [self._manager.allreduce(tensor, should_quantize=self._should_quantize) for tensor in tensors]
         for work in works:
             work.wait()

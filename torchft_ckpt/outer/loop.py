@@ -38,7 +38,8 @@ from torchft_ckpt.outer.memory import buckets_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from torchft_ckpt.manager import Manager
+    from torchft_ckpt.outer.manager import OuterManager
+    from torchft_ckpt.process_group.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +63,14 @@ class OuterLoop(Generic[F]):
 
     def __init__(
         self,
-        manager: Manager,
+        manager: OuterManager,
         inner_optimizer: torch.optim.Optimizer,
         fragments: Sequence[F],
         schedule: OuterSchedule,
         *,
         key: str,
         outer_optimizers: Sequence[torch.optim.Optimizer],
-        should_quantize: bool | str,
+        should_quantize: bool | Quantization,
         bucket_cap_bytes: int | None,
         round_retries: int,
     ) -> None:

@@ -1,0 +1,83 @@
+"""The part of a Manager that an outer loop uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed import Work
+
+if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing import StateDictLock
+    from torchft_ckpt.process_group.quantization import Quantization
+
+
+class OuterManager(Protocol):
+    """One rank's partner in an outer loop. `Manager` is one; its docstrings say what each method promises."""
+
+    # The state
+
+    @property
+    def is_behind(self) -> bool: ...
+
+    @property
+    def is_restored(self) -> bool: ...
+
+    @property
+    def has_live_state(self) -> bool: ...
+
+    @property
+    def state_dict_lock(self) -> StateDictLock: ...
+
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer, /) -> None: ...
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[Any], None],
+        state_dict: Callable[[], Any],
+        /,
+        *,
+        kept_still: bool,
+        optimizers: Sequence[torch.optim.Optimizer],
+        trains_apart: bool,
+        after_restore: Callable[[], None] | None,
+    ) -> None: ...
+
+    def disallow_state_dict_read(self) -> None: ...
+
+    def allow_state_dict_read(self) -> None: ...
+
+    def report_torn_state(self) -> None: ...
+
+    # A round, which is a step of the Manager
+
+    def start_quorum(
+        self, *, contributes: bool = True, patience: timedelta | None = None, wait: bool | None = None
+    ) -> None: ...
+
+    def wait_quorum(self) -> None: ...
+
+    def allreduce(self, tensor: torch.Tensor, /, should_quantize: bool | Quantization = False) -> Work: ...
+
+    def cast_vote(self) -> None: ...
+
+    def should_commit(self) -> bool: ...
+
+    def replica_id(self) -> str: ...
+
+    def current_step(self) -> int: ...
+
+    def quorum_step(self) -> int: ...
+
+    def is_participating(self) -> bool: ...
+
+    def is_counted(self) -> bool: ...
+
+    # Between two rounds
+
+    def catch_up(self) -> bool: ...
+
+    def offer_state(self) -> None: ...
