@@ -58,7 +58,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     ddp, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, inner)
     with options.out.open("w", buffering=1) as out:
-        addresses = {"transport": manager._transport.metadata(), "service": getattr(manager._link, "address", "")}
+        addresses = {
+            "transport": manager._transport.metadata(),
+            "service": getattr(manager._client.link, "address", ""),
+        }
         out.write(json.dumps({"pid": os.getpid(), "replica_id": manager.replica_id(), **addresses}) + "\n")
         while not stop.is_set():
             optimizer.zero_grad()

@@ -54,6 +54,28 @@ def formed(
     )
 
 
+def test_a_view_says_what_the_state_says_and_stays_as_it_was() -> None:
+    state = replica()
+    begun(state)
+    before = state.view()
+    assert before._asdict() == {name: getattr(state, name) for name in before._fields}
+    state.fail("a peer is gone")
+    assert (before.error, before.can_reduce, state.view().error, state.view().can_reduce) == (
+        None,
+        True,
+        "a peer is gone",
+        False,
+    )
+
+
+def test_who_waits_for_a_state_has_it_captured() -> None:
+    state = replica()
+    begun(state)
+    assert not state.wants_capture
+    state.joiner_waits()
+    assert state.wants_capture
+
+
 def begun(state: ReplicaState, *, compares: bool = True, **wants: object) -> StepPlan:
     request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", compares=compares)
     plan = state.formed(formed(request.request_id, **wants))  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ class MortalManager(Manager):
             raise Died
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        is_again = self._is_committed is not None
+        is_again = self._steps.is_decided
         committed = super().should_commit(timeout)
         if not is_again:
             self.life.note_vote(self, committed)
@@ -392,7 +392,7 @@ class Life(Job):
         return self.step < self.run.stops_at
 
     def registered(self) -> dict[str, Any]:
-        return dict(self.current._registry.capture())
+        return dict(self.current.registry.capture())
 
     def note_vote(self, manager: Manager, committed: bool) -> None:
         step = manager.current_step() - committed

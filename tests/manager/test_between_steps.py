@@ -141,7 +141,7 @@ def test_gradients_that_no_vote_is_about_are_refused_before_a_second_optimizer_s
                     optimizer.step()
             else:
                 optimizer.step()
-        return str(replica.manager._replica.torn)
+        return str(replica.manager.view().torn)
 
     assert together(pair, train) == ["True", "True"]
 
@@ -149,7 +149,7 @@ def test_gradients_that_no_vote_is_about_are_refused_before_a_second_optimizer_s
 def test_what_was_never_started_says_so_also_when_the_next_step_has_begun(pair: list[Replica]) -> None:
     a, _ = pair
     together(pair, Replica.step)
-    a.manager._talk.note_collective_error(ConnectionError("a peer is gone"))
+    a.manager._client.note_collective_error(ConnectionError("a peer is gone"))
     work = a.manager.allreduce(torch.ones(1))
     together(pair, lambda replica: replica.optimizer.zero_grad())
     assert work.wait() is False

@@ -217,9 +217,7 @@ def test_a_source_that_commits_meanwhile_gives_the_old_state_whole_and_then_the_
     joiner = start(replicas, lighthouse, "joiner")
     seen: list[bytes] = []
     load = joiner.load
-    monkeypatch.setitem(
-        joiner.manager._registry._load, "outer", lambda state: (load(state), seen.append(joiner.bits()))
-    )
+    monkeypatch.setitem(joiner.manager.registry._load, "outer", lambda state: (load(state), seen.append(joiner.bits())))
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:
         caught_up = pool.submit(joiner.manager.catch_up)
@@ -441,8 +439,8 @@ def test_a_waiting_spectator_holds_up_nobody_and_is_not_told_to_begin_alone(
     for spectator in spectators:
         assert spectator.manager.catch_up()
         looks_on(spectator, lighthouse)
-        assert spectator.manager._quorum_future is not None
-    assert not any(spectator.manager._quorum_future.done() for spectator in spectators)  # type: ignore[union-attr]
+        assert spectator.manager._steps.has_quorum
+    assert not any(spectator.manager._steps._quorum.done() for spectator in spectators)  # type: ignore[union-attr]
     source.close()
 
     for spectator in spectators:
@@ -505,7 +503,7 @@ def test_received_in_place_where_nothing_of_worth_is_here(
     addresses: list[int] = []
     load = joiner.load
     monkeypatch.setitem(
-        joiner.manager._registry._load,
+        joiner.manager.registry._load,
         "outer",
         lambda state: (addresses.append(state["weights"].data_ptr() - joiner.weights.data_ptr()), load(state)),
     )

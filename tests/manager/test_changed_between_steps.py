@@ -121,7 +121,7 @@ def test_a_group_that_heals_meanwhile_gets_the_weights_of_the_step_or_waits_for_
         load(state)
         healed_at.append(joiner.bits())
 
-    joiner.manager._registry._load["default"] = note
+    joiner.manager.registry._load["default"] = note
 
     def run_joiner() -> None:
         while not healed_at:

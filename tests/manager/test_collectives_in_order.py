@@ -49,7 +49,7 @@ class Member:
             setattr(group, name, self._noted(name, getattr(group, name)))
         self.collectives = Collectives(
             group,
-            Cleared(group, name=lambda: "this group", ask=lambda issued, timeout: None),
+            Cleared(group, name="this group", ask=lambda issued, timeout: None),
             on_error=self.errors.append,
             schedule=lambda delay_s, function: self.scheduled.append((delay_s, function)),
             on_stall=self._stall,

@@ -48,7 +48,7 @@ class Loop(Replica):
         return self.extra
 
     def quorum_size(self) -> int:
-        quorum = self.manager._replica.quorum
+        quorum = self.manager.view().quorum
         return quorum.replica_world_size if quorum is not None else 0
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:

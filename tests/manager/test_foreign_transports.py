@@ -27,6 +27,7 @@ class OverTheGroup:
         self.pg = pg
         self.sent_to: list[list[int]] = []
         self.received_from: list[int] = []
+        self.num_disallowed = 0
 
     def metadata(self) -> str:
         return "over the process group"
@@ -56,7 +57,7 @@ class OverTheGroup:
         )
 
     def disallow_checkpoint(self) -> None:
-        pass
+        self.num_disallowed += 1
 
     def shutdown(self, wait: bool = True) -> None:
         pass
@@ -120,6 +121,20 @@ def test_who_unpickles_is_named_once_and_ours_are_not(
     assert "OverTheGroup" in told[0]
     assert "unpickles" in told[0]
     shutdown(foreign, ours)
+
+
+def test_it_is_told_once_before_each_step_of_the_optimizer() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    alone, transport = replica(server, 0)
+    assert alone.step()
+    assert alone.manager.transport is transport  # type: ignore[comparison-overlap]
+    before = transport.num_disallowed
+    assert alone.step()
+    assert (
+        transport.num_disallowed - before == 1 + 1
+    )  # and once as the step is committed, when nobody needs it any more
+    shutdown(alone)
+    server.shutdown()
 
 
 def test_ours_of_that_name_moves_a_state_and_fills_the_one_that_is_here() -> None:

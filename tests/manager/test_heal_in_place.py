@@ -245,7 +245,7 @@ class Group:
 
     def step(self) -> bool:
         committed = self.replica.step()
-        self.log.append((committed, self.replica.manager._replica.torn))
+        self.log.append((committed, self.replica.manager.view().torn))
         return committed
 
     def close(self) -> None:

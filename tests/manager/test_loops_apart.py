@@ -136,7 +136,7 @@ def train_in_memory(*loops: list[Step]) -> list[Group]:
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
-    lines = [record.getMessage() for record in caplog.records if record.name == "torchft_ckpt.manager.manager"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "torchft_ckpt.manager.outcomes"]
     return [line.partition("reason=")[2] for line in lines if "verdict=discard" in line]
 
 

@@ -19,6 +19,7 @@ from support.ports import reserved_port
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
+from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.core.messages import PROTOCOL_VERSION as VERSION
 from torchft_ckpt.errors import (
     AddressInUseError,
@@ -32,7 +33,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager import conversation, launch, state_registry
+from torchft_ckpt.manager import launch, state_registry, step_client
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -216,7 +217,7 @@ def test_steps_discarded_for_one_cause_are_warned_of_once_in_a_row(
 def test_waiting_for_a_quorum_says_what_for_and_how_long(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "PENDING_LOG_S", 0.4)
+    monkeypatch.setattr(step_client, "PENDING_LOG_S", 0.4)
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     replica = Replica(server, "alone", quorum_timeout=timedelta(seconds=2), quorum_retries=0)
     with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"), pytest.raises(QuorumTimeoutError) as error:
@@ -595,6 +596,22 @@ def test_shutdown_frees_a_thread_that_waits_for_a_quorum() -> None:
     server.shutdown()
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_step_of_the_optimizer_copies_aside_once(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    times: list[bool] = []
+    detach_all = Shelf.detach_all
+    monkeypatch.setattr(Shelf, "detach_all", lambda shelf: (times.append(True), detach_all(shelf))[1])
+    given: HTTPTransport[Any] | None = HTTPTransport(timeout=SHORT, hostname="127.0.0.1") if is_given else None
+    replica = Replica(lighthouse, "group", checkpoint_transport=given)
+    assert replica.step()
+    times.clear()
+    assert [replica.step(), replica.step()] == [True, True]
+    assert len(times) == 2
+    shutdown(replica)
+
+
 def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> None:
     transport: HTTPTransport[Any] = HTTPTransport(timeout=SHORT, num_chunks=0, hostname="127.0.0.1")
     replica = Replica(lighthouse, "group", checkpoint_transport=transport)
@@ -607,13 +624,15 @@ def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> Non
 def test_what_is_served_is_captured_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sharded models the layout is asked for too, and a function may refresh what it has handed out, as torchtitan's does."""
     right = state_registry.layout_of
-    monkeypatch.setattr(state_registry, "layout_of", lambda *a, **o: dataclasses.replace(right(*a, **o), is_sharded=True))
+    monkeypatch.setattr(
+        state_registry, "layout_of", lambda *a, **o: dataclasses.replace(right(*a, **o), is_sharded=True)
+    )
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     with ThreadPoolExecutor(2) as pool:
         replicas = list(pool.map(lambda n: Replica(server, f"group_{n}", n, min_replica_size=2), range(2)))
     captured: dict[Replica, list[str]] = {replica: [] for replica in replicas}
     for replica in replicas:
-        registry = replica.manager._registry
+        registry = replica.manager.registry
         for name in ("capture_to_serve", "capture_to_receive"):
             function = getattr(registry, name)
 

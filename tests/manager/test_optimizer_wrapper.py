@@ -174,7 +174,7 @@ def test_a_state_dict_function_that_steps_the_optimizer_is_warned_of(
     optimizers += [optimizer] * of_wrapper
     with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"):
         for _ in range(2):
-            manager._registry.capture()
+            manager.registry.capture()
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -203,7 +203,7 @@ def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
         hostname="127.0.0.1",
     )
     manager.guard_optimizer(adam)
-    manager._registry.load({"default": {}})
+    manager.registry.load({"default": {}})
     assert held == [True]
     manager.shutdown()
     server.shutdown()

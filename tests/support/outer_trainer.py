@@ -75,7 +75,7 @@ class Suicide:
         if self._plan.get("at") == "allreduce":
             self._after(manager, "allreduce", lambda *_, **__: manager.is_participating())
         if self._plan.get("at") == "vote":
-            self._after(manager._link, "send", lambda message: isinstance(message, CommitVote))
+            self._after(manager._client.link, "send", lambda message: isinstance(message, CommitVote))
 
     def inner_step(self, number: int) -> None:
         if self._plan.get("at") == "inner" and self._is_due() and number == 2:

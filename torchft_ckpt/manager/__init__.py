@@ -1,10 +1,15 @@
 """Where coordination, transport and process group meet: the training loop's one partner.
 
-manager      the public class: quorum, allreduce, commit
-launch       arguments and environment to addresses, ranks, store
-collectives  allreduce whose errors end the step and nothing else
-healing      moving the state: what to serve, what to fetch, loading it
-worker       a daemon thread that runs what may block
+manager        the public class
+step           one step: quorum, allreduce, commit
+between_steps  catching up, handing over, meeting, while no step is open
+step_client    coordination, and what this replica is
+launch, link   arguments and environment to addresses, ranks, store; the connection
+collectives    allreduce whose errors end the step and nothing else
+serving        serves the state
+recovery       gets and loads it; healing fetches it
+outcomes       counts how steps ended, and says so
+saving         what a durable checkpoint needs
 """
 
 from torchft_ckpt.compat.names import lookup

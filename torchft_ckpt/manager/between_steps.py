@@ -1,7 +1,8 @@
-"""Getting the newest state, and giving it, outside of quorums: between two steps of the others, who do not notice.
+"""What happens between two steps, when none is open: getting the newest state outside of quorums, giving it, and asking for it.
 
-It works where the state changes only at moments that its owner announces (`StateRegistry.is_kept_still`): then it can be
-offered from one of them to the next, to nobody in particular, and whoever is behind takes it from there.
+The others, who train, do not notice. A state can be got so where it changes only at moments that its owner announces
+(`StateRegistry.is_kept_still`): then it can be offered from one of them to the next, to nobody in particular, and whoever is
+behind takes it from there.
 
 All ranks of a group come to one state: the group asks as one, each rank fetches what all of them were told, and it is the
 lighthouse's answer to the next question that says whether all of them hold it. Until then none of them is done.
@@ -11,176 +12,194 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.core.messages import RankToGroup, StateLocated, StateVersion
-from torchft_ckpt.errors import StateDictLoadError, StateMismatchError, TransferTimeoutError, UnsupportedValueError
-from torchft_ckpt.manager.conversation import Conversation
+from torchft_ckpt.core.messages import StateLocated
+from torchft_ckpt.errors import StateDictLoadError, StateMismatchError, TransferTimeoutError
+from torchft_ckpt.manager.gathering import Gathering, gather
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.launch import Launch
+from torchft_ckpt.manager.recovery import Recovery
+from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.step import Steps
+from torchft_ckpt.manager.step_client import StepClient
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
 """Between two attempts, unless something is heard."""
-_OFFER_FOR = timedelta(days=30)
-"""Longer than anybody's inner phase: an offer ends when the state changes."""
 
 
-def catch_up(
-    talk: Conversation,
-    registry: StateRegistry,
-    healing: Healing,
-    *,
-    send: Callable[[RankToGroup], None],
-    take_state: Callable[[], None],
-    limit: timedelta,
-    may_receive_in_place: bool,
-    moving: bool = False,
-) -> bool:
-    """Fetch and load the newest state that anybody is known to hold. On the training thread; no step is open.
+class BetweenSteps:
+    """What one rank does while no step is open. On the training thread; each method but `offer_state` abandons an open step.
 
     Args:
-        talk: with the group and the lighthouse.
-        registry: what is to be loaded, and what is here already.
-        healing: fetches.
-        send: takes a message to the group.
-        take_state: waits for what is fetched and loads it; raises what `Manager.should_commit` does.
-        limit: of all attempts together.
-        may_receive_in_place: where there is no state of worth here.
-        moving: also where steps of optimizers change the state: somebody stands still to hand it over.
-
-    Returns:
-        whether all ranks of this group hold it now. If not, there is none to be had.
-
-    Raises:
-        TransferTimeoutError: it could not be had in time.
-        GroupBrokenError, RefusedError: this group cannot go on.
-    """
-    if not registry.is_kept_still and not moving:
-        return False  # nor is it anywhere else: nobody offers it
-    until = time.monotonic() + limit.total_seconds()
-    why: object = "the lighthouse does not answer"
-    while time.monotonic() < until:
-        located = talk.locate(send, until)
-        if located is None:
-            break
-        held = talk.replica.version
-        if located.is_held or not located.version.proven:
-            return located.is_held
-        if talk.replica.restored and not located.version.step:
-            return False  # what others began with does not outweigh a checkpoint that was restored on purpose
-        if located.version == held:
-            why = "another rank of this group does not come to hold it"
-            continue
-        if not located.sources:
-            return False
-        # An older state is one that the job could still go back to, until the newer one is here whole.
-        in_place = may_receive_in_place and not held.proven
-        failure = _fetch(healing, registry, take_state, located, in_place, until)
-        if failure is None:
-            talk.caught_up(located.version)
-            logger.info("%s caught up with step %d", talk.replica_id, located.version.step)
-            continue
-        why = failure
-        logger.warning("%s: catching up with step %d failed: %s", talk.replica_id, located.version.step, failure)
-        talk.pause(_PAUSE_S)
-    message = f"{talk.replica_id} could not catch up within {limit.total_seconds():g} s: {why}"
-    failed = TransferTimeoutError(message, party=talk.replica_id)
-    if talk.replica.torn:
-        failed.mark_torn()
-    raise failed
-
-
-def _fetch(
-    healing: Healing,
-    registry: StateRegistry,
-    take_state: Callable[[], None],
-    located: StateLocated,
-    in_place: bool,
-    until: float,
-) -> Exception | None:
-    """One attempt; returns why it failed, if another one may help."""
-    left = timedelta(seconds=max(0.0, until - time.monotonic()))
-    healing.start(located, registry.capture_to_receive(), in_place, left)
-    try:
-        take_state()
-    except (StateMismatchError, StateDictLoadError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
-        return error
-    return None
-
-
-def await_holder(talk: Conversation, *, send: Callable[[RankToGroup], None], limit: timedelta) -> bool:
-    """Wait until a group comes to hold the newest state that did not at the beginning; whether one did.
-
-    All ranks of this group, which holds it, wait together.
-
-    Raises:
-        GroupBrokenError, RefusedError: this group cannot go on.
-    """
-    until = time.monotonic() + limit.total_seconds()
-    before: set[str] | None = None
-    while time.monotonic() < until:
-        located = talk.locate(send, until)
-        if located is None:
-            break
-        holders = {source.replica_id for source in located.sources}
-        if before is not None and holders - before:
-            logger.info("%s handed step %d over to %s", talk.replica_id, located.version.step, min(holders - before))
-            return True
-        before = holders if before is None else before
-        talk.pause(_PAUSE_S)
-    return False
-
-
-class StandingOffer:
-    """The state of now, served until it changes.
-
-    Args:
-        transport: serves.
-        registry: what is served.
+        client: coordinates.
+        steps: of this rank.
+        registry: the state.
+        serving: serves it.
+        healing: fetches it.
+        recovery: loads it.
+        launch: this process.
+        address: of its transport.
+        in_place: receive into the tensors that are here, where there is no state of worth.
+        can_fetch: the transport reaches others outside of quorums.
     """
 
-    def __init__(self, transport: CheckpointTransport[Any], registry: StateRegistry) -> None:
-        self._transport = transport
+    def __init__(
+        self,
+        client: StepClient,
+        steps: Steps,
+        *,
+        registry: StateRegistry,
+        serving: StateServing,
+        healing: Healing,
+        recovery: Recovery,
+        launch: Launch,
+        address: str,
+        in_place: bool,
+        can_fetch: bool,
+    ) -> None:
+        self._client = client
+        self._steps = steps
         self._registry = registry
-        self._version: StateVersion | None = None
+        self._serving = serving
+        self._healing = healing
+        self._recovery = recovery
+        self._launch = launch
+        self._address = address
+        self._in_place = in_place
+        self._can_fetch = can_fetch
 
-    def open(self, version: StateVersion, own_state: dict[str, int | str], party: str, *, moving: bool = False) -> None:
-        """Offer the state under its name. Nothing is copied or computed until somebody asks.
+    def catch_up(self, limit: timedelta, *, moving: bool = False) -> bool:
+        """Fetch and load the newest state that anybody is known to hold.
 
-        `moving`: also where steps of optimizers change it, the first of which ends the offer.
+        Args:
+            limit: of all attempts together.
+            moving: also where steps of optimizers change the state: somebody stands still to hand it over.
+
+        Returns:
+            whether all ranks of this group hold it now. If not, there is none to be had.
+
+        Raises:
+            TransferTimeoutError: it could not be had in time.
+            Also as `Manager.should_commit`.
+        """
+        self._steps.leave()
+        if not self._can_fetch or not (self._registry.is_kept_still or moving):
+            return False  # in the second case nobody offers it
+        client = self._client
+        until = time.monotonic() + limit.total_seconds()
+        why: object = "the lighthouse does not answer"
+        while time.monotonic() < until:
+            located = client.locate(until)
+            if located is None:
+                break
+            now = client.view()
+            if located.is_held or not located.version.proven:
+                return located.is_held
+            if now.restored and not located.version.step:
+                return False  # what others began with does not outweigh a checkpoint that was restored on purpose
+            if located.version == now.version:
+                why = "another rank of this group does not come to hold it"
+                continue
+            if not located.sources:
+                return False
+            # An older state is one that the job could still go back to, until the newer one is here whole.
+            in_place = self._in_place and not now.version.proven
+            failure = self._fetch(located, in_place, until)
+            if failure is None:
+                client.caught_up(located.version)
+                logger.info("%s caught up with step %d", client.replica_id, located.version.step)
+                continue
+            why = failure
+            logger.warning("%s: catching up with step %d failed: %s", client.replica_id, located.version.step, failure)
+            client.pause(_PAUSE_S)
+        message = f"{client.replica_id} could not catch up within {limit.total_seconds():g} s: {why}"
+        failed = TransferTimeoutError(message, party=client.replica_id)
+        if client.view().torn:
+            failed.mark_torn()
+        raise failed
+
+    def _fetch(self, located: StateLocated, in_place: bool, until: float) -> Exception | None:
+        """One attempt; returns why it failed, if another one may help."""
+        left = timedelta(seconds=max(0.0, until - time.monotonic()))
+        self._healing.start(located, self._registry.capture_to_receive(), in_place, left)
+        try:
+            self._recovery.take_state()
+        except (StateMismatchError, StateDictLoadError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
+            return error
+        return None
+
+    def hand_over(self, limit: timedelta) -> bool:
+        """Serve the state of now until another group holds it that did not at the beginning; return whether one came.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
+            GroupBrokenError, RefusedError: this group cannot go on.
         """
-        if (
-            (not self._registry.is_kept_still and not moving)
-            or self.is_of(version)
-            or not isinstance(self._transport, CheckpointTransport)
-            or self._transport.needs_process_group
-        ):
-            return  # torchft's own transports would copy all of it, and one over the process group reaches nobody now
-        state = {"user": self._registry.capture_to_serve().state, "torchft": own_state}
-        try:
-            self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
-        except UnsupportedValueError:
-            raise
-        except Exception:  # whatever a transport raises, it is the joiner's loss
-            logger.exception("%s cannot offer step %d", party, version.step)
-        else:
-            self._version = version
+        self._steps.leave()
+        client, now = self._client, self._client.view()
+        if not now.version.proven or now.is_behind:
+            return False
+        self._serving.offer(now.version, moving=True)
+        until = time.monotonic() + limit.total_seconds()
+        before: set[str] | None = None
+        while time.monotonic() < until:
+            located = client.locate(until)
+            if located is None:
+                break
+            holders = {source.replica_id for source in located.sources}
+            if before is not None and holders - before:
+                who = min(holders - before)
+                logger.info("%s handed step %d over to %s", client.replica_id, located.version.step, who)
+                return True
+            before = holders if before is None else before
+            client.pause(_PAUSE_S)
+        return False
 
-    def is_of(self, version: StateVersion) -> bool:
-        """Whether this state is offered now."""
-        return version == self._version
+    def offer_state(self) -> None:
+        """Serve the state of now to whoever catches up, until it changes, where it has a name."""
+        now = self._client.view()
+        if now.version.proven and not now.is_behind:
+            self._serving.offer(now.version)
 
-    def end(self) -> bool:
-        """The state is about to change: what is offered must not be trusted any more. Whether something was."""
-        was_open, self._version = self._version is not None, None
-        return was_open
+    def newest_step_of_peers(self, limit: timedelta) -> int | None:
+        """Return the newest step that another living group is known to hold; None: none does, or nobody answered.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        self._steps.leave()
+        located = self._client.locate(time.monotonic() + limit.total_seconds())
+        return located.version.step if located is not None and located.sources else None
+
+    def gather(self, limit: timedelta) -> Gathering | None:
+        """Meet the groups that start without a state as this one does; None: they did not come together in time.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        self._steps.leave()
+        return gather(self._client, self._launch, address=self._address, limit=limit)
+
+    def finish(self, limit: timedelta) -> bool:
+        """Say that this group has made its last step; return whether the job is finished. See `Manager.finish`."""
+        self._steps.leave()
+        client, limit_s = self._client, limit.total_seconds()
+        located = client.locate(time.monotonic() + limit_s, has_finished=True)
+        if located is None:
+            logger.warning(
+                "%s has finished, and the lighthouse did not answer within %g s (%s): a group that comes late waits",
+                client.replica_id,
+                limit_s,
+                client.link.waiting_for(),
+            )
+            return False
+        step = client.view().version.step
+        ends = "the job is finished" if located.is_finished else "other groups train on, or have not said so yet"
+        logger.info("%s of job %s has finished at step %d: %s", client.replica_id, self._launch.job, step, ends)
+        return located.is_finished

@@ -45,9 +45,7 @@ class Clearing:
         ask: asks the lighthouse whether a collective may start, and blocks until it may; raises if the step fails.
     """
 
-    def __init__(
-        self, process_group: ProcessGroup, *, name: Callable[[], str], ask: Callable[[Issued, timedelta], None]
-    ) -> None:
+    def __init__(self, process_group: ProcessGroup, *, name: str, ask: Callable[[Issued, timedelta], None]) -> None:
         self._process_group = process_group
         self._name = name
         self._ask = ask
@@ -111,7 +109,7 @@ class Clearing:
             self._compare(issued, device, timeout)
 
     def _compare(self, issued: Issued, device: torch.device, timeout: timedelta) -> None:
-        text = f"{issued.digest}{self._name()}\n{issued.what}".encode()[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0")
+        text = f"{issued.digest}{self._name}\n{issued.what}".encode()[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0")
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         theirs = [torch.empty_like(mine) for _ in range(self._process_group.size())]
         options = AllgatherOptions()
@@ -126,7 +124,7 @@ class Clearing:
                 )
             name, what = _words(other)
             raise CollectivesDifferError(
-                f"collective {issued.index + 1} of the step is an {issued.what} in {self._name()}, and an {what} in {name}:"
+                f"collective {issued.index + 1} of the step is an {issued.what} in {self._name}, and an {what} in {name}:"
                 " the loops of the groups differ",
                 party=name,
             )

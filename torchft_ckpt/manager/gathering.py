@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from torchft_ckpt.core.messages import QuorumFormed, RankToGroup, Role
+from torchft_ckpt.core.messages import QuorumFormed, Role
 from torchft_ckpt.errors import ProcessGroupConfigureError, QuorumTimeoutError
-from torchft_ckpt.manager.conversation import Conversation
 from torchft_ckpt.manager.launch import Launch
+from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.process_group.store import StoreAddress, StorePool
 
 logger = logging.getLogger(__name__)
@@ -51,22 +50,12 @@ class Gathering:
         return self.num_replicas * self.group_world_size
 
 
-def gather(
-    talk: Conversation,
-    launch: Launch,
-    *,
-    send: Callable[[RankToGroup], None],
-    waiting_for: Callable[[], str],
-    address: str,
-    limit: timedelta,
-) -> Gathering | None:
+def gather(client: StepClient, launch: Launch, *, address: str, limit: timedelta) -> Gathering | None:
     """Ask who gathers, and connect to where they meet. On the training thread; no step is open.
 
     Args:
-        talk: with the group and the lighthouse.
+        client: coordinates.
         launch: what this process is.
-        send: takes a message to the group.
-        waiting_for: says what is waited for while the lighthouse has said nothing.
         address: of this rank's transport.
         limit: of all of it.
 
@@ -77,7 +66,7 @@ def gather(
         GroupBrokenError, RefusedError: this group cannot go on.
     """
     until = time.monotonic() + limit.total_seconds()
-    request = talk.begin(
+    request = client.begin(
         allow_heal=False,
         shrink_only=False,
         can_serve=False,
@@ -87,16 +76,18 @@ def gather(
         waits=True,
         gathers=True,
     )
-    send(msgspec.structs.replace(request, checkpoint_addresses=[address]))
+    client.send(msgspec.structs.replace(request, checkpoint_addresses=[address]))
     try:
-        formed = talk.await_plan(limit, 0, waiting_for).formed
+        formed = client.await_plan(limit, 0).formed
         if not formed.gathers:
-            logger.warning("%s: other ranks of this group ask for a quorum; this one does not gather", talk.replica_id)
+            logger.warning(
+                "%s: other ranks of this group ask for a quorum; this one does not gather", client.replica_id
+            )
             return None
         has_others = formed.replica_world_size * launch.group_world_size > 1 and formed.role is Role.IDLE
         store = _open_store(formed, until) if has_others else None
     except (QuorumTimeoutError, ProcessGroupConfigureError) as error:
-        logger.warning("%s gathers with nobody: %s", talk.replica_id, error)
+        logger.warning("%s gathers with nobody: %s", client.replica_id, error)
         return None
     return Gathering(
         replica_rank=formed.replica_rank,

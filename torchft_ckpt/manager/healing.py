@@ -96,7 +96,7 @@ class Healing:
         self.cancel()
         self._wanted = wanted
         self._is_cancelled = False
-        self._is_in_place = in_place and local is not None and isinstance(self._transport, CheckpointTransport)
+        self._is_in_place = in_place and local is not None and self._transport.uses_memory_of_state
         limit = self._timeout if timeout is None else timeout
         self._differences = None
         self._tell = tell
@@ -128,9 +128,8 @@ class Healing:
         return self._differences
 
     def expected_s(self, num_bytes: int) -> float | None:
-        """Return how long receiving a state takes; None: the transport does not tell."""
-        tells = isinstance(self._transport, CheckpointTransport) and not self._transport.needs_process_group
-        return self._reception.expected_s(num_bytes) if tells else None
+        """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
+        return None if self._transport.needs_process_group else self._reception.expected_s(num_bytes)
 
     @property
     def load_s(self) -> float:
@@ -199,8 +198,7 @@ class Healing:
         fetch = self._fetch
         if fetch is not None and not fetch.done():
             self._is_cancelled = True
-            if isinstance(self._transport, CheckpointTransport):  # torchft's own transports cannot be cancelled
-                self._transport.cancel_recv()
+            self._transport.cancel_recv()
 
     def has_overwritten(self) -> bool:
         """Whether the last fetch has written to the state that is here, or may have: until it is loaded, it is torn.
@@ -215,13 +213,6 @@ class Healing:
         except (TimeoutError, FutureTimeoutError, CancelledError):
             return True
         return not isinstance(error, CheckpointError) or error.state_overwritten
-
-    def withdraw(self) -> None:
-        """Stop serving: the step is committed, and who has not loaded its state by now was left behind."""
-        if isinstance(self._transport, CheckpointTransport):
-            self._transport.withdraw_checkpoint()
-        else:
-            self._transport.disallow_checkpoint()
 
     def shutdown(self) -> None:
         """Cancel, and end the thread."""
@@ -238,20 +229,7 @@ class Healing:
         step = wanted.version.step
         started = time.monotonic()
         logger.info("fetching step %d from %s", step, names)
-        if isinstance(self._transport, CheckpointTransport):
-            groups = [source.checkpoint_addresses for source in sources]
-            try:
-                state = self._fetch_state(
-                    self._transport, groups, step, limit, None if local is None else {"user": local}
-                )
-            except StateMismatchError as error:
-                if local is not None:
-                    raise
-                self.needs_local = True
-                raise CheckpointError(
-                    f"what is here was not captured before this step; it heals in the next: {error}"
-                ) from error
-        else:  # one of torchft's own
+        if self._transport.needs_process_group:  # only one source sends (`over_group.py`)
             first = sources[0]
             metadata = next(iter(first.checkpoint_addresses[self._rank : self._rank + 1]), "")
             if not metadata:
@@ -259,17 +237,23 @@ class Healing:
             state = self._transport.recv_checkpoint(
                 src_rank=first.replica_rank, metadata=metadata, step=step, timeout=limit
             )
+        else:
+            groups = [source.checkpoint_addresses for source in sources]
+            try:
+                state = self._fetch_state(groups, step, limit, None if local is None else {"user": local})
+            except StateMismatchError as error:
+                if local is not None:
+                    raise
+                self.needs_local = True
+                raise CheckpointError(
+                    f"what is here was not captured before this step; it heals in the next: {error}"
+                ) from error
         self.took_s = time.monotonic() - started
         logger.info("fetched step %d from %s in %.3f s", step, names, self.took_s)
         return state
 
     def _fetch_state(
-        self,
-        transport: CheckpointTransport[Any],
-        groups: list[list[str]],
-        step: int,
-        limit: timedelta,
-        local_state: dict[str, Any] | None,
+        self, groups: list[list[str]], step: int, limit: timedelta, local_state: dict[str, Any] | None
     ) -> Any:
         """Fetch from the ranks of the same number, or, where their shards are not those of this rank, from all ranks."""
         until = time.monotonic() + limit.total_seconds()
@@ -280,7 +264,7 @@ class Healing:
             while True:
                 try:
                     if is_alike:
-                        return transport.fetch_checkpoint(
+                        return self._transport.fetch_checkpoint(
                             addresses,
                             step,
                             limit,
@@ -288,7 +272,7 @@ class Healing:
                             in_place=self._is_in_place,
                             on_progress=self._note,
                         )
-                    return transport.fetch_sharded(
+                    return self._transport.fetch_sharded(
                         groups,
                         self._rank,
                         self._world_size,

@@ -61,6 +61,15 @@ class Launch:
     group_store: GroupStore | None
     """Where the ranks of this group find each other; None: it has one rank."""
 
+    def find_rank_0(self) -> Claim | None:
+        """Wait until rank 0 of this group has announced its manager service; None: this is rank 0.
+
+        Raises: as `GroupStore.find_rank_0`.
+        """
+        if self.group_rank == 0 or self.group_store is None:
+            return None
+        return self.group_store.find_rank_0(self.name)
+
 
 def resolve_launch(
     *,

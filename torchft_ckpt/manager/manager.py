@@ -1,8 +1,17 @@
 """The training loop's one partner: it finds who trains together, reduces the gradients, and says whether a step counts.
 
-Three threads meet here. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
+This file is the public surface, and builds the parts behind it, each with a state of its own:
+
+    step             one step, from `start_quorum` to the decision
+    between_steps    what happens while no step is open
+    step_client      coordination: what this replica is, and what it and the others tell each other
+    recovery         gets the state of a quorum; healing fetches it
+    serving          serves the state that is here
+    state_registry   the state, as the user registered it; own_state: the Manager's own part of it
+
+Three threads meet in these. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
 the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages to the
-`Conversation`. What the replica may do is decided by `core.replica` alone.
+`StepClient`. What the replica may do is decided by `core.replica` alone.
 
 What becomes of an error:
 - of another group, of the network, of a collective: the step is discarded, `should_commit` returns False, training goes on;
@@ -13,65 +22,37 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import msgspec
 import torch
 from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
-from torchft_ckpt.coordination import GroupService, RankSession
-from torchft_ckpt.core.discards import DiscardRun
-from torchft_ckpt.core.messages import (
-    CommitVote,
-    JoinProgress,
-    OnReplicasDiffer,
-    Outcome,
-    QuorumFormed,
-    Receives,
-    Role,
-    StateArrived,
-    StateVersion,
-    clip,
-    name_some,
-)
-from torchft_ckpt.core.optimizers import SharedStep
-from torchft_ckpt.core.replica import Comparison, ReplicaSettings, ReplicaState, StepPlan, StepWishes
-from torchft_ckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    CoordinationError,
-    GroupBrokenError,
-    MaxRetriesExceededError,
-    NoQuorumError,
-    ProcessGroupAbortedError,
-    ProcessGroupError,
-    StateDictLoadError,
-    StateMismatchError,
-    UnsupportedValueError,
-)
-from torchft_ckpt.manager.catching_up import StandingOffer, await_holder, catch_up
+from torchft_ckpt.core.messages import OnReplicasDiffer, Outcome
+from torchft_ckpt.core.replica import ReplicaSettings, ReplicaView, StepWishes
+from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
+from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
-from torchft_ckpt.manager.clearing import Clearing, Issued
-from torchft_ckpt.manager.collectives import Collectives, ExceptionWithTraceback, done_work, fill_with_nothing, first_of
-from torchft_ckpt.manager.conversation import Conversation
-from torchft_ckpt.manager.gathering import Gathering, gather
+from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
+from torchft_ckpt.manager.foreign_transport import as_ours
+from torchft_ckpt.manager.gathering import Gathering
 from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
-from torchft_ckpt.manager.over_group import agree_who_sends, needs_process_group
+from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.own_state import OwnState
+from torchft_ckpt.manager.recovery import Recovery
+from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import StateRegistry
-from torchft_ckpt.manager.still import StateToServe
+from torchft_ckpt.manager.step import Steps
+from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
-from torchft_ckpt.threads import Threads, end_at_exit
+from torchft_ckpt.threads import end_at_exit
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -79,9 +60,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-TOO_FEW_LOG_S = 10.0
 
 
 class WorldSizeMode(Enum):
@@ -106,15 +84,6 @@ class ManagerStatistics:
     last_heal_s: float
     num_corrected: int
     """Times that the state was loaded again after healing, because what came out of a step differed from the sources'."""
-
-
-@dataclass(slots=True)
-class _Late:
-    """The collectives between one vote and the next step."""
-
-    count: int = 0
-    has_failed: bool | None = None
-    """Whether one of them has failed, as it was when the next step began; None: it has not begun."""
 
 
 class Manager:
@@ -233,10 +202,11 @@ class Manager:
         stall_limit = config.not_negative(join_stall_limit, "join_stall_limit")
         stall_limit_s = None if stall_limit is None else stall_limit.total_seconds()
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
-        self._quorum_retries = None if retries < 0 else retries
-        self._max_retries = max_retries
-        self._use_async_quorum = use_async_quorum
-        self._launch = resolve_launch(
+        self._pg = pg
+        self._owner = os.getpid()
+        self._is_shut_down = False
+        self._has_warned_of_steps = False
+        self._launch = launch = resolve_launch(
             rank=rank,
             world_size=world_size,
             store_addr=store_addr,
@@ -250,10 +220,32 @@ class Manager:
             connect_timeout=self._timeouts.connect,
             beside_nccl="nccl" in pg.getBackendName().lower(),
         )
-        if self._launch.host.is_chosen:
-            pg.use_hostname(self._launch.host.address)
-        self._pg = pg
-        self._replica = ReplicaState(
+        if launch.host.is_chosen:
+            pg.use_hostname(launch.host.address)
+        rank_0 = launch.find_rank_0()
+        party = launch.replica_id if rank_0 is None else rank_0.replica_id
+
+        given = None if checkpoint_transport is None else as_ours(checkpoint_transport, party)
+        lock = (given.lock if given is not None else None) or StateDictLock(self._timeouts.collective)
+        transport: CheckpointTransport[Any] = given or HTTPTransport(
+            timeout=self._timeouts.collective,
+            num_chunks=0,
+            hostname=launch.host,
+            token=launch.token or None,
+            lock=lock,
+        )
+        logger.info("%s of job %s serves its state at %s", party, launch.job, transport.metadata())
+        self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
+        self._state_dict_lock = lock
+        self._registry = StateRegistry(lock)
+        if load_state_dict is not None and state_dict is not None:
+            self._registry.register("default", load_state_dict, state_dict)
+        self._own = OwnState()
+        self._check = EqualityCheck(lock)
+        self._healing = Healing(
+            transport, self._timeouts.transfer, rank=launch.group_rank, world_size=launch.group_world_size
+        )
+        self._client = StepClient(
             ReplicaSettings(
                 min_replica_size=min_replica_size,
                 init_sync=init_sync,
@@ -264,139 +256,72 @@ class Manager:
                 warm_up=warm_up,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
-            )
-        )
-        self._talk = Conversation(
-            self._replica,
-            self._launch.replica_id,
-            job=self._launch.job,
+            ),
+            party,
+            job=launch.job,
             abort=pg.abort,
-            cancel=lambda: self._healing.cancel(),
-            tell_leaves=lambda wanted: self._link.send(self._check.answer(wanted)),
+            cancel=self._healing.cancel,
+            answer_leaves=self._check.answer,
         )
-        self._quorum_future: Future[None] | None = None
-        self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
-        self._has_computed = False
-        """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
-        self._asked_with = "", ""
-        """Layout and frozen parameters, as the open step was asked for with."""
-        self._step_started_at = 0.0
-        self._counted: list[Counted] = []
-        """The versions of parameters when the step began, where its state may have to be captured later."""
-        self._is_load_pending = False
-        self._load_failure: StateMismatchError | StateDictLoadError | None = None
-        """Of a load before the forward pass, to be raised at the vote."""
-        self._vote: CommitVote | None = None
-        self._is_committed: bool | None = None
-        """How the step was decided; None: it is open."""
-        self._sharing = SharedStep()
-        self._late = _Late()
-        self._batches_committed = 0
-        self._commit_failures = 0
-        self._discards = DiscardRun()
-        self._counts = {Outcome.COMMIT: 0, Outcome.DISCARD: 0, Outcome.LEFT_BEHIND: 0}
-        self._num_healed = 0
-        self._num_corrected = 0
-        self._too_few_since: float | None = None
-        self._too_few_said_at: float | None = None
-        self._is_shut_down = False
-        self._owner = os.getpid()
-        self._has_warned_of_steps = False
-
-        self._state_dict_lock = (
-            checkpoint_transport.lock
-            if isinstance(checkpoint_transport, HTTPTransport)
-            else StateDictLock(self._timeouts.collective)
-        )
-        self._registry = StateRegistry(self._state_dict_lock)
-        self._check = EqualityCheck(self._state_dict_lock)
-        if load_state_dict is not None and state_dict is not None:
-            self._registry.register("default", load_state_dict, state_dict)
-        self._transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
-            timeout=self._timeouts.collective,
-            num_chunks=0,
-            hostname=self._launch.host,
-            token=self._launch.token or None,
-            lock=self._state_dict_lock,
-        )
-        logger.info(
-            "%s of job %s serves its state at %s", self._launch.replica_id, self._launch.job, self._transport.metadata()
-        )
-        self._moves_over_group = needs_process_group(self._transport)
-        if not isinstance(self._transport, CheckpointTransport):
-            logger.warning(
-                "%s moves its state by %s.%s, which is not of this library: where it is torchft's it unpickles what it receives,"
-                " which executes what a peer sends; and all groups wait until a state is through. HTTPTransport does neither",
-                self._launch.replica_id,
-                type(self._transport).__module__,
-                type(self._transport).__qualname__,
-            )
-        self._worker = Threads("torchft_ckpt-quorum")
-        self._heal_in_place = heal_in_place
-        self._healing = Healing(
-            self._transport,
-            self._timeouts.transfer,
-            rank=self._launch.group_rank,
-            world_size=self._launch.group_world_size,
-        )
-        self._offer = StandingOffer(self._transport, self._registry)
-        self._link: GroupService | RankSession
         try:
-            self._link = self._connect(heartbeat_interval)
-        except BaseException:  # an interrupt too: nobody else could end them
-            self._stop_threads(wait=True)
-            if checkpoint_transport is None:
-                self._transport.shutdown()
-            raise
-        store_address = self._link.store_address()
-        self._store_prepared = pg.prepare_store(store_address) if store_address else None
-        self._clearing = Clearing(pg, name=lambda: self._talk.replica_id, ask=self._ask_to_start)
-        self._has_warned_of_none = False
-        self._collectives = Collectives(
-            pg,
-            self._clearing,
-            on_error=self._talk.note_collective_error,
-            schedule=self._link.schedule,
-            on_stall=self._report_stall,
-            on_wait=self._report_wait,
-        )
-        end_at_exit(self.shutdown)
-
-    def _connect(self, heartbeat_interval: timedelta) -> GroupService | RankSession:
-        launch, group_store = self._launch, self._launch.group_store
-        if launch.group_rank == 0 or group_store is None:
-            service = GroupService(
-                world_size=launch.group_world_size,
-                lighthouse_addr=launch.lighthouse_addr,
-                hello=lambda: self._talk.hello(launch.group_world_size),
-                on_message=self._talk.hear,
-                on_refused=self._talk.end,
-                hostname=launch.host.address,
-                port=launch.manager_port,
-                job=launch.job,
-                token=launch.token,
-                replica_id=launch.replica_id,
+            self._client.connect(
+                launch,
+                rank_0,
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=self._timeouts.connect,
             )
-            if group_store is not None:
-                try:
-                    group_store.announce(service.address)
-                except BaseException:
-                    service.shutdown("the other ranks of its group cannot find it")
-                    raise
-            return service
-        rank_0 = group_store.find_rank_0(launch.name)
-        self._talk.replica_id = rank_0.replica_id
-        return RankSession(
-            address=rank_0.manager_address,
-            group_rank=launch.group_rank,
-            on_message=self._talk.hear,
-            token=launch.token,
-            replica_id=rank_0.replica_id,
-            heartbeat_interval=heartbeat_interval,
-            connect_timeout=self._timeouts.connect,
+        except BaseException:  # an interrupt too: nobody else could end it
+            if given is None:
+                transport.shutdown()
+            raise
+        self._serving = StateServing(
+            transport,
+            self._registry,
+            self._own,
+            lock,
+            lease=self._timeouts.collective if transport.needs_process_group else self._timeouts.transfer,
+            party=party,
         )
+        self._recovery = Recovery(
+            self._healing,
+            self._registry,
+            self._serving,
+            self._own,
+            self._client,
+            is_alone=launch.group_world_size == 1,
+            limit=self._timeouts.transfer,
+            in_place=heal_in_place,
+        )
+        self._outcomes = StepOutcomes(party, min_replica_size=min_replica_size, max_retries=max_retries)
+        self._steps = Steps(
+            pg,
+            transport,
+            self._client,
+            launch=launch,
+            timeouts=self._timeouts,
+            registry=self._registry,
+            own=self._own,
+            serving=self._serving,
+            healing=self._healing,
+            recovery=self._recovery,
+            check=self._check,
+            outcomes=self._outcomes,
+            use_async_quorum=use_async_quorum,
+            quorum_retries=None if retries < 0 else retries,
+        )
+        self._between_steps = BetweenSteps(
+            self._client,
+            self._steps,
+            registry=self._registry,
+            serving=self._serving,
+            healing=self._healing,
+            recovery=self._recovery,
+            launch=launch,
+            address=transport.metadata(),
+            in_place=heal_in_place,
+            can_fetch=not transport.needs_process_group,
+        )
+        end_at_exit(self.shutdown)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
@@ -454,9 +379,8 @@ class Manager:
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
-        self._talk.state_changes()
-        self._offer.end()
-        self._transport.disallow_checkpoint()
+        self._client.state_changes()
+        self._serving.end_offer()
         self._state_dict_lock.acquire_write()
 
     def allow_state_dict_read(self) -> None:
@@ -468,7 +392,7 @@ class Manager:
 
         This replica then contributes nothing and commits nothing until it has healed. `Optimizer` calls it.
         """
-        self._talk.load_torn()
+        self._client.load_torn()
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make each step of an optimizer take and give back the write lock, also where it raises.
@@ -509,19 +433,11 @@ class Manager:
         Raises:
             ConfigError: it is no manager's state.
         """
-        try:
-            step, batches = int(state_dict["step"]), int(state_dict["batches_committed"])
-        except (KeyError, TypeError, ValueError) as error:
-            message = f"this is no Manager's state dict (keys step, batches_committed): {state_dict!r}"
-            raise ConfigError(message, party="state_dict") from error
-        if step < 0 or batches < 0:
-            raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
-        self._talk.restored(step)
-        self._batches_committed = batches
+        self._client.restored(self._own.take_saved(state_dict))
 
     def state_dict(self) -> dict[str, int]:
         """Return what has to be saved with a checkpoint: the step and the batches committed."""
-        return {"step": self.current_step(), "batches_committed": self._batches_committed}
+        return self._own.saved(self.current_step())
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
@@ -562,84 +478,15 @@ class Manager:
             QuorumTimeoutError: with `quorum_retries` set, no quorum in that many attempts.
             CheckpointError: see `should_commit`.
         """
-        patience_s = patience.total_seconds() if patience is not None else 0.0
+        patience = patience or timedelta(0)
         wishes = StepWishes(
             allow_heal=allow_heal,
             shrink_only=shrink_only,
             contributes=contributes,
-            patience_s=patience_s,
+            patience_s=patience.total_seconds(),
             waits=wait,
         )
-        self._last_wishes = wishes
-        if self._may_keep_step(wishes):
-            self._settle(has_to_wait=self._talk.wants()[0])
-            return
-        self._leave_step()
-        if self._store_prepared is not None:
-            # Who asks is waited for, so what may take long comes before asking.
-            self._store_prepared.wait(self._timeouts.connect.total_seconds())
-            self._store_prepared = None
-        self._step_started_at = time.monotonic()
-        has_to_wait, has_to_capture = self._talk.wants()
-        is_wished_for = False
-        if isinstance(self._transport, HTTPTransport):
-            self._transport.note_step(self.current_step())
-            is_wished_for = self._transport.is_wished_for(self.current_step())
-        has_to_wait = has_to_wait if wait is None else wait
-        has_to_capture = has_to_capture or is_wished_for
-        can_capture_later = (not self._use_async_quorum and wait is not False) or self._registry.is_kept_still
-        layout = self._registry.layout()
-        is_sharded = layout.is_sharded
-        # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
-        has_to_capture = has_to_capture or ((is_sharded or self._healing.needs_local) and self.is_behind)
-        captures = has_to_capture and not can_capture_later
-        if self._replica.is_checked and contributes:
-            self._check.begin(self._replica.version, self._registry.leaves_to_compare())
-        else:
-            self._check.forget()
-        # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
-        receiving = self._registry.capture_to_receive() if captures and is_sharded and self.is_behind else None
-        captured = self._registry.capture_to_serve() if captures else None
-        self._counted = [] if captured or can_capture_later else self._registry.count_writes()
-        if captured is not None and receiving is None:
-            receiving = captured.state
-        request = self._talk.begin(
-            allow_heal=allow_heal,
-            shrink_only=shrink_only,
-            can_serve=captured is not None or can_capture_later,
-            store_address=self._launch.store_address,
-            contributes=contributes,
-            patience_s=patience_s,
-            waits=wait,
-            compares=self._registry.is_used_by_loops,
-            reach_s=self._healing.expected_s(self._registry.num_bytes()) if self.is_behind else None,
-            load_s=self._healing.load_s,
-            is_first_of_kind=self._sharing.is_first_of_kind,
-        )
-        self._sharing.is_first_of_kind = False
-        self._asked_with = layout.digest, self._registry.frozen()
-        request = msgspec.structs.replace(
-            request,
-            checkpoint_addresses=[self._transport.metadata()],
-            layout=layout.digest,
-            layout_text=layout.text if self._launch.group_rank == 0 else None,
-            frozen=self._asked_with[1],
-            can_load=not self._registry.is_empty,
-            num_collectives=self._clearing.count,
-        )
-        self._link.send(request)
-        limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience or timedelta(0))
-        self._quorum_future = self._worker.submit(
-            lambda: self._run_quorum(
-                captured,
-                receiving,
-                limit,
-                trainer_waits=has_to_wait,
-                may_receive_in_place=not self._has_computed,
-                is_wished_for=is_wished_for,
-            )
-        )
-        self._settle(has_to_wait)
+        self._steps.start(wishes, max(config.not_negative(timeout) or self._timeouts.quorum, patience))
 
     def ensure_step(self) -> None:
         """Begin a step as the last one was begun where a state may have to be loaded first; on the training thread.
@@ -650,20 +497,17 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
-        last = self._last_wishes
-        is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
-        is_ready = self._registry.knows_optimizers and not self._registry.is_empty
-        may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
-        if may_begin and self._replica.begins_with_load and not self._replica.is_in_step:
-            self.start_quorum(last.allow_heal, last.shrink_only, contributes=last.contributes)
-        self._has_computed = self._has_computed or self._replica.is_in_step
+        wishes = self._steps.wishes_before_forward()
+        if wishes is not None:
+            self.start_quorum(wishes.allow_heal, wishes.shrink_only, contributes=wishes.contributes)
+        self._steps.note_forward()
 
     def begins_step(self, optimizer: object) -> bool:
         """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
 
         Several that are wrapped share a step: the rule is in `core.optimizers`.
         """
-        return self._sharing.clears(optimizer, is_decided=self._replica.is_between_steps)
+        return self._steps.clears_gradients(optimizer)
 
     def takes_step(self, optimizer: object) -> None:
         """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it.
@@ -671,268 +515,14 @@ class Manager:
         Raises:
             ConfigError: it steps again before all that share its last step have stepped.
         """
-        if not self._sharing.steps(optimizer):
-            raise ConfigError(
-                "an optimizer steps again, and another one that cleared its gradients in the same step has not stepped yet: step"
-                " all of them once in a step, and call zero_grad of those only that step in it"
-            )
-
-    def _settle(self, has_to_wait: bool) -> None:
-        """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
-        if has_to_wait:
-            self.wait_quorum()
-            if self._has_computed:
-                return  # what it computed is not of the state that arrives, which is loaded at the vote
-            plan = self._talk.plan()
-            if not self._is_load_pending or plan is None:
-                return
-            if plan.load_before_forward:
-                self._load(before_forward=True)
-            elif self._has_arrived(plan):
-                self._load_in_time()
-
-    def _load_in_time(self) -> None:
-        """Load before the forward pass what could be loaded beside it.
-
-        What fails is left for the vote: an error before the collectives would break them for all.
-        """
-        try:
-            self._load(before_forward=True, is_required=False)
-        except Exception as error:  # noqa: BLE001 - raised, or reported, at the vote
-            self._is_load_pending = True
-            if isinstance(error, StateMismatchError | StateDictLoadError):
-                self._load_failure = error
-            logger.info("%s does not load its state before this step is computed: %s", self.replica_id(), error)
-
-    def _has_arrived(self, plan: StepPlan) -> bool:
-        """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
-        if self._launch.group_world_size == 1 or plan.compare:
-            return self._healing.has_arrived(plan.transfer_wait_s)
-        return self._talk.loads_before_forward(plan.formed, plan.transfer_wait_s, self._link.send)
-
-    def _may_keep_step(self, wishes: StepWishes) -> bool:
-        """Whether the step that is asked for can be the one that is open."""
-        future = self._quorum_future
-        if future is None:
-            return False
-        is_there = future.done()
-        if is_there and future.exception() is not None:
-            return False
-        may_keep = self._talk.may_keep_step(
-            wishes,
-            has_reduced=is_there and self._clearing.count > 0,  # there is none before the quorum is there
-            is_loading=self._is_load_pending or not is_there,
-        )
-        return may_keep and self._asked_with == (self._registry.layout().digest, self._registry.frozen())
-
-    def _leave_step(self) -> None:
-        """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
-        self._join_quorum_thread()
-        self._vote = self._is_committed = None
-        self._load_failure = None
-        if self._collectives.has_open():
-            # They must not end in the middle of the next one.
-            if not self._replica.is_between_steps:
-                self._talk.note_error(ProcessGroupAbortedError("the step was abandoned", self.replica_id()))
-                self._pg.abort()
-            self._collectives.wait_all()
-        if self._late.count:
-            self._ask_device()
-        self._late.has_failed, self._late = self._talk.has_failed(), _Late()
-        if self._is_load_pending:
-            self._healing.cancel()
-            if self._healing.has_overwritten():
-                self._talk.load_torn()
-            self._is_load_pending = False
+        self._steps.takes(optimizer)
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and the process group is connected.
 
         Raises: as `start_quorum`.
         """
-        if self._quorum_future is None:
-            raise NoQuorumError(
-                "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
-            )
-        self._quorum_future.result()
-
-    def _join_quorum_thread(self) -> None:
-        future, self._quorum_future = self._quorum_future, None
-        if future is not None:
-            future.exception()  # it was raised from wait_quorum already, or its step was abandoned
-
-    def _run_quorum(
-        self,
-        captured: StateToServe | None,
-        receiving: dict[str, Any] | None,
-        limit: timedelta,
-        *,
-        trainer_waits: bool,
-        may_receive_in_place: bool,
-        is_wished_for: bool,
-    ) -> None:
-        """On the quorum thread."""
-        plan = self._talk.await_plan(limit, self._quorum_retries, self._link.waiting_for)
-        formed = plan.formed
-        budget_s = formed.join_budget_s
-        self._collectives.begin_step(
-            None if budget_s is None else max(budget_s, formed.patience_s), is_new_quorum=plan.configure
-        )
-        if self._moves_over_group:
-            self._move_over_group(plan, captured, receiving, trainer_waits=trainer_waits)
-            return
-        if plan.serve:
-            self._serve(formed, captured, formed.destinations)
-        elif is_wished_for and formed.role is Role.HEALTHY and not plan.load:
-            self._serve(formed, captured, formed.destinations)  # to whoever looks at this job from outside
-        self._start_healing(plan, captured, receiving, trainer_waits, may_receive_in_place=may_receive_in_place)
-        if plan.configure:
-            self._configure(formed)
-
-    def _start_healing(
-        self,
-        plan: StepPlan,
-        captured: StateToServe | None,
-        receiving: dict[str, Any] | None,
-        trainer_waits: bool,
-        *,
-        may_receive_in_place: bool,
-        timeout: timedelta | None = None,
-    ) -> None:
-        formed = plan.formed
-
-        def tell(reach_s: float, does: Receives) -> None:
-            quorum_id, step = formed.quorum_id, formed.version.step
-            self._link.send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=reach_s, does=does))
-
-        if plan.load:
-            if trainer_waits:
-                receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
-            elif self._registry.is_kept_still:
-                receiving = self._registry.capture_to_receive(beside_steps=True)
-            if receiving is None and self._registry.is_sharded:
-                # It learnt only now that it is behind; the training thread may be in its forward pass.
-                self.report_error(
-                    CheckpointError("its shards were not captured before this step; it heals in the next")
-                )
-                self._say_fetched(formed, "its shards were not captured before this step")
-            else:
-                self._is_load_pending = True
-                in_place = self._heal_in_place and trainer_waits and may_receive_in_place and plan.load_before_forward
-                if plan.compare:
-                    compare = self._registry.comparison_with((captured or self._registry.capture_to_serve()).state)
-                    self._say_fetched(formed)
-                    self._healing.start(formed, receiving, in_place, timeout, compare=compare, tell=tell)
-                else:
-                    self._healing.start(
-                        formed,
-                        receiving,
-                        in_place,
-                        timeout,
-                        on_end=lambda failure: self._say_fetched(formed, failure),
-                        tell=tell,
-                    )
-        else:
-            if formed.role in (Role.JOINER, Role.INLINE) and self._launch.group_world_size > 1:
-                tell(0.0, Receives.TRANSFER)
-            self._say_fetched(formed)
-
-    def _move_over_group(
-        self,
-        plan: StepPlan,
-        captured: StateToServe | None,
-        receiving: dict[str, Any] | None,
-        *,
-        trainer_waits: bool,
-    ) -> None:
-        """Connect, then serve and receive by a transport that uses the process group. On the quorum thread, to the end."""
-        formed, limit = plan.formed, self._timeouts.collective
-        if plan.configure:
-            self._configure(formed)
-        registry = self._registry
-        can_receive = receiving is not None or trainer_waits or registry.is_kept_still or not registry.is_sharded
-        can_receive = can_receive and formed.replica_rank < formed.replica_world_size
-        try:
-            destinations = agree_who_sends(self._pg, formed, limit, wants=plan.load and can_receive)
-        except (ProcessGroupError, RuntimeError) as error:
-            self._talk.note_collective_error(error)
-            destinations, can_receive = [], False
-        if destinations:
-            self._serve(formed, captured, destinations)
-        if plan.load and not can_receive:
-            why = "its state cannot be received over the process group in this step"
-            self.report_error(CheckpointError(f"{why}; it heals in a later one"))
-            self._say_fetched(formed, why)
-            return
-        self._start_healing(plan, captured, receiving, trainer_waits, may_receive_in_place=False, timeout=limit)
-        self._healing.has_arrived(limit.total_seconds())  # or not: then it is found at the vote
-
-    def _say_fetched(self, formed: QuorumFormed, failure: str = "") -> None:
-        """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
-        if self._launch.group_world_size > 1 and formed.role is not Role.HEALTHY:
-            self._link.send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
-
-    def _serve(self, formed: QuorumFormed, captured: StateToServe | None, destinations: Sequence[int]) -> None:
-        if self._offer.is_of(formed.version):
-            return
-        if captured is None:
-            # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
-            # asks for this only where nobody else could serve.
-            captured = self._registry.capture_to_serve()
-            if is_changed(self._counted):
-                logger.warning(
-                    "%s cannot serve step %d: a parameter was written to in place since zero_grad, without the write side of the "
-                    "state dict lock",
-                    self.replica_id(),
-                    formed.version.step,
-                )
-                return
-        versions = {"versions": captured.versions} if isinstance(self._transport, HTTPTransport) else {}
-        try:
-            self._transport.send_checkpoint(
-                dst_ranks=list(destinations),
-                step=formed.version.step,
-                state_dict={
-                    "user": captured.state,
-                    "torchft": {**self._own_state(formed.version), "settings": list(captured.settings)},
-                },
-                timeout=self._timeouts.collective if self._moves_over_group else self._timeouts.transfer,
-                **versions,
-            )
-        except Exception as error:  # whatever a transport raises, it is the joiner's loss: this replica's step goes on
-            if isinstance(error, UnsupportedValueError) and formed.names_state:
-                raise  # but a job whose state cannot be moved should say so when it starts
-            logger.exception("%s cannot serve step %d", self.replica_id(), formed.version.step)
-
-    def _own_state(self, version: StateVersion) -> dict[str, int | str]:
-        return {
-            "step": version.step,
-            "batches_committed": self._batches_committed,
-            "quorum_id": version.quorum_id,
-            "epoch": version.epoch,
-        }
-
-    def _configure(self, formed: QuorumFormed) -> None:
-        launch = self._launch
-        prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{launch.group_rank}"
-        try:
-            self._pg.configure(
-                f"{formed.store_address}/{prefix}",
-                self.replica_id(),
-                formed.replica_rank,
-                formed.replica_world_size,
-                formed.quorum_id,
-                launch.group_rank,
-                launch.group_world_size,
-            )
-        except (ProcessGroupError, RuntimeError) as error:
-            why = self._replica.error or error  # where the quorum broke meanwhile, that is why
-            logger.warning("%s cannot connect quorum %d: %s", self.replica_id(), formed.quorum_id, why)
-            self._talk.note_collective_error(error)
-        else:
-            self._talk.configured(formed)
-            if formed.standby_store_address:
-                self._pg.prepare_store(formed.standby_store_address)
+        self._steps.wait_quorum()
 
     # ---------------------------------------------------------------------------------------------------- collectives
 
@@ -972,47 +562,15 @@ class Manager:
             raise ValueError(f"{what} needs a floating point tensor, got {tensor.dtype}")
         if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
-        if self._talk.error() is None:
-            self.wait_quorum()
-        late = self._late if self._talk.is_voted_on() else None
-        if late is not None:
-            late.count += 1
-        if self._talk.skips_collective():
-            return done_work(tensor, lambda: True)
-        if not self.is_participating():
-            fill_with_nothing(tensor, reduce_op)
-        is_average = reduce_op == ReduceOp.AVG
-        return self._collectives.allreduce(
-            tensor,
-            op=ReduceOp.SUM if is_average else reduce_op,
-            divisor=self.num_participants() if is_average else None,
-            timeout=self._at_least_patience(self._timeouts.collective) + self._join_wait(),
-            failed=self._talk.has_failed if late is None else lambda: self._has_failed(late),
-            codec=codec,
-        )
-
-    def _has_failed(self, late: _Late) -> bool:
-        """Whether a collective that no vote follows has failed, which the device may know only when it is done."""
-        if late.has_failed is None:
-            self._ask_device()
-            return self._talk.has_failed()
-        return late.has_failed
-
-    def _ask_device(self, *, synchronize: bool = True) -> None:
-        """Note what has gone wrong on the device or in the process group."""
-        if synchronize and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        error = self._pg.errored()
-        if error is not None:
-            self._talk.note_collective_error(error)
+        return self._steps.allreduce(tensor, codec, reduce_op)
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
-        self._talk.note_error(e)
+        self._client.note_error(e)
 
     def errored(self) -> ExceptionWithTraceback | None:
         """Return the first error of this step; after a lost connection, the one that says whose, once that is known."""
-        return self._talk.error()
+        return self._client.error()
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
@@ -1022,25 +580,9 @@ class Manager:
             fut,
             default=default,
             timeout=timeout or self._timeouts.collective,
-            schedule=self._link.schedule,
+            schedule=self._client.link.schedule,
             on_error=self.report_error,
         )
-
-    def _report_stall(self) -> None:
-        report = self._talk.note_stall()
-        if report is not None:
-            self._link.send(report)
-
-    def _report_wait(self, issued: Issued, *, deviates: bool = False) -> bool:
-        """Tell the lighthouse; returns whether a step is open, in which it answers."""
-        report = self._talk.note_wait(issued, deviates=deviates)
-        if report is not None:
-            self._link.send(report)
-        return report is not None
-
-    def _ask_to_start(self, issued: Issued, timeout: timedelta) -> None:
-        is_open = self._report_wait(issued, deviates=True)
-        self._talk.await_clearance(issued, timeout if is_open else timedelta(0))
 
     # --------------------------------------------------------------------------------------------------------- commit
 
@@ -1063,30 +605,7 @@ class Manager:
             ConfigError: it is called again, and something was averaged since the decision. That may be gradients, which the
                 decision is not about; this replica's state is undefined then until it heals.
         """
-        self.wait_quorum()
-        if self._is_committed is not None:
-            return self._ask_again()
-        vote = self._vote or self._cast_vote(synchronize=True)
-        limit = self._at_least_patience(config.not_negative(timeout) or self._timeouts.collective)
-        limit += self._join_wait()
-        if self._replica.is_learner:
-            outcome, reason = self._talk.learned()
-        else:
-            outcome, reason = self._talk.await_decision(vote, limit, self._link.send)
-        self._is_committed = outcome is Outcome.COMMIT
-        self._finish_step(vote, outcome, reason)
-        return self._is_committed
-
-    def _ask_again(self) -> bool:
-        if self._late.count and self._is_committed:
-            step = self.current_step() - 1
-            self._talk.load_torn()  # the first optimizer has taken this step, the others have not
-            raise ConfigError(
-                f"step {step} was decided when its first optimizer stepped, and {self._late.count} collectives were issued since,"
-                " which no vote is about: do all backward passes of a step before the first optimizer steps, and average a metric"
-                " when all have stepped; or call zero_grad of one after the others have stepped, which begins a step of its own"
-            )
-        return bool(self._is_committed)
+        return self._steps.commit(config.not_negative(timeout) or self._timeouts.collective)
 
     def cast_vote(self) -> None:
         """Vote on the step already, if all of its collectives are done; `should_commit` then only asks for the decision.
@@ -1097,182 +616,19 @@ class Manager:
 
         Raises: as `wait_quorum`.
         """
-        self.wait_quorum()
-        if not self._is_load_pending and self._vote is None:
-            # The caller's stream has waited; the device may be busy with the next step.
-            self._cast_vote(synchronize=False)
-
-    def _cast_vote(self, *, synchronize: bool) -> CommitVote:
-        self._collectives.wait_all()
-        self._ask_device(synchronize=synchronize)
-        if self._is_load_pending:
-            try:
-                self._load(before_forward=False)
-            except Exception as error:
-                # Without a vote the others would learn of it by the next request, and may still be in the last collective then.
-                self.report_error(error)
-                self._send_vote()
-                raise
-        return self._send_vote()
-
-    def _send_vote(self) -> CommitVote:
-        digest = "" if self._talk.has_failed() else self._check.digest()
-        vote = self._vote = self._talk.vote(*self._clearing.vote(), digest)
-        if not self._replica.is_learner:
-            self._link.send(vote)
-        return vote
-
-    def _join_wait(self) -> timedelta:
-        """Return how much longer this step may take because replica groups join in it."""
-        formed = self._replica.quorum
-        return timedelta(seconds=0.0 if formed is None else formed.join_wait_s)
-
-    def _at_least_patience(self, limit: timedelta) -> timedelta:
-        """Members may be as far apart as their ways to this step were long."""
-        formed = self._replica.quorum
-        return limit if formed is None else max(limit, timedelta(seconds=formed.patience_s))
-
-    def _load(self, before_forward: bool, *, is_required: bool = True) -> None:
-        """Wait for the state and load it; a transfer that fails costs this replica the step and no more.
-
-        Where it is not required yet, it raises what a transport raises.
-        """
-        plan = self._talk.plan()
-        if plan is None:
-            return
-        self._is_load_pending = False
-        failure, self._load_failure = self._load_failure, None
-        if failure is not None:
-            raise failure
-        if plan.compare:
-            self._take_comparison(plan.formed, before_forward)
-            return
-        try:
-            self._take_state(as_group=self._launch.group_world_size > 1, before_forward=before_forward)
-        except (StateMismatchError, StateDictLoadError):
-            raise
-        except Exception as error:
-            if not is_required:
-                raise
-            # Whatever a transport raises: not healed yet, and no more.
-            logger.warning("%s: healing to step %d failed: %s", self.replica_id(), plan.formed.version.step, error)
-            self.report_error(error)
-            return
-        self._talk.loaded(plan.formed, before_forward=before_forward)
-        logger.info("%s healed to step %d", self.replica_id(), plan.formed.version.step)
-
-    def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
-        """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.
-
-        Where it cannot be compared this replica goes along, and tries again at the next quorum.
-        """
-        step, sources = formed.version.step, ", ".join(source.replica_id for source in formed.sources)
-        try:
-            state = self._wait_for_state()
-            found = self._healing.differences()
-        except (StateMismatchError, StateDictLoadError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not compared yet, and no more
-            message = "%s could not compare its state with that of %s at step %d, contributes nothing yet: %s"
-            logger.warning(message, self.replica_id(), sources, step, error)
-            return
-        if found.comparison is not Comparison.EQUAL:
-            self._healing.withdraw()  # what this replica may have served under that name
-            self._load_received(state, before_forward)
-            self._num_corrected += 1
-        is_exact = self._talk.compared(found.comparison, before_forward=before_forward)
-        if found.comparison is not Comparison.EQUAL:
-            logger.warning(
-                "%s came to another state of step %d than %s: its training loop used what was here before it healed, or has"
-                " something of its own. %s differed. It has loaded theirs %s",
-                self.replica_id(),
-                step,
-                sources,
-                found,
-                "before this step is computed" if before_forward else "while this step was computed",
-            )
-        if is_exact:
-            logger.info(
-                "%s is bit-equal to %s at step %d and contributes from the next step on",
-                self.replica_id(),
-                sources,
-                step,
-            )
-        elif not before_forward:
-            logger.warning(
-                "%s contributes nothing yet, and compares its state again at the next step, for longer; if this repeats itself,"
-                " give a longer join_budget",
-                self.replica_id(),
-            )
-
-    def _take_state(self, *, as_group: bool = False, before_forward: bool = False) -> None:
-        """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
-
-        `as_group`: load it where all ranks of this group have it, and only there.
-
-        Raises:
-            StateDictLoadError, StateMismatchError: it cannot be loaded here.
-            Whatever a transport raises.
-        """
-        self._load_received(self._wait_for_state(as_group), before_forward)
-        self._num_healed += 1
-
-    def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
-        try:
-            state = self._healing.wait()
-            self._registry.check(state.get("user"))
-            if as_group:
-                self._talk.await_loading(self._timeouts.transfer)
-        except BaseException:
-            self._healing.cancel()
-            if self._healing.has_overwritten():
-                self._talk.load_torn()
-            raise
-        return state
-
-    def _load_received(self, state: dict[str, Any], before_forward: bool) -> None:
-        if self._offer.end():
-            self._transport.disallow_checkpoint()
-        try:
-            with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
-                self._registry.load(state["user"])
-            self._take_own(state["torchft"])
-            found = self._registry.not_returned(state["user"])
-        except BaseException:  # weights without the counters and settings that belong to them are no state either
-            self._talk.load_torn()
-            raise
-        if found.paths:
-            logger.warning(
-                "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
-                " loaded. A step that depends on that comes to another state than the other replica groups; set it in"
-                " load_state_dict, as a scheduler's learning rate in optimizer.param_groups",
-                self.replica_id(),
-                found,
-            )
-
-    def _take_own(self, own: dict[str, Any]) -> None:
-        """Take what the source's Manager says of itself; `Healing.wait` has checked the count."""
-        self._batches_committed = own.get("batches_committed", 0)
-        settings = self._registry.take_settings(own.get("settings"))
-        if settings:
-            logger.warning(
-                "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"
-                " stale settings, or none: a step with them comes to another state than that of the other replica groups",
-                self.replica_id(),
-                name_some(settings),
-            )
+        self._steps.cast_vote()
 
     # --------------------------------------------------------------------------------------------- outside of quorums
 
     @property
     def is_behind(self) -> bool:
         """Whether this replica's state is not whole, has no name yet, or is older than one that is known to exist."""
-        return self._talk.is_behind()
+        return self._client.view().is_behind
 
     @property
     def is_restored(self) -> bool:
         """Whether this replica's state was restored on purpose (`load_state_dict`), and no quorum has named it since."""
-        return self._replica.restored
+        return self._client.view().restored
 
     def catch_up(self, timeout: timedelta | None = None) -> bool:
         """Get the newest state from the others between two steps, without a quorum; call it on the training thread.
@@ -1291,22 +647,7 @@ class Manager:
             TransferTimeoutError: it could not be had in time.
             Also as `should_commit`.
         """
-        self._leave_step()
-        return self._catch_up(timeout, moving=False)
-
-    def _catch_up(self, timeout: timedelta | None, *, moving: bool) -> bool:
-        if self._moves_over_group:
-            return False  # there is no process group outside of quorums
-        return catch_up(
-            self._talk,
-            self._registry,
-            self._healing,
-            send=self._link.send,
-            take_state=self._take_state,
-            limit=config.not_negative(timeout) or self._timeouts.transfer,
-            may_receive_in_place=self._heal_in_place,
-            moving=moving,
-        )
+        return self._between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer)
 
     def hand_over(self, timeout: timedelta | None = None) -> bool:
         """Stand still between two steps until another group holds the state of now; call it on the training thread.
@@ -1324,21 +665,14 @@ class Manager:
             UnsupportedValueError: the state holds something that cannot be carried.
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        self._leave_step()
-        version = self._replica.version
-        if not version.proven or self.is_behind:
-            return False
-        self._offer.open(version, self._own_state(version), self.replica_id(), moving=True)
-        limit = config.not_negative(timeout) or self._timeouts.transfer
-        return await_holder(self._talk, send=self._link.send, limit=limit)
+        return self._between_steps.hand_over(config.not_negative(timeout) or self._timeouts.transfer)
 
     def take_over(self, timeout: timedelta | None = None) -> bool:
         """Get the state that another group hands over (`hand_over`), on whatever layout this one has, before the first step.
 
         As `catch_up` otherwise. A quorum without that group is formed when it has left.
         """
-        self._leave_step()
-        return self._catch_up(timeout, moving=True)
+        return self._between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer, moving=True)
 
     def newest_step_of_peers(self, timeout: timedelta | None = None) -> int | None:
         """Ask for the newest step that another living replica group is known to hold; None: none does, or nobody answered.
@@ -1352,10 +686,7 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        self._leave_step()
-        until = time.monotonic() + (config.not_negative(timeout) or self._timeouts.connect).total_seconds()
-        located = self._talk.locate(self._link.send, until)
-        return located.version.step if located is not None and located.sources else None
+        return self._between_steps.newest_step_of_peers(config.not_negative(timeout) or self._timeouts.connect)
 
     def gather(self, timeout: timedelta | None = None) -> Gathering | None:
         """Meet the groups that start without a state as this one does, to look for one together, before the first step.
@@ -1372,15 +703,7 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        self._leave_step()
-        return gather(
-            self._talk,
-            self._launch,
-            send=self._link.send,
-            waiting_for=self._link.waiting_for,
-            address=self._transport.metadata(),
-            limit=config.not_negative(timeout) or self._timeouts.quorum,
-        )
+        return self._between_steps.gather(config.not_negative(timeout) or self._timeouts.quorum)
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
@@ -1388,123 +711,52 @@ class Manager:
         It does so where all that is registered is kept still, and has a name. Nothing is copied or computed until
         somebody asks.
         """
-        version = self._replica.version
-        if version.proven and not self.is_behind:
-            self._offer.open(version, self._own_state(version), self.replica_id())
-
-    def _finish_step(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
-        formed = self._replica.quorum
-        self._clearing.decided(committed=outcome is Outcome.COMMIT)
-        self._has_computed = False
-        if outcome is Outcome.COMMIT:
-            self._batches_committed += self.num_participants()
-            self._commit_failures = 0
-            self._warn_if_nothing_was_averaged(vote)
-            self._healing.withdraw()
-        elif not self._replica.warms_up:
-            self._commit_failures += 1
-        self._counts[outcome] += 1
-        if formed is not None:
-            why = "" if outcome is Outcome.COMMIT else f" reason={reason!r}"
-            logger.info(
-                "step=%d quorum=%d participants=%d/%d verdict=%s heal=%s took=%.3fs%s",
-                vote.step,
-                vote.quorum_id,
-                self.num_participants(),
-                formed.replica_world_size,
-                outcome.value,
-                "yes" if formed.role in (Role.JOINER, Role.INLINE) else "no",
-                time.monotonic() - self._step_started_at,
-                why,
-            )
-        self._warn_if_too_few(vote)
-        self._warn_of_discards(outcome, reason)
-        if self._max_retries is not None and self._commit_failures > self._max_retries:
-            raise MaxRetriesExceededError(
-                f"{self._commit_failures} steps in a row were discarded, max_retries is {self._max_retries};"
-                f" the last, step {vote.step}, because of: {reason}"
-            )
-
-    def _warn_if_nothing_was_averaged(self, vote: CommitVote) -> None:
-        if vote.num_collectives == 0 and self.num_participants() > 1 and not self._has_warned_of_none:
-            self._has_warned_of_none = True
-            logger.warning(
-                "%s: step %d was committed by %d replica groups, and none of them averaged anything: their weights drift apart."
-                " Wrap the model in DistributedDataParallel, call set_all_reduce_hook, or average gradients by allreduce",
-                self.replica_id(),
-                vote.step,
-                self.num_participants(),
-            )
-
-    def _warn_of_discards(self, outcome: Outcome, reason: str) -> None:
-        """Say once that steps are discarded again and again for one cause, and what would help."""
-        if outcome is Outcome.COMMIT:
-            self._discards.committed()
-        elif self._too_few_since is None and not self._replica.is_learner:
-            warning = self._discards.discarded(reason)
-            if warning is not None:
-                logger.warning("%s: %s", self.replica_id(), warning)
-
-    def _warn_if_too_few(self, vote: CommitVote) -> None:
-        """Say now and then that steps are discarded for want of replica groups, and for how long already."""
-        now = time.monotonic()
-        if self.num_participants() >= self._replica.settings.min_replica_size:
-            self._too_few_since = self._too_few_said_at = None
-            return
-        self._too_few_since = since = self._too_few_since or now
-        if self._too_few_said_at is None or now - self._too_few_said_at >= TOO_FEW_LOG_S:
-            self._too_few_said_at = now
-            logger.warning(
-                "%s discards its steps, for %.1f s now: %s; waiting for more replica groups",
-                self.replica_id(),
-                now - since,
-                vote.reason,
-            )
+        self._between_steps.offer_state()
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
     def current_step(self) -> int:
         """Return the number of committed steps that this replica's state holds."""
-        return self._replica.version.step
+        return self._client.view().version.step
 
     def quorum_step(self) -> int:
         """Return the committed steps in the state that the open quorum trains from, whether this replica holds it or not.
 
         Waits for the quorum.
         """
-        if self._quorum_future is not None:
+        if self._steps.has_quorum:
             self.wait_quorum()
-        formed = self._replica.quorum
-        return formed.version.step if formed is not None else self.current_step()
+        now = self._client.view()
+        return (now.quorum or now).version.step
 
     def batches_committed(self) -> int:
         """Return the batches that went into committed steps, over all replica groups: 5 groups in 2 steps are 10."""
-        return self._batches_committed
+        return self._own.batches_committed
 
     def participating_rank(self) -> int | None:
         """Return this group's rank among those that contribute, None where it does not. Waits for the quorum."""
-        if self._quorum_future is None:
+        if not self._steps.has_quorum:
             return None
         self.wait_quorum()
-        return self._replica.participating_rank
+        return self._client.view().participating_rank
 
     def num_participants(self) -> int:
         """Return how many replica groups contribute to this step. Waits for the quorum."""
-        if self._quorum_future is None:
+        if not self._steps.has_quorum:
             return 0
         self.wait_quorum()
-        return self._replica.num_participants
+        return self._client.view().num_participants
 
     def is_participating(self) -> bool:
         """Return whether this replica contributes to this step."""
-        return self._replica.participating_rank is not None
+        return self._client.view().participating_rank is not None
 
     def is_counted(self) -> bool:
         """Return whether the open quorum counts this group among those that contribute; the same for all ranks of a group.
 
         A rank that could not load what it has to hold does not participate then (`is_participating`).
         """
-        formed = self._replica.quorum
+        formed = self._client.view().quorum
         return formed is not None and formed.contributor_rank is not None
 
     @property
@@ -1540,22 +792,31 @@ class Manager:
         """What moves the state."""
         return self._transport
 
+    @property
+    def registry(self) -> StateRegistry:
+        """The state that is registered, for what saves and restores it."""
+        return self._registry
+
+    def view(self) -> ReplicaView:
+        """Return which state this replica holds and what it is in the job, all of it at one moment. Waits for nothing."""
+        return self._client.view()
+
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""
-        return self._talk.replica_id
+        return self._client.replica_id
 
     def statistics(self) -> ManagerStatistics:
         """Return what happened so far."""
-        formed = self._replica.quorum
+        now, counts = self._client.view(), self._outcomes.counts
         return ManagerStatistics(
-            step=self.current_step(),
-            quorum_id=formed.quorum_id if formed else 0,
-            num_committed=self._counts[Outcome.COMMIT],
-            num_discarded=self._counts[Outcome.DISCARD],
-            num_left_behind=self._counts[Outcome.LEFT_BEHIND],
-            num_healed=self._num_healed,
+            step=now.version.step,
+            quorum_id=now.quorum.quorum_id if now.quorum else 0,
+            num_committed=counts[Outcome.COMMIT],
+            num_discarded=counts[Outcome.DISCARD],
+            num_left_behind=counts[Outcome.LEFT_BEHIND],
+            num_healed=self._recovery.num_healed,
             last_heal_s=self._healing.took_s,
-            num_corrected=self._num_corrected,
+            num_corrected=self._recovery.num_corrected,
         )
 
     def __repr__(self) -> str:
@@ -1575,21 +836,7 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        self._leave_step()
-        limit_s = self._timeouts.connect.total_seconds()
-        located = self._talk.locate(self._link.send, time.monotonic() + limit_s, has_finished=True)
-        if located is None:
-            logger.warning(
-                "%s has finished, and the lighthouse did not answer within %g s (%s): a group that comes late waits",
-                self.replica_id(),
-                limit_s,
-                self._link.waiting_for(),
-            )
-            return False
-        step = self.current_step()
-        ends = "the job is finished" if located.is_finished else "other groups train on, or have not said so yet"
-        logger.info("%s of job %s has finished at step %d: %s", self.replica_id(), self._launch.job, step, ends)
-        return located.is_finished
+        return self._between_steps.finish(self._timeouts.connect)
 
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
@@ -1607,15 +854,10 @@ class Manager:
                 self.finish()
             except CoordinationError as error:  # it is to be shut down in any case
                 logger.warning("%s could not say that it has finished: %s", self.replica_id(), error)
-        self._talk.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
-        self._link.shutdown("it was shut down")
+        self._client.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
+        self._client.link.shutdown("it was shut down")
         self._pg.abort()
-        self._stop_threads(wait)
+        self._steps.shutdown(5.0 if wait else 0.0)
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
-
-    def _stop_threads(self, wait: bool) -> None:
-        self._worker.shutdown(timeout_s=5.0 if wait else 0.0)
-        self._healing.shutdown()
-        self._check.shutdown(timeout_s=5.0 if wait else 0.0)

@@ -8,7 +8,7 @@ All of it is done before the quorum counts as found, so who trains waits meanwhi
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
 
 _TAG = 0x7F7
-
-
-def needs_process_group(transport: Any) -> bool:
-    """Whether a transport may use the process group: ours say so themselves, of others nothing is known."""
-    return bool(getattr(transport, "needs_process_group", True))
 
 
 def agree_who_sends(pg: ProcessGroup, formed: QuorumFormed, timeout: timedelta, *, wants: bool) -> list[int]:

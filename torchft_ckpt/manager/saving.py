@@ -38,21 +38,20 @@ class NotSaving(NamedTuple):
 
 def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
     """Return who this rank is in a save of the state of now. On the training thread, between two steps."""
-    version = manager._replica.version
-    if manager.is_behind or not version.proven:
+    now = manager.view()
+    version = now.version
+    if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
-    replica, num_replicas = manager._replica.participating_rank, manager._replica.num_participants
-    quorum = manager._replica.quorum
-    if quorum is None or replica is None or not num_replicas:
+    if now.quorum is None or now.participating_rank is None or not now.num_participants:
         return NotSaving("it did not contribute to the last step")
     epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
     return SaveIdentity(
         step=version.step,
         save_id=f"q{version.quorum_id:08d}-{epoch}",
-        replica=replica,
-        num_replicas=num_replicas,
-        rank=manager._launch.group_rank,
-        num_ranks=manager._launch.group_world_size,
+        replica=now.participating_rank,
+        num_replicas=now.num_participants,
+        rank=manager.group_rank,
+        num_ranks=manager.group_world_size,
         replica_id=group_name(manager),
     )
 
@@ -75,7 +74,7 @@ def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) ->
     Raises:
         ConfigError: the state has something of its own under `torchft`.
     """
-    registry = manager._registry
+    registry = manager.registry
     if state_dict is None:
         held = registry.hold_to_save(registry.capture(), by_key=True)
         held = held._replace(state=_at_root(held.state))
@@ -111,7 +110,7 @@ def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
 
 def template_to_load(manager: Manager) -> dict[str, Any]:
     """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
-    return with_managers_state(_at_root(manager._registry.capture_to_receive()), manager)
+    return with_managers_state(_at_root(manager.registry.capture_to_receive()), manager)
 
 
 def check_optimizers_known(manager: Manager) -> None:
@@ -123,7 +122,7 @@ def check_optimizers_known(manager: Manager) -> None:
     Raises:
         ConfigError: such state is registered, and no optimizer is known.
     """
-    registry = manager._registry
+    registry = manager.registry
     if (
         registry.layout().is_sharded
         and not registry.knows_optimizers
@@ -146,11 +145,11 @@ def load_saved(manager: Manager, state: dict[str, Any]) -> None:
     """
     own = state[MANAGERS_KEY]
     user = {key: value for key, value in state.items() if key != MANAGERS_KEY}
-    registered = manager._registry.capture().keys()
+    registered = manager.registry.capture().keys()
     if _DEFAULT in registered and _DEFAULT not in user:
         others = {key: user.pop(key) for key in registered if key != _DEFAULT and key in user}
         user = {_DEFAULT: user, **others}
-    manager._registry.load(manager._registry.check(user))
+    manager.registry.load(manager.registry.check(user))
     manager.load_state_dict(own)
 
 
@@ -162,4 +161,4 @@ def end_restore(manager: Manager, *, from_peers: bool) -> None:
     """
     if from_peers and not manager.is_behind and not manager.current_step():
         manager.report_torn_state()
-    manager._registry.end_restore()
+    manager.registry.end_restore()

@@ -1,8 +1,10 @@
-"""What this rank and the others say to each other about a step, between the training thread and the coordination thread.
+"""This rank's half of the coordination of a step: it asks, votes and waits on the training thread, and hears on another one.
 
-One lock guards the replica's state (`core.replica`) and what was heard; waiting for an answer is waiting for a change of it.
-The coordination thread only notes what comes in; what has to be done at once (abort, cancel) it does after the lock is let
-go. Nothing is sent and nobody is waited for with the lock held.
+One lock guards the replica's state (`core.replica`) and the messages that came in; a thread that waits for an answer waits for a
+change of them. The coordination thread only notes a message; where the message asks for something at once (abort, cancel), that
+thread does it after it has released the lock. Nothing is sent and nobody is waited for with the lock held.
+
+Whoever else wants to know what this replica is reads `view`: one frozen whole, replaced under the lock with every change.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torchft_ckpt.core.arrivals import Loading
+from torchft_ckpt.core.meeting import Claim
 from torchft_ckpt.core.messages import (
     CollectiveCleared,
     CollectiveWait,
@@ -25,6 +28,7 @@ from torchft_ckpt.core.messages import (
     GroupToRank,
     Hello,
     JoinerWaiting,
+    LeafDigests,
     LeavesWanted,
     LoadState,
     LocateState,
@@ -41,7 +45,15 @@ from torchft_ckpt.core.messages import (
     StateLocated,
     StateVersion,
 )
-from torchft_ckpt.core.replica import Comparison, Phase, ReplicaState, StepPlan, StepWishes
+from torchft_ckpt.core.replica import (
+    Comparison,
+    Phase,
+    ReplicaSettings,
+    ReplicaState,
+    ReplicaView,
+    StepPlan,
+    StepWishes,
+)
 from torchft_ckpt.errors import (
     CollectiveFailedError,
     CommitUnknownError,
@@ -57,6 +69,8 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
+from torchft_ckpt.manager.launch import Launch
+from torchft_ckpt.manager.link import Link, open_link
 
 logger = logging.getLogger(__name__)
 
@@ -66,36 +80,56 @@ GIVE_UP_GRACE_S = 5.0
 """How long the group's rank 0 may take to say that the decision is not known."""
 
 
-class Conversation:
-    """One rank's side of the talk. Every method may be called from any thread.
+class _Replica:
+    """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` says what came of that, without the lock.
 
     Args:
-        replica: this rank's state; touched with the lock of this object only.
-        replica_id: for log and errors.
+        settings: of the replica.
+    """
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._state = ReplicaState(settings)
+        self.view = self._state.view()
+
+    def __enter__(self) -> ReplicaState:
+        return self._state
+
+    def __exit__(self, *_: object) -> None:
+        self.view = self._state.view()
+
+
+class StepClient:
+    """One rank's side of the coordination. Every method may be called from any thread.
+
+    Args:
+        settings: of this replica.
+        replica_id: of its group, for log and errors.
         job: its name, for the log.
         abort: called when collectives in flight cannot finish.
         cancel: called when what is being fetched is of no use any more.
-        tell_leaves: called when the lighthouse wants to know which leaves of the state have which digests.
+        answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
     """
 
     def __init__(
         self,
-        replica: ReplicaState,
+        settings: ReplicaSettings,
         replica_id: str,
         *,
         job: str,
         abort: Callable[[], None],
         cancel: Callable[[], None],
-        tell_leaves: Callable[[LeavesWanted], None],
+        answer_leaves: Callable[[LeavesWanted], LeafDigests],
     ) -> None:
-        self.replica = replica
         self.replica_id = replica_id
         self._job = job
         self._abort = abort
         self._cancel = cancel
-        self._tell_leaves = tell_leaves
+        self._answer_leaves = answer_leaves
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._replica = _Replica(settings)
+        self._group_world_size = 1
+        self._link: Link
         self._plan: StepPlan | None = None
         self._answer: CommitDecided | CommitUnknown | None = None
         self._pending: QuorumPending | None = None
@@ -108,6 +142,37 @@ class Conversation:
         self._loading: list[LoadState] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
 
+    def connect(
+        self, launch: Launch, rank_0: Claim | None, *, heartbeat_interval: timedelta, connect_timeout: timedelta
+    ) -> None:
+        """Connect to the group, and at rank 0 to the lighthouse; call it once, before anything is sent.
+
+        Raises: as `open_link`.
+        """
+        self._group_world_size = launch.group_world_size
+        self._link = open_link(
+            launch,
+            rank_0,
+            hello=self._hello,
+            on_message=self._hear,
+            on_refused=self.end,
+            heartbeat_interval=heartbeat_interval,
+            connect_timeout=connect_timeout,
+        )
+
+    @property
+    def link(self) -> Link:
+        """The connection, once `connect` has returned."""
+        return self._link
+
+    def send(self, message: RankToGroup) -> None:
+        """Send a message to the group; return at once."""
+        self._link.send(message)
+
+    def view(self) -> ReplicaView:
+        """Return what this replica is."""
+        return self._replica.view
+
     # ------------------------------------------------------------------------------------------------- the step begins
 
     def wants(self) -> tuple[bool, bool]:
@@ -115,9 +180,8 @@ class Conversation:
 
         Raises: what this group cannot go on after.
         """
-        with self._lock:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            replica = self.replica
             return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
@@ -125,9 +189,9 @@ class Conversation:
 
         Raises: what this group cannot go on after.
         """
-        with self._lock:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            return self.replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
+            return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
 
     def begin(
         self,
@@ -146,9 +210,9 @@ class Conversation:
         is_first_of_kind: bool = False,
     ) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
-        with self._lock:
+        with self._lock, self._replica as replica:
             self._forget_step()
-            return self.replica.begin(
+            return replica.begin(
                 allow_heal=allow_heal,
                 shrink_only=shrink_only,
                 can_serve=can_serve,
@@ -172,14 +236,7 @@ class Conversation:
         self._cleared = None
         self._loading = []
 
-    def is_behind(self) -> bool:
-        """Return whether there is no whole state here, or a newer one is known to exist."""
-        with self._lock:
-            return self.replica.is_behind
-
-    def locate(
-        self, send: Callable[[RankToGroup], None], until: float, *, has_finished: bool = False
-    ) -> StateLocated | None:
+    def locate(self, until: float, *, has_finished: bool = False) -> StateLocated | None:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
 
         An open step is abandoned. `has_finished`: say that it was the last.
@@ -187,19 +244,19 @@ class Conversation:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        with self._lock:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
-            asked = self._asked_where = self.replica.locate(has_finished)
-        send(asked)
+            asked = self._asked_where = replica.locate(has_finished)
+        self.send(asked)
         self._wait_for(lambda: self._located is not None, until)
         return self._located
 
     def caught_up(self, version: StateVersion) -> None:
         """The newest state was loaded, outside of a quorum."""
-        with self._lock:
-            self.replica.caught_up(version)
+        with self._lock, self._replica as replica:
+            replica.caught_up(version)
 
     def pause(self, seconds: float) -> None:
         """Wait until something is heard, or so long."""
@@ -207,13 +264,12 @@ class Conversation:
             self._raise_if_fatal()
             self._changed.wait(seconds)
 
-    def await_plan(self, limit: timedelta, retries: int | None, waiting_for: Callable[[], str]) -> StepPlan:
+    def await_plan(self, limit: timedelta, retries: int | None) -> StepPlan:
         """Wait for the quorum, saying now and then what for.
 
         Args:
             limit: of one attempt.
             retries: attempts after the first, None: no end.
-            waiting_for: says what is waited for while the lighthouse has said nothing.
 
         Raises:
             QuorumTimeoutError: no attempt is left.
@@ -226,7 +282,7 @@ class Conversation:
             while self._plan is None:
                 self._raise_if_fatal()
                 now = time.monotonic()
-                reason = self._pending.reason if self._pending is not None else waiting_for()
+                reason = self._pending.reason if self._pending is not None else self._link.waiting_for()
                 if now >= give_up_at:
                     raise QuorumTimeoutError(
                         f"no quorum within {now - started:.1f} s ({reason}); quorum_timeout is"
@@ -234,7 +290,7 @@ class Conversation:
                         party=self.replica_id,
                     )
                 if now >= say_at:
-                    step, waited = self.replica.version.step, now - started
+                    step, waited = self.view().version.step, now - started
                     logger.warning(
                         "%s of job %s has waited %.1f s for a quorum at step %d: %s",
                         self.replica_id,
@@ -253,23 +309,23 @@ class Conversation:
 
     def configured(self, formed: QuorumFormed) -> None:
         """The process group is ready for a quorum, unless the step has failed meanwhile."""
-        with self._lock:
-            if self._plan is not None and self._plan.formed is formed and self.replica.error is None:
-                self.replica.configure_finished()
+        with self._lock, self._replica as replica:
+            if self._plan is not None and self._plan.formed is formed and replica.error is None:
+                replica.configure_finished()
 
     def loaded(self, formed: QuorumFormed, *, before_forward: bool) -> None:
         """The state of a quorum is in place."""
-        with self._lock:
-            self.replica.load_finished(formed.version, before_forward=before_forward)
+        with self._lock, self._replica as replica:
+            replica.load_finished(formed.version, before_forward=before_forward)
 
-    def loads_before_forward(self, formed: QuorumFormed, within_s: float, send: Callable[[RankToGroup], None]) -> bool:
+    def loads_before_forward(self, formed: QuorumFormed, within_s: float) -> bool:
         """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
 
         All ranks return the same.
         """
         give_up_at = time.monotonic() + within_s
         if not self._wait_for(lambda: bool(self._loading), give_up_at):
-            send(StateLate(request_id=formed.request_id))
+            self.send(StateLate(request_id=formed.request_id))
             self._wait_for(lambda: bool(self._loading), give_up_at + GIVE_UP_GRACE_S)
         return bool(self._loading) and self._loading[0].loading is Loading.NOW
 
@@ -293,23 +349,23 @@ class Conversation:
 
     def state_changes(self) -> None:
         """Somebody is about to change the state."""
-        with self._lock:
-            self.replica.state_changed()
+        with self._lock, self._replica as replica:
+            replica.state_changed()
 
     def compared(self, comparison: Comparison, *, before_forward: bool) -> bool:
         """The state was compared with that of the sources. Returns whether it is known now that this step began with it."""
-        with self._lock:
-            return self.replica.comparison_finished(comparison, before_forward=before_forward)
+        with self._lock, self._replica as replica:
+            return replica.comparison_finished(comparison, before_forward=before_forward)
 
     def load_torn(self) -> None:
         """Loading failed half-way."""
-        with self._lock:
-            self.replica.load_torn()
+        with self._lock, self._replica as replica:
+            replica.load_torn()
 
     def restored(self, step: int) -> None:
         """The user loaded a checkpoint."""
-        with self._lock:
-            self.replica.restore(step)
+        with self._lock, self._replica as replica:
+            replica.restore(step)
 
     # ----------------------------------------------------------------------------------------------- what goes wrong
 
@@ -320,57 +376,57 @@ class Conversation:
     def has_failed(self) -> bool:
         """Return whether collectives are of no use now: the open step cannot count any more, or, when it has been voted on, the
         process group cannot be used any more."""
-        return not self.replica.can_reduce
-
-    def is_voted_on(self) -> bool:
-        """Return whether the step has been voted on: nothing that goes wrong from now on changes how it ends."""
-        return self.replica.is_voted_on
+        return not self.view().can_reduce
 
     def skips_collective(self) -> bool:
         """Return whether a collective has to be left out (`has_failed`).
 
         The others wait for it in vain then: the process group cannot be used again.
         """
-        with self._lock:
-            if not self.has_failed():
-                return False
-            self.replica.collectives_failed()
-            return True
+        if not self.has_failed():
+            return False
+        with self._lock, self._replica as replica:
+            replica.collectives_failed()
+        return True
 
     def note_error(self, error: Exception) -> None:
         """Something went wrong that ends the step."""
-        with self._lock:
-            self._note_error(error)
+        with self._lock, self._replica as replica:
+            self._note_error(replica, error)
 
     def note_collective_error(self, error: Exception) -> None:
         """A collective failed: the process group cannot be used again, and a step that was not voted on yet cannot count."""
-        with self._lock:
+        with self._lock, self._replica as replica:
             is_first = self._error is None
-            self._note_error(error)
-            self.replica.collectives_failed()
-            ends = (
-                "it was issued after the vote, the step stands" if self.is_voted_on() else "the step will be discarded"
-            )
+            self._note_error(replica, error)
+            replica.collectives_failed()
+            is_late = replica.is_voted_on
         if is_first:
+            ends = "it was issued after the vote, the step stands" if is_late else "the step will be discarded"
             logger.info("%s: a collective failed, %s: %s", self.replica_id, ends, error)
 
-    def note_stall(self) -> StallReport | None:
-        """A collective waits too long for a joiner. Returns what to send, once in a step."""
-        with self._lock:
-            formed = self.replica.quorum
-            if formed is None or self._is_stall_reported or self.replica.phase is not Phase.TRAINING:
-                return None
+    def report_stall(self) -> None:
+        """Tell the lighthouse, once in a step, that a collective waits too long for a joiner."""
+        with self._changed:
+            now = self.view()
+            formed = now.quorum
+            if formed is None or self._is_stall_reported or now.phase is not Phase.TRAINING:
+                return
             self._is_stall_reported = True
         logger.warning("%s: a collective waits longer than join_budget for a joiner", self.replica_id)
-        return StallReport(quorum_id=formed.quorum_id, step=formed.version.step)
+        self.send(StallReport(quorum_id=formed.quorum_id, step=formed.version.step))
 
-    def note_wait(self, issued: Issued, *, deviates: bool = False) -> CollectiveWait | None:
-        """A collective of the step is waited in, or (`deviates`) for. Returns what to send, None where there is no step."""
-        with self._lock:
-            formed = self.replica.quorum
-            if formed is None or self.replica.phase is Phase.ASKING:
-                return None
-            return CollectiveWait(
+    def report_wait(self, issued: Issued, *, deviates: bool = False) -> bool:
+        """Tell the lighthouse that this rank waits in a collective of the step, or (`deviates`) for its start.
+
+        Returns: whether a step is open, in which the lighthouse answers.
+        """
+        now = self.view()
+        formed = now.quorum
+        if formed is None or now.phase is Phase.ASKING:
+            return False
+        self.send(
+            CollectiveWait(
                 quorum_id=formed.quorum_id,
                 step=formed.version.step,
                 index=issued.index,
@@ -378,6 +434,16 @@ class Conversation:
                 deviates=deviates,
                 what=issued.what[:256],
             )
+        )
+        return True
+
+    def ask_to_start(self, issued: Issued, timeout: timedelta) -> None:
+        """Ask the lighthouse whether a collective may start, and wait until it may.
+
+        Raises: as `await_clearance`.
+        """
+        is_open = self.report_wait(issued, deviates=True)
+        self.await_clearance(issued, timeout if is_open else timedelta(0))
 
     def await_clearance(self, issued: Issued, timeout: timedelta) -> None:
         """Wait until the lighthouse lets a collective start.
@@ -404,9 +470,9 @@ class Conversation:
             self._fatal = self._fatal or error
             self._changed.notify_all()
 
-    def _note_error(self, error: Exception) -> None:
+    def _note_error(self, replica: ReplicaState, error: Exception) -> None:
         lines = str(error).splitlines()
-        self.replica.fail(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        replica.fail(f"{type(error).__name__}: {lines[0] if lines else ''}")
         if self._error is None:
             self._error = ExceptionWithTraceback(error)
         self._changed.notify_all()
@@ -418,25 +484,27 @@ class Conversation:
     # ---------------------------------------------------------------------------------------------------- the step ends
 
     def vote(self, collectives: str, num_collectives: int, state_digest: str) -> CommitVote:
-        """All work of the step is done. Returns what to send.
+        """All work of the step is done: send the vote, unless this replica is beside the quorum, and return it.
 
         Args:
             collectives: a word for the collectives of the step in their order.
             num_collectives: how many they are.
             state_digest: as in `ReplicaState.vote`.
         """
-        with self._lock:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            return self.replica.vote(collectives, num_collectives, state_digest)
+            vote = replica.vote(collectives, num_collectives, state_digest)
+            is_learner = replica.is_learner
+        if not is_learner:
+            self.send(vote)
+        return vote
 
     def learned(self) -> tuple[Outcome, str]:
         """End a step beside the quorum, which nobody else knows of; returns how, and why."""
-        with self._lock:
-            return self.replica.learned(), self.replica.error or ""
+        with self._lock, self._replica as replica:
+            return replica.learned(), replica.error or ""
 
-    def await_decision(
-        self, vote: CommitVote, limit: timedelta, send: Callable[[RankToGroup], None]
-    ) -> tuple[Outcome, str]:
+    def await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:
         """Wait for the decision on what was voted on; returns how the step ended here, and why.
 
         No rank stops to wait on its own: at the limit the group is asked, and what it answers holds for all its ranks.
@@ -446,20 +514,20 @@ class Conversation:
         """
         give_up_at = time.monotonic() + limit.total_seconds()
         if not self._wait_for(lambda: self._answer is not None, give_up_at):
-            send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
+            self.send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
             self._wait_for(lambda: self._answer is not None, give_up_at + GIVE_UP_GRACE_S)
-        with self._lock:
+        with self._lock, self._replica as replica:
             answer = self._answer
             if isinstance(answer, CommitDecided):
                 # What this rank saw, a collective that failed, may follow from what the others decided for.
-                return self.replica.decided(answer) or Outcome.DISCARD, answer.reason or vote.reason
+                return replica.decided(answer) or Outcome.DISCARD, answer.reason or vote.reason
             if answer is None:
                 self._fatal = self._fatal or GroupBrokenError(
                     f"group rank 0 of {self.replica_id} does not answer; restart all ranks of the group",
                     self.replica_id,
                 )
                 self._raise_if_fatal()
-            self.replica.decision_unknown()
+            replica.decision_unknown()
         unknown = CommitUnknownError(
             f"step {vote.step} of quorum {vote.quorum_id} was voted on, and not decided within {limit.total_seconds():g} s;"
             " it is taken for discarded, and this replica heals if the others committed it",
@@ -484,15 +552,15 @@ class Conversation:
 
     # ---------------------------------------------------------------------------------------- on the coordination thread
 
-    def hello(self, group_world_size: int) -> Hello:
+    def _hello(self) -> Hello:
         """Return what a lighthouse has to know that hears of this group for the first time."""
-        with self._lock:
-            return self.replica.hello(self.replica_id, group_world_size)
+        with self._lock, self._replica as replica:
+            return replica.hello(self.replica_id, self._group_world_size)
 
-    def hear(self, message: GroupToRank) -> None:
+    def _hear(self, message: GroupToRank) -> None:
         """Note a message; abort or cancel where it says so. Never blocks."""
-        with self._changed:
-            abort, cancel = self._note(message)
+        with self._lock, self._replica as replica:
+            abort, cancel = self._note(replica, message)
             self._changed.notify_all()
         if abort:
             logger.info("%s: aborting collectives: %s", self.replica_id, abort)
@@ -500,13 +568,12 @@ class Conversation:
         if cancel:
             self._cancel()
         if isinstance(message, LeavesWanted):
-            self._tell_leaves(message)
+            self.send(self._answer_leaves(message))
         elif isinstance(message, ReplicasDiffer) and not message.stops:
             logger.warning("%s: %s", self.replica_id, message.reason)
 
-    def _note(self, message: GroupToRank) -> tuple[str, bool]:
+    def _note(self, replica: ReplicaState, message: GroupToRank) -> tuple[str, bool]:
         """Returns why to abort, if so, and whether to cancel."""
-        replica = self.replica
         if isinstance(message, QuorumFormed):
             self._plan = replica.formed(message) or self._plan
         elif isinstance(message, CommitDecided):
@@ -543,7 +610,7 @@ class Conversation:
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, JoinerWaiting):
-            replica.capture_wanted = True
+            replica.joiner_waits()
         elif isinstance(message, Refused):
             is_over = message.code == "finished"
             self._fatal = self._fatal or (

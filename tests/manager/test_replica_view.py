@@ -1,0 +1,54 @@
+"""What a Manager says of its replica is of one moment, whoever changes the replica meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+from torchft_ckpt.core.messages import LeafDigests, LeavesWanted
+from torchft_ckpt.core.replica import ReplicaSettings
+from torchft_ckpt.manager.step_client import StepClient
+
+
+def no_leaves(wanted: LeavesWanted) -> LeafDigests:
+    return LeafDigests(version=wanted.version, group_rank=wanted.group_rank, leaves=[])
+
+
+def client() -> StepClient:
+    return StepClient(
+        ReplicaSettings(min_replica_size=1),
+        "group",
+        job="default",
+        abort=lambda: None,
+        cancel=lambda: None,
+        answer_leaves=no_leaves,
+    )
+
+
+def test_a_view_that_is_held_does_not_change() -> None:
+    one = client()
+    before = one.view()
+    one.restored(7)
+    after = one.view()
+    assert (before.version.step, before.restored, after.version.step, after.restored) == (0, False, 7, True)
+
+
+def test_who_reads_beside_a_writer_sees_one_moment() -> None:
+    """A state that is torn has no name, and a restored one has: no mixture is ever seen."""
+    one = client()
+    has_ended = threading.Event()
+
+    def write() -> None:
+        for number in range(3000):
+            one.restored(number + 1)
+            one.load_torn()
+        has_ended.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not has_ended.is_set():
+        now = one.view()
+        seen.add((now.version.step > 0, now.restored, now.torn, now.is_behind))
+    writer.join()
+    named, torn, fresh = (True, True, False, True), (False, False, True, True), (False, False, False, True)
+    assert seen <= {named, torn, fresh}

@@ -1,0 +1,116 @@
+"""Counts how the steps of this process ended, and says so: one line a step, and warnings of what repeats itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torchft_ckpt.core.discards import DiscardRun
+from torchft_ckpt.core.messages import CommitVote, Outcome, Role
+from torchft_ckpt.core.replica import ReplicaView
+from torchft_ckpt.errors import MaxRetriesExceededError
+
+logger = logging.getLogger(__name__)
+
+TOO_FEW_LOG_S = 10.0
+
+
+class StepOutcomes:
+    """How the steps ended. Used by the training thread.
+
+    Args:
+        party: this replica, for the log.
+        min_replica_size: the fewest contributing groups with which a step counts.
+        max_retries: raise after more than so many discarded steps in a row; None: never.
+    """
+
+    def __init__(self, party: str, *, min_replica_size: int, max_retries: int | None) -> None:
+        self.counts = {outcome: 0 for outcome in Outcome}
+        self._party = party
+        self._min_replica_size = min_replica_size
+        self._max_retries = max_retries
+        self._num_failed_in_a_row = 0
+        self._discards = DiscardRun()
+        self._too_few_since: float | None = None
+        self._too_few_said_at: float | None = None
+        self._has_warned_of_none = False
+
+    def ended(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
+        """A step has ended.
+
+        Args:
+            vote: of this replica.
+            outcome: how it ended here.
+            reason: why.
+            now: what the replica is after it.
+            took_s: since `start_quorum`.
+
+        Raises:
+            MaxRetriesExceededError: with `max_retries` set.
+        """
+        self.counts[outcome] += 1
+        if outcome is Outcome.COMMIT:
+            self._num_failed_in_a_row = 0
+            self._warn_if_nothing_was_averaged(vote, now)
+        elif not now.warms_up:
+            self._num_failed_in_a_row += 1
+        self._log(vote, outcome, reason, now, took_s)
+        self._warn_if_too_few(vote, now)
+        self._warn_of_discards(outcome, reason, now)
+        if self._max_retries is not None and self._num_failed_in_a_row > self._max_retries:
+            raise MaxRetriesExceededError(
+                f"{self._num_failed_in_a_row} steps in a row were discarded, max_retries is {self._max_retries};"
+                f" the last, step {vote.step}, because of: {reason}"
+            )
+
+    def _log(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
+        formed = now.quorum
+        if formed is None:
+            return
+        logger.info(
+            "step=%d quorum=%d participants=%d/%d verdict=%s heal=%s took=%.3fs%s",
+            vote.step,
+            vote.quorum_id,
+            now.num_participants,
+            formed.replica_world_size,
+            outcome.value,
+            "yes" if formed.role in (Role.JOINER, Role.INLINE) else "no",
+            took_s,
+            "" if outcome is Outcome.COMMIT else f" reason={reason!r}",
+        )
+
+    def _warn_if_nothing_was_averaged(self, vote: CommitVote, now: ReplicaView) -> None:
+        if vote.num_collectives == 0 and now.num_participants > 1 and not self._has_warned_of_none:
+            self._has_warned_of_none = True
+            logger.warning(
+                "%s: step %d was committed by %d replica groups, and none of them averaged anything: their weights drift apart."
+                " Wrap the model in DistributedDataParallel, call set_all_reduce_hook, or average gradients by allreduce",
+                self._party,
+                vote.step,
+                now.num_participants,
+            )
+
+    def _warn_if_too_few(self, vote: CommitVote, now: ReplicaView) -> None:
+        """Say now and then that steps are discarded for want of replica groups, and for how long already."""
+        at = time.monotonic()
+        if now.num_participants >= self._min_replica_size:
+            self._too_few_since = self._too_few_said_at = None
+            return
+        self._too_few_since = since = self._too_few_since or at
+        if self._too_few_said_at is None or at - self._too_few_said_at >= TOO_FEW_LOG_S:
+            self._too_few_said_at = at
+            logger.warning(
+                "%s discards its steps, for %.1f s now: %s; waiting for more replica groups",
+                self._party,
+                at - since,
+                vote.reason,
+            )
+
+    def _warn_of_discards(self, outcome: Outcome, reason: str, now: ReplicaView) -> None:
+        """Say once that steps are discarded again and again for one cause, and what would help."""
+        if outcome is Outcome.COMMIT:
+            self._discards.committed()
+        elif self._too_few_since is None and not now.is_learner:
+            warning = self._discards.discarded(reason)
+            if warning is not None:
+                logger.warning("%s: %s", self._party, warning)

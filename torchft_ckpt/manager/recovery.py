@@ -1,0 +1,312 @@
+"""One recovery of this rank: the quorum thread begins to fetch the state that a quorum names, the training thread loads it.
+
+It is loaded before the forward pass where it is there in time, else at the vote, and by all ranks of the group at the same of
+the two places, or by none. Where this rank may have used another state in the step, what it holds is compared with the sources'
+in the next one, and theirs is loaded where the two differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torchft_ckpt.checkpointing.state.versions import Counted
+from torchft_ckpt.core.messages import JoinProgress, QuorumFormed, Receives, Role, StateArrived, clip, name_some
+from torchft_ckpt.core.replica import Comparison, StepPlan
+from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismatchError
+from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.own_state import OwnState
+from torchft_ckpt.manager.serving import StateServing
+from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.still import StateToServe
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the training thread has prepared for the quorum that it asks for."""
+
+    captured: StateToServe | None
+    """The state, to serve it."""
+    receiving: dict[str, Any] | None
+    """The state, to receive another one in its layout."""
+    counted: list[Counted]
+    """The versions of parameters, where the state may have to be captured later."""
+    trainer_waits: bool
+    """The training thread waits for the quorum."""
+    is_untouched: bool
+    """No forward pass was computed in this step."""
+    is_wished_for: bool
+    """Somebody who looks at this job from outside asks for the state."""
+
+
+class Recovery:
+    """Gets the state of a quorum, if it is another one than that which is here.
+
+    Args:
+        healing: fetches.
+        registry: what is received and loaded.
+        serving: what of it is served.
+        own: the Manager's part of the state.
+        client: says what the quorum is, and is told how it went.
+        is_alone: this group has one rank.
+        limit: within which all ranks of the group have to have fetched the state.
+        in_place: receive into the tensors that are here, where the training thread waits.
+    """
+
+    def __init__(
+        self,
+        healing: Healing,
+        registry: StateRegistry,
+        serving: StateServing,
+        own: OwnState,
+        client: StepClient,
+        *,
+        is_alone: bool,
+        limit: timedelta,
+        in_place: bool,
+    ) -> None:
+        self._healing = healing
+        self._registry = registry
+        self._serving = serving
+        self._own = own
+        self._client = client
+        self._is_alone = is_alone
+        self._limit = limit
+        self._in_place = in_place
+        self._failure: StateMismatchError | StateDictLoadError | None = None
+        """Of a load before the forward pass, to be raised at the vote."""
+        self.is_pending = False
+        """A state is fetched, or has been, and is not loaded yet."""
+        self.num_healed = 0
+        self.num_corrected = 0
+
+    # ------------------------------------------------------------------------------------------- on the quorum thread
+
+    def begin(self, plan: StepPlan, prepared: Prepared, timeout: timedelta | None = None) -> None:
+        """Begin to fetch what a quorum wants this rank to load or to compare, if it does.
+
+        Args:
+            plan: of the quorum.
+            prepared: for it.
+            timeout: of the fetch, instead of `transfer_timeout`.
+        """
+        formed = plan.formed
+        if not plan.load:
+            if formed.role in (Role.JOINER, Role.INLINE) and not self._is_alone:
+                self._tell(formed, 0.0, Receives.TRANSFER)
+            self.say_fetched(formed)
+            return
+        receiving = prepared.receiving
+        if prepared.trainer_waits:
+            receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
+        elif self._registry.is_kept_still:
+            receiving = self._registry.capture_to_receive(beside_steps=True)
+        if receiving is None and self._registry.is_sharded:
+            # It learnt only now that it is behind; the training thread may be in its forward pass.
+            self._client.note_error(
+                CheckpointError("its shards were not captured before this step; it heals in the next")
+            )
+            self.say_fetched(formed, "its shards were not captured before this step")
+            return
+        self.is_pending = True
+        may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
+        in_place, tell = self._in_place and may_overwrite, functools.partial(self._tell, formed)
+        if plan.compare:
+            compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
+            self.say_fetched(formed)
+            self._healing.start(formed, receiving, in_place, timeout, compare=compare, tell=tell)
+        else:
+            on_end = functools.partial(self.say_fetched, formed)
+            self._healing.start(formed, receiving, in_place, timeout, on_end=on_end, tell=tell)
+
+    def refuse(self, formed: QuorumFormed, why: str) -> None:
+        """Say that this rank cannot receive the state in this step."""
+        self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
+        self.say_fetched(formed, why)
+
+    def say_fetched(self, formed: QuorumFormed, failure: str = "") -> None:
+        """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
+        if not self._is_alone and formed.role is not Role.HEALTHY:
+            self._client.send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
+
+    def _tell(self, formed: QuorumFormed, reach_s: float, does: Receives) -> None:
+        quorum_id, step = formed.quorum_id, formed.version.step
+        self._client.send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=reach_s, does=does))
+
+    # ----------------------------------------------------------------------------------------- on the training thread
+
+    def load_in_time(self) -> None:
+        """Load before the forward pass what has to be loaded there, and what is there in time.
+
+        Raises: as `load`, for what has to be loaded.
+        """
+        plan = self._client.plan()
+        if not self.is_pending or plan is None:
+            return
+        if plan.load_before_forward:
+            self.load(before_forward=True)
+        elif self._has_arrived(plan):
+            # What fails is left for the vote: an error before the collectives would break them for all.
+            try:
+                self._load(plan, before_forward=True, is_required=False)
+            except Exception as error:  # noqa: BLE001 - raised, or reported, at the vote
+                self.is_pending = True
+                if isinstance(error, StateMismatchError | StateDictLoadError):
+                    self._failure = error
+                logger.info(
+                    "%s does not load its state before this step is computed: %s", self._client.replica_id, error
+                )
+
+    def _has_arrived(self, plan: StepPlan) -> bool:
+        """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
+        if self._is_alone or plan.compare:
+            return self._healing.has_arrived(plan.transfer_wait_s)
+        return self._client.loads_before_forward(plan.formed, plan.transfer_wait_s)
+
+    def load(self, *, before_forward: bool) -> None:
+        """Wait for the state and load it; a transfer that fails costs this replica the step and no more.
+
+        Raises:
+            StateDictLoadError, StateMismatchError: it cannot be loaded here.
+        """
+        plan = self._client.plan()
+        if plan is not None:
+            self._load(plan, before_forward, is_required=True)
+
+    def _load(self, plan: StepPlan, before_forward: bool, *, is_required: bool) -> None:
+        """As `load`; where it is not required yet, raise what a transport raises."""
+        self.is_pending = False
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if plan.compare:
+            self._take_comparison(plan.formed, before_forward)
+            return
+        step = plan.formed.version.step
+        try:
+            self.take_state(as_group=not self._is_alone, before_forward=before_forward)
+        except (StateMismatchError, StateDictLoadError):
+            raise
+        except Exception as error:
+            if not is_required:
+                raise
+            # Whatever a transport raises: not healed yet, and no more.
+            logger.warning("%s: healing to step %d failed: %s", self._client.replica_id, step, error)
+            self._client.note_error(error)
+            return
+        self._client.loaded(plan.formed, before_forward=before_forward)
+        logger.info("%s healed to step %d", self._client.replica_id, step)
+
+    def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
+        """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.
+
+        Where it cannot be compared this replica goes along, and tries again at the next quorum.
+        """
+        name, step = self._client.replica_id, formed.version.step
+        sources = ", ".join(source.replica_id for source in formed.sources)
+        try:
+            state = self._wait_for_state()
+            found = self._healing.differences()
+        except (StateMismatchError, StateDictLoadError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not compared yet, and no more
+            message = "%s could not compare its state with that of %s at step %d, contributes nothing yet: %s"
+            logger.warning(message, name, sources, step, error)
+            return
+        if found.comparison is not Comparison.EQUAL:
+            self._serving.withdraw()  # what this replica may have served under that name
+            self._load_received(state, before_forward)
+            self.num_corrected += 1
+        is_exact = self._client.compared(found.comparison, before_forward=before_forward)
+        if found.comparison is not Comparison.EQUAL:
+            logger.warning(
+                "%s came to another state of step %d than %s: its training loop used what was here before it healed, or has"
+                " something of its own. %s differed. It has loaded theirs %s",
+                name,
+                step,
+                sources,
+                found,
+                "before this step is computed" if before_forward else "while this step was computed",
+            )
+        if is_exact:
+            logger.info("%s is bit-equal to %s at step %d and contributes from the next step on", name, sources, step)
+        elif not before_forward:
+            logger.warning(
+                "%s contributes nothing yet, and compares its state again at the next step, for longer; if this repeats itself,"
+                " give a longer join_budget",
+                name,
+            )
+
+    def take_state(self, *, as_group: bool = False, before_forward: bool = False) -> None:
+        """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
+
+        Args:
+            as_group: load it where all ranks of this group have it, and only there.
+            before_forward: the step is not computed yet.
+
+        Raises:
+            StateDictLoadError, StateMismatchError: it cannot be loaded here.
+            Whatever a transport raises.
+        """
+        self._load_received(self._wait_for_state(as_group), before_forward)
+        self.num_healed += 1
+
+    def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
+        try:
+            state = self._healing.wait()
+            self._registry.check(state.get("user"))
+            if as_group:
+                self._client.await_loading(self._limit)
+        except BaseException:
+            self._give_up()
+            raise
+        return state
+
+    def _give_up(self) -> None:
+        self._healing.cancel()
+        if self._healing.has_overwritten():
+            self._client.load_torn()
+
+    def _load_received(self, state: dict[str, Any], before_forward: bool) -> None:
+        self._serving.end_offer()
+        try:
+            with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
+                self._registry.load(state["user"])
+            self._take_own(state["torchft"])
+            found = self._registry.not_returned(state["user"])
+        except BaseException:  # weights without the counters and settings that belong to them are no state either
+            self._client.load_torn()
+            raise
+        if found.paths:
+            logger.warning(
+                "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
+                " loaded. A step that depends on that comes to another state than the other replica groups; set it in"
+                " load_state_dict, as a scheduler's learning rate in optimizer.param_groups",
+                self._client.replica_id,
+                found,
+            )
+
+    def _take_own(self, own: dict[str, Any]) -> None:
+        """Take what the source's Manager says of itself."""
+        self._own.take_served(own)
+        settings = self._registry.take_settings(own.get("settings"))
+        if settings:
+            logger.warning(
+                "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"
+                " stale settings, or none: a step with them comes to another state than that of the other replica groups",
+                self._client.replica_id,
+                name_some(settings),
+            )
+
+    def abandon(self) -> None:
+        """The step is over: what was not loaded in it is thrown away."""
+        self._failure = None
+        if self.is_pending:
+            self._give_up()
+            self.is_pending = False

@@ -1,0 +1,141 @@
+"""Serves the state that is here: to the replicas that a quorum names, or between two steps to whoever comes for it.
+
+The lock of the state tells the transport that the state is about to change. A transport of ours that brings the lock sees its
+writers by itself; any other one is told by the same lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
+from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
+from torchft_ckpt.core.messages import QuorumFormed, StateVersion
+from torchft_ckpt.errors import UnsupportedValueError
+from torchft_ckpt.manager.own_state import OwnState
+from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.still import StateToServe
+
+logger = logging.getLogger(__name__)
+
+_OFFER_FOR = timedelta(days=30)
+"""Longer than anybody's inner phase: an offer ends when the state changes."""
+
+
+class StateServing:
+    """What this rank serves.
+
+    Args:
+        transport: serves.
+        registry: the state.
+        own: the Manager's part of it.
+        lock: under which the state is changed.
+        lease: how long a state is served to those that a quorum names.
+        party: this replica, for the log.
+    """
+
+    def __init__(
+        self,
+        transport: CheckpointTransport[Any],
+        registry: StateRegistry,
+        own: OwnState,
+        lock: StateDictLock,
+        *,
+        lease: timedelta,
+        party: str,
+    ) -> None:
+        self._transport = transport
+        self._registry = registry
+        self._own = own
+        self._lease = lease
+        self._party = party
+        self._offered: StateVersion | None = None
+        if transport.lock is not lock:
+            lock.add_before_write(transport.disallow_checkpoint)
+
+    def serve(
+        self,
+        formed: QuorumFormed,
+        captured: StateToServe | None,
+        destinations: Sequence[int],
+        counted: Sequence[Counted],
+    ) -> None:
+        """Serve the state of a quorum. Whatever fails, this replica's step goes on: the loss is the joiner's.
+
+        Args:
+            formed: names the state.
+            captured: the state; None: it is captured now.
+            destinations: the replica ranks that come for it.
+            counted: versions of parameters as the step began, where the state was not captured then.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried. Only as a job starts.
+        """
+        version = formed.version
+        if version == self._offered:
+            return
+        if captured is None:
+            # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
+            # asks for this only where nobody else could serve.
+            captured = self._registry.capture_to_serve()
+            if is_changed(counted):
+                logger.warning(
+                    "%s cannot serve step %d: a parameter was written to in place since zero_grad, without the write side of the "
+                    "state dict lock",
+                    self._party,
+                    version.step,
+                )
+                return
+        own = {**self._own.served(version), "settings": list(captured.settings)}
+        try:
+            self._transport.send_captured(
+                list(destinations),
+                version.step,
+                {"user": captured.state, "torchft": own},
+                self._lease,
+                versions=captured.versions,
+            )
+        except Exception as error:  # whatever a transport raises
+            if isinstance(error, UnsupportedValueError) and formed.names_state:
+                raise  # a job whose state cannot be moved should say so when it starts
+            logger.exception("%s cannot serve step %d", self._party, version.step)
+
+    def offer(self, version: StateVersion, *, moving: bool = False) -> None:
+        """Offer the state under its name, until it changes, to whoever catches up. Nothing is copied until somebody asks.
+
+        It does so where only the owner of the state changes it, between two steps.
+
+        Args:
+            version: names the state.
+            moving: also where steps of optimizers change it, the first of which ends the offer.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried.
+        """
+        if (
+            (not self._registry.is_kept_still and not moving)
+            or version == self._offered
+            or not self._transport.uses_memory_of_state
+            or self._transport.needs_process_group  # which reaches nobody now
+        ):
+            return
+        state = {"user": self._registry.capture_to_serve().state, "torchft": self._own.served(version)}
+        try:
+            self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
+        except UnsupportedValueError:
+            raise
+        except Exception:  # whatever a transport raises, it is the joiner's loss
+            logger.exception("%s cannot offer step %d", self._party, version.step)
+        else:
+            self._offered = version
+
+    def end_offer(self) -> None:
+        """The state is about to change: it is not offered any more. The lock tells the transport."""
+        self._offered = None
+
+    def withdraw(self) -> None:
+        """Stop serving: nobody can use what was served any more."""
+        self._transport.withdraw_checkpoint()

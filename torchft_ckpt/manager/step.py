@@ -1,0 +1,499 @@
+"""One step of this rank, from `start_quorum` to the decision on it.
+
+Two threads meet here. The training thread begins the step, reduces and votes. The quorum thread waits for the quorum, connects
+the process group and starts to serve or to fetch, beside the forward pass. What this replica may do is decided by `core.replica`;
+this file carries it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch.distributed import ReduceOp, Work
+
+from torchft_ckpt.checkpointing import CheckpointTransport
+from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
+from torchft_ckpt.core.optimizers import SharedStep
+from torchft_ckpt.core.replica import ReplicaView, StepPlan, StepWishes
+from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_ckpt.manager.checking import EqualityCheck
+from torchft_ckpt.manager.clearing import Clearing
+from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
+from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.launch import Launch, Timeouts
+from torchft_ckpt.manager.layout import ParameterLayout
+from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.over_group import agree_who_sends
+from torchft_ckpt.manager.own_state import OwnState
+from torchft_ckpt.manager.recovery import Prepared, Recovery
+from torchft_ckpt.manager.serving import StateServing
+from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.threads import Threads
+
+if TYPE_CHECKING:
+    from torchft_ckpt.process_group import ProcessGroup
+    from torchft_ckpt.process_group.quantization import Codec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Late:
+    """The collectives between one vote and the next step."""
+
+    count: int = 0
+    has_failed: bool | None = None
+    """Whether one of them has failed, as it was when the next step began; None: it has not begun."""
+
+
+class Steps:
+    """The steps of this rank, of which one at most is open. Methods belong to the training thread, unless they say otherwise.
+
+    Args:
+        process_group: across replica groups.
+        transport: moves the state.
+        client: coordinates.
+        launch: this process.
+        timeouts: of each wait.
+        registry: the state that the user has registered.
+        own: the Manager's part of it.
+        serving: serves it.
+        healing: fetches it.
+        recovery: gets it where this replica is behind.
+        check: compares it with that of the other groups.
+        outcomes: counts how steps end.
+        use_async_quorum: find quorums beside the forward pass.
+        quorum_retries: attempts at a quorum after the first; None: no end.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        transport: CheckpointTransport[Any],
+        client: StepClient,
+        *,
+        launch: Launch,
+        timeouts: Timeouts,
+        registry: StateRegistry,
+        own: OwnState,
+        serving: StateServing,
+        healing: Healing,
+        recovery: Recovery,
+        check: EqualityCheck,
+        outcomes: StepOutcomes,
+        use_async_quorum: bool,
+        quorum_retries: int | None,
+    ) -> None:
+        self._process_group = process_group
+        self._transport = transport
+        self._client = client
+        self._launch = launch
+        self._timeouts = timeouts
+        self._registry = registry
+        self._own = own
+        self._serving = serving
+        self._healing = healing
+        self._recovery = recovery
+        self._check = check
+        self._outcomes = outcomes
+        self._use_async_quorum = use_async_quorum
+        self._quorum_retries = quorum_retries
+        self._sharing = SharedStep()
+        self._worker = Threads("torchft_ckpt-quorum")
+        store_address = client.link.store_address()
+        self._store_prepared = process_group.prepare_store(store_address) if store_address else None
+        self._clearing = Clearing(process_group, name=client.replica_id, ask=client.ask_to_start)
+        self._collectives = Collectives(
+            process_group,
+            self._clearing,
+            on_error=client.note_collective_error,
+            schedule=client.link.schedule,
+            on_stall=client.report_stall,
+            on_wait=client.report_wait,
+        )
+        self._quorum: Future[None] | None = None
+        """The quorum thread's work for the open step."""
+        self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
+        self._asked_with = "", ""
+        """Layout and frozen parameters, as the open step was asked for with."""
+        self._has_computed = False
+        """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
+        self._started_at = 0.0
+        self._vote: CommitVote | None = None
+        self._is_committed: bool | None = None
+        """How the step was decided; None: it is open."""
+        self._late = _Late()
+
+    # --------------------------------------------------------------------------------------------------- a step begins
+
+    def start(self, wishes: StepWishes, limit: timedelta) -> None:
+        """Begin a step, or go on with the open one where nothing has happened in it. See `Manager.start_quorum`.
+
+        Args:
+            wishes: what it is asked for with.
+            limit: of one attempt at a quorum.
+        """
+        self._last_wishes = wishes
+        if self._may_keep(wishes):
+            self._settle(has_to_wait=self._client.wants()[0])
+            return
+        self.leave()
+        if self._store_prepared is not None:
+            # Who asks is waited for, so what may take long comes before asking.
+            self._store_prepared.wait(self._timeouts.connect.total_seconds())
+            self._store_prepared = None
+        self._started_at = time.monotonic()
+        layout = self._registry.layout()
+        has_to_wait, prepared = self._prepare(wishes, is_sharded=layout.is_sharded)
+        self._ask(wishes, layout, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
+        self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
+        self._settle(has_to_wait)
+
+    def _can_capture_later(self, wishes: StepWishes) -> bool:
+        """Whether the state stays as it is until the quorum is there."""
+        return (not self._use_async_quorum and wishes.waits is not False) or self._registry.is_kept_still
+
+    def _prepare(self, wishes: StepWishes, *, is_sharded: bool) -> tuple[bool, Prepared]:
+        """Return whether to wait for the quorum, and what it will need of the state that is here."""
+        now, registry = self._client.view(), self._registry
+        has_to_wait, has_to_capture = self._client.wants()
+        has_to_wait = has_to_wait if wishes.waits is None else wishes.waits
+        self._transport.note_step(now.version.step)
+        is_wished_for = self._transport.is_wished_for(now.version.step)
+        can_capture_later = self._can_capture_later(wishes)
+        # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
+        needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
+        captures = (has_to_capture or is_wished_for or needs_local) and not can_capture_later
+        if now.is_checked and wishes.contributes:
+            self._check.begin(now.version, registry.leaves_to_compare())
+        else:
+            self._check.forget()
+        # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
+        receiving = registry.capture_to_receive() if captures and is_sharded and now.is_behind else None
+        captured = registry.capture_to_serve() if captures else None
+        if captured is not None and receiving is None:
+            receiving = captured.state
+        return has_to_wait, Prepared(
+            captured=captured,
+            receiving=receiving,
+            counted=[] if captured or can_capture_later else registry.count_writes(),
+            trainer_waits=has_to_wait,
+            is_untouched=not self._has_computed,
+            is_wished_for=is_wished_for,
+        )
+
+    def _ask(self, wishes: StepWishes, layout: ParameterLayout, *, can_serve: bool) -> None:
+        registry, healing = self._registry, self._healing
+        frozen = registry.frozen()
+        request = self._client.begin(
+            allow_heal=wishes.allow_heal,
+            shrink_only=wishes.shrink_only,
+            can_serve=can_serve,
+            store_address=self._launch.store_address,
+            contributes=wishes.contributes,
+            patience_s=wishes.patience_s,
+            waits=wishes.waits,
+            compares=registry.is_used_by_loops,
+            reach_s=healing.expected_s(registry.num_bytes()) if self._client.view().is_behind else None,
+            load_s=healing.load_s,
+            is_first_of_kind=self._sharing.is_first_of_kind,
+        )
+        self._sharing.is_first_of_kind = False
+        self._asked_with = layout.digest, frozen
+        self._client.send(
+            msgspec.structs.replace(
+                request,
+                checkpoint_addresses=[self._transport.metadata()],
+                layout=layout.digest,
+                layout_text=layout.text if self._launch.group_rank == 0 else None,
+                frozen=frozen,
+                can_load=not registry.is_empty,
+                num_collectives=self._clearing.count,
+            )
+        )
+
+    def _may_keep(self, wishes: StepWishes) -> bool:
+        """Whether the step that is asked for can be the one that is open."""
+        quorum = self._quorum
+        if quorum is None:
+            return False
+        is_there = quorum.done()
+        if is_there and quorum.exception() is not None:
+            return False
+        may_keep = self._client.may_keep_step(
+            wishes,
+            has_reduced=is_there and self._clearing.count > 0,  # there is none before the quorum is there
+            is_loading=self._recovery.is_pending or not is_there,
+        )
+        return may_keep and self._asked_with == (self._registry.layout().digest, self._registry.frozen())
+
+    def _settle(self, has_to_wait: bool) -> None:
+        """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
+        if has_to_wait:
+            self.wait_quorum()
+            if (
+                not self._has_computed
+            ):  # else what it computed is not of the state that arrives, which is loaded at the vote
+                self._recovery.load_in_time()
+
+    def wishes_before_forward(self) -> StepWishes | None:
+        """Return what a step has to begin with before a forward pass; None: none has to begin. See `Manager.ensure_step`."""
+        last, now = self._last_wishes, self._client.view()
+        is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
+        is_ready = self._registry.knows_optimizers and not self._registry.is_empty
+        may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
+        return last if may_begin and now.begins_with_load and not now.is_in_step else None
+
+    def note_forward(self) -> None:
+        """A forward pass begins."""
+        self._has_computed = self._has_computed or self._client.view().is_in_step
+
+    def clears_gradients(self, optimizer: object) -> bool:
+        """See `Manager.begins_step`."""
+        return self._sharing.clears(optimizer, is_decided=self._client.view().is_between_steps)
+
+    def takes(self, optimizer: object) -> None:
+        """See `Manager.takes_step`."""
+        if not self._sharing.steps(optimizer):
+            raise ConfigError(
+                "an optimizer steps again, and another one that cleared its gradients in the same step has not stepped yet: step"
+                " all of them once in a step, and call zero_grad of those only that step in it"
+            )
+
+    def leave(self) -> None:
+        """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
+        quorum, self._quorum = self._quorum, None
+        if quorum is not None:
+            quorum.exception()  # it was raised from wait_quorum already, or its step was abandoned
+        self._vote = self._is_committed = None
+        if self._collectives.has_open():
+            # They must not end in the middle of the next one.
+            if not self._client.view().is_between_steps:
+                self._client.note_error(ProcessGroupAbortedError("the step was abandoned", self._client.replica_id))
+                self._process_group.abort()
+            self._collectives.wait_all()
+        if self._late.count:
+            self._ask_device()
+        self._late.has_failed, self._late = self._client.has_failed(), _Late()
+        self._recovery.abandon()
+
+    # ------------------------------------------------------------------------------------------------------ the quorum
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a quorum was asked for in the open step, or the last one."""
+        return self._quorum is not None
+
+    def wait_quorum(self) -> None:
+        """Wait until the quorum is there and the process group is connected. Any thread.
+
+        Raises: as `Manager.start_quorum`.
+        """
+        if self._quorum is None:
+            raise NoQuorumError(
+                "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
+            )
+        self._quorum.result()
+
+    def _run_quorum(self, prepared: Prepared, limit: timedelta) -> None:
+        """On the quorum thread."""
+        plan = self._client.await_plan(limit, self._quorum_retries)
+        formed = plan.formed
+        budget_s = formed.join_budget_s
+        self._collectives.begin_step(
+            None if budget_s is None else max(budget_s, formed.patience_s), is_new_quorum=plan.configure
+        )
+        if self._transport.needs_process_group:
+            self._move_over_group(plan, prepared)
+            return
+        if plan.serve or (prepared.is_wished_for and formed.role is Role.HEALTHY and not plan.load):
+            self._serve(formed, prepared, formed.destinations)
+        self._recovery.begin(plan, prepared)
+        if plan.configure:
+            self._configure(formed)
+
+    def _serve(self, formed: QuorumFormed, prepared: Prepared, destinations: Sequence[int]) -> None:
+        self._serving.serve(formed, prepared.captured, destinations, prepared.counted)
+
+    def _move_over_group(self, plan: StepPlan, prepared: Prepared) -> None:
+        """Connect, then serve and receive by a transport that uses the process group. On the quorum thread, to the end."""
+        formed, limit = plan.formed, self._timeouts.collective
+        if plan.configure:
+            self._configure(formed)
+        registry = self._registry
+        can_receive = prepared.receiving is not None or prepared.trainer_waits
+        can_receive = can_receive or registry.is_kept_still or not registry.is_sharded
+        can_receive = can_receive and formed.replica_rank < formed.replica_world_size
+        try:
+            destinations = agree_who_sends(self._process_group, formed, limit, wants=plan.load and can_receive)
+        except (ProcessGroupError, RuntimeError) as error:
+            self._client.note_collective_error(error)
+            destinations, can_receive = [], False
+        if destinations:
+            self._serve(formed, prepared, destinations)
+        if plan.load and not can_receive:
+            self._recovery.refuse(formed, "its state cannot be received over the process group in this step")
+            return
+        self._recovery.begin(plan, prepared, timeout=limit)
+        self._healing.has_arrived(limit.total_seconds())  # or not: then it is found at the vote
+
+    def _configure(self, formed: QuorumFormed) -> None:
+        launch = self._launch
+        prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{launch.group_rank}"
+        try:
+            self._process_group.configure(
+                f"{formed.store_address}/{prefix}",
+                self._client.replica_id,
+                formed.replica_rank,
+                formed.replica_world_size,
+                formed.quorum_id,
+                launch.group_rank,
+                launch.group_world_size,
+            )
+        except (ProcessGroupError, RuntimeError) as error:
+            why = self._client.view().error or error  # where the quorum broke meanwhile, that is why
+            logger.warning("%s cannot connect quorum %d: %s", self._client.replica_id, formed.quorum_id, why)
+            self._client.note_collective_error(error)
+        else:
+            self._client.configured(formed)
+            if formed.standby_store_address:
+                self._process_group.prepare_store(formed.standby_store_address)
+
+    # ---------------------------------------------------------------------------------------------------- collectives
+
+    def allreduce(self, tensor: torch.Tensor, codec: Codec | None, reduce_op: ReduceOp.RedOpType) -> Work:
+        """Reduce a tensor in place over the replica groups. See `Manager.allreduce`. Any thread."""
+        client = self._client
+        if client.error() is None:
+            self.wait_quorum()
+        now = client.view()
+        late = self._late if now.is_voted_on else None
+        if late is not None:
+            late.count += 1
+        if client.skips_collective():
+            return done_work(tensor, lambda: True)
+        if now.participating_rank is None:
+            fill_with_nothing(tensor, reduce_op)
+        is_average = reduce_op == ReduceOp.AVG
+        return self._collectives.allreduce(
+            tensor,
+            op=ReduceOp.SUM if is_average else reduce_op,
+            divisor=now.num_participants if is_average else None,
+            timeout=_as_long_as_others(self._timeouts.collective, now),
+            failed=client.has_failed if late is None else functools.partial(self._has_failed, late),
+            codec=codec,
+        )
+
+    def _has_failed(self, late: _Late) -> bool:
+        """Whether a collective that no vote follows has failed, which the device may know only when it is done."""
+        if late.has_failed is None:
+            self._ask_device()
+            return self._client.has_failed()
+        return late.has_failed
+
+    def _ask_device(self, *, synchronize: bool = True) -> None:
+        """Note what has gone wrong on the device or in the process group."""
+        if synchronize and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        error = self._process_group.errored()
+        if error is not None:
+            self._client.note_collective_error(error)
+
+    # ------------------------------------------------------------------------------------------------------ the step ends
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the step that was begun last has been decided."""
+        return self._is_committed is not None
+
+    def commit(self, limit: timedelta) -> bool:
+        """End the step: vote, wait for the decision, and return whether the step counts. See `Manager.should_commit`.
+
+        Args:
+            limit: for the decision; longer where the members are further apart.
+        """
+        self.wait_quorum()
+        if self._is_committed is not None:
+            return self._ask_again(self._is_committed)
+        vote = self._vote or self._cast_vote(synchronize=True)
+        now = self._client.view()
+        if now.is_learner:
+            outcome, reason = self._client.learned()
+        else:
+            outcome, reason = self._client.await_decision(vote, _as_long_as_others(limit, now))
+        self._is_committed = outcome is Outcome.COMMIT
+        self._end(vote, outcome, reason)
+        return self._is_committed
+
+    def _ask_again(self, is_committed: bool) -> bool:
+        if self._late.count and is_committed:
+            step = self._client.view().version.step - 1
+            self._client.load_torn()  # the first optimizer has taken this step, the others have not
+            raise ConfigError(
+                f"step {step} was decided when its first optimizer stepped, and {self._late.count} collectives were issued since,"
+                " which no vote is about: do all backward passes of a step before the first optimizer steps, and average a metric"
+                " when all have stepped; or call zero_grad of one after the others have stepped, which begins a step of its own"
+            )
+        return is_committed
+
+    def cast_vote(self) -> None:
+        """Vote already, if all collectives are done. See `Manager.cast_vote`. Any thread."""
+        self.wait_quorum()
+        if not self._recovery.is_pending and self._vote is None:
+            # The caller's stream has waited; the device may be busy with the next step.
+            self._cast_vote(synchronize=False)
+
+    def _cast_vote(self, *, synchronize: bool) -> CommitVote:
+        self._collectives.wait_all()
+        self._ask_device(synchronize=synchronize)
+        if self._recovery.is_pending:
+            try:
+                self._recovery.load(before_forward=False)
+            except Exception as error:
+                # Without a vote the others would learn of it by the next request, and may still be in the last collective then.
+                self._client.note_error(error)
+                self._send_vote()
+                raise
+        return self._send_vote()
+
+    def _send_vote(self) -> CommitVote:
+        digest = "" if self._client.has_failed() else self._check.digest()
+        vote = self._vote = self._client.vote(*self._clearing.vote(), digest)
+        return vote
+
+    def _end(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
+        now = self._client.view()
+        self._clearing.decided(committed=outcome is Outcome.COMMIT)
+        self._has_computed = False
+        if outcome is Outcome.COMMIT:
+            self._own.batches_committed += now.num_participants
+            self._serving.withdraw()  # who has not received this state by now was left behind
+        self._outcomes.ended(vote, outcome, reason, now, time.monotonic() - self._started_at)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End the threads.
+
+        Args:
+            timeout_s: how long to wait for each.
+        """
+        self._worker.shutdown(timeout_s=timeout_s)
+        self._healing.shutdown()
+        self._check.shutdown(timeout_s=timeout_s)
+
+
+def _as_long_as_others(limit: timedelta, now: ReplicaView) -> timedelta:
+    """Return how long to wait for the members: they may be as far apart as their ways here were long, and some may join."""
+    formed = now.quorum
+    if formed is None:
+        return limit
+    return max(limit, timedelta(seconds=formed.patience_s)) + timedelta(seconds=formed.join_wait_s)
