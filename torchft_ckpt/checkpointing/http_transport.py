@@ -190,6 +190,11 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._lock
 
     @property
+    def state_lock(self) -> StateDictLock:
+        """The same lock, under the name that a `Manager` asks each transport for."""
+        return self._lock
+
+    @property
     def num_streams(self) -> int:
         """Connections that a receive uses to each source."""
         return self._options.num_streams

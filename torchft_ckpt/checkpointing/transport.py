@@ -53,7 +53,7 @@ class CheckpointTransport(Generic[T], ABC):
         return True
 
     @property
-    def lock(self) -> StateDictLock | None:
+    def state_lock(self) -> StateDictLock | None:
         """The lock whose writers this transport sees, and so needs no `disallow_checkpoint` from. By default there is none.
 
         `Manager` takes it for the lock of the state.

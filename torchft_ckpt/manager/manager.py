@@ -226,7 +226,7 @@ class Manager:
         party = launch.replica_id if rank_0 is None else rank_0.replica_id
 
         given = None if checkpoint_transport is None else as_ours(checkpoint_transport, party)
-        lock = (given.lock if given is not None else None) or StateDictLock(self._timeouts.collective)
+        lock = (given.state_lock if given is not None else None) or StateDictLock(self._timeouts.collective)
         transport: CheckpointTransport[Any] = given or HTTPTransport(
             timeout=self._timeouts.collective,
             num_chunks=0,

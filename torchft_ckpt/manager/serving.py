@@ -53,7 +53,7 @@ class StateServing:
         self._lease = lease
         self._party = party
         self._offered: StateVersion | None = None
-        if transport.lock is not lock:
+        if transport.state_lock is not lock:
             lock.add_before_write(transport.disallow_checkpoint)
 
     def serve(
