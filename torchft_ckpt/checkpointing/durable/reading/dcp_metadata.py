@@ -117,7 +117,7 @@ def build_metadata(checkpoint: Checkpoint) -> bytes:
             planner_data=paths,
             storage_data=stored,
             storage_meta=StorageMeta(save_id=checkpoint.name.save_id),
-            **_with_version(_VERSION),
+            **_if_known(Metadata, version=_VERSION),
         )
         return pickle.dumps(metadata, protocol=_PROTOCOL)
 
@@ -147,9 +147,10 @@ def _pieces_by_offsets(tensor: SavedTensor) -> list[Piece]:
             )
 
 
-def _with_version(version: str | None) -> dict[str, Any]:
-    """Return the version as `Metadata` takes it, which of torch 2.7 has none."""
-    return {"version": version} if any(member.name == "version" for member in dataclasses.fields(Metadata)) else {}
+def _if_known(kind: type, **members: object) -> dict[str, Any]:
+    """Return members as far as the class has them: `version` is newer than torch 2.7, `strides` than 2.13."""
+    known = {member.name for member in dataclasses.fields(kind)}
+    return {name: value for name, value in members.items() if name in known}
 
 
 # Reading
@@ -241,7 +242,7 @@ class _MetadataUnpickler(InertUnpickler):
             "planner_data": None if paths is None else {_text(fqn): _path(path) for fqn, path in _pairs(paths)},
             "storage_data": dict(stored),
             "storage_meta": None if meta is None else _made(meta, StorageMeta),
-            **_with_version(None if version is None else _text(version)),
+            **_if_known(Metadata, version=None if version is None else _text(version)),
         }
 
     def _tensor(self, members: dict[str, object]) -> dict[str, object]:
@@ -269,14 +270,15 @@ class _MetadataUnpickler(InertUnpickler):
         return {"offsets": offsets, "sizes": sizes}
 
     def _properties(self, state: Any) -> dict[str, object]:
-        given = state[:3] if type(state) is tuple else ()
-        dtype, layout, requires_grad = (*given, None, None, None)[:3]
+        given = state[:6] if type(state) is tuple else ()
+        dtype, layout, requires_grad, _, _, strides = (*given, *(None,) * 6)[:6]
         if not isinstance(dtype, torch.dtype):
             raise InertPickleError("a tensor has no dtype that is known here")
         return {
             "dtype": dtype,
             "layout": torch.strided if layout is None else layout,
             "requires_grad": requires_grad is True,
+            **_if_known(TensorProperties, strides=None if strides is None else tuple(_dims(strides))),
         }
 
     def _index(self, members: dict[str, object]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Reads records that `torch.save` wrote, or anybody: by torch's unpickler for weights, and none that is more than it has.
 
 `torch.load(weights_only=True)` executes nothing. But it calls what a pickle says, of a list of classes and functions:
-`bytearray(2**40)` takes that memory, a storage that is said to be longer than its bytes is read beyond them, and a key that is
+`bytearray(2**40)` takes that memory, torch 2.7 reads beyond the bytes of a storage that is said to be longer, and a key that is
 nested often enough is hashed for ever. So the pickle is read here first without doing what it says (`inert_pickle`), and each
 call is compared with those that `torch.save` writes. Together they may stand for some times as many bytes as the record has.
 
