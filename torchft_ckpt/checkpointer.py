@@ -31,9 +31,9 @@ from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import state_of
 from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.leftovers import Leftovers
-from torchft_ckpt.checkpointing.durable.saving.part_writer import Writers
 from torchft_ckpt.checkpointing.durable.saving.random_state import get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.saver import (
     SavedCheckpoint,
@@ -48,15 +48,14 @@ from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
+from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.ladder import Rung, choose_rung
 from torchft_ckpt.core.retention import plan_removals
-from torchft_ckpt.core.saving import Member
+from torchft_ckpt.core.saving import Member, Writers
 from torchft_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -87,7 +86,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STAGING_SHARE = 4
-_FILLS = 3
+_BLOCK_BYTES = HUGE_PAGE_BYTES
+"""What is copied aside at a time: the less, the less is copied beside the shares; less than a huge page is slower to get."""
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
 
@@ -126,11 +126,15 @@ class Checkpointer:
         location: a directory, or a URL of fsspec; all ranks see the same.
         manager: of this rank.
         local_location: a directory on this host's own disk, for saves of `Tier.LOCAL`.
+        redundancy: how many replica groups hold each rank's share until it is written, so that the checkpoint survives the
+            death of any `redundancy - 1` of them in the save. Each rank copies its own share aside and `redundancy - 1` others'.
+            Of no effect with one group, without a Manager, and where each group writes all.
         mode: who writes what in `location`. On local disks each group writes a whole copy, so that the loss of one costs none.
         keep_last: how many whole checkpoints stay; None: all.
         keep_every: checkpoints of a multiple of this step stay for ever.
-        fill_after: how long nothing may be seen of a writer until others write its share. Too short costs bytes that are
-            written twice, nothing else. Where a save finds no room, the next one after so long removes what dead writers left.
+        fill_after: how long nothing may grow of what a writer writes until its backup writes its share. Too short costs bytes
+            that are written twice, nothing else. Where a save finds no room, the next one after so long removes what dead
+            writers left.
         timeout: of a save, in the background.
         staging_budget_bytes: at most so much is copied aside for a save; beyond it the save fails, training goes on. Default:
             a quarter of this machine's memory.
@@ -152,6 +156,7 @@ class Checkpointer:
         *,
         manager: Manager | None = None,
         local_location: str | os.PathLike[str] | None = None,
+        redundancy: int = 2,
         mode: SaveMode = SaveMode.SHARED,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -167,6 +172,10 @@ class Checkpointer:
         for name, limit in (("fill_after", fill_after), ("timeout", timeout)):
             if limit <= timedelta(0):
                 raise ConfigError(f"{name}={limit}: a positive duration was expected", name)
+        if redundancy < 1:
+            raise ConfigError(
+                f"redundancy={redundancy}: at least 1, the group that writes a share, was expected", "redundancy"
+            )
         plan_removals([0], keep_last=keep_last, keep_every=keep_every, whole=[])
         self._storages = {Tier.STORAGE: open_storage(location, **(storage_options or {}))}
         if local_location is not None:
@@ -177,6 +186,7 @@ class Checkpointer:
         }
         self._manager = manager
         self._mode = mode
+        self._redundancy = redundancy
         self._keep = (keep_last, keep_every)
         self._fill_after = fill_after
         self._timeout = timeout
@@ -185,20 +195,21 @@ class Checkpointer:
         self._alone = None if manager is not None else _identity_alone()
         rank, num_ranks = self._place()
         self._index = HoldingsIndex(rank, num_ranks, is_replicated=is_replicated)
+        self._book = ShareBook()
         self._lock = StateDictLock() if manager is None else manager.state_dict_lock
         budget = staging_budget_bytes
         if budget is None and (memory := physical_memory_bytes()) is not None:
             budget = memory // _STAGING_SHARE
-        self._pool = BufferPool(DEFAULT_BLOCK_BYTES, budget)
+        self._pool = BufferPool(_BLOCK_BYTES, budget)
         if reuse_buffers:
             self._pool.open("checkpointer")
         self._guarded: list[torch.optim.Optimizer] = []
-        self._in_flight: CapturedState | None = None
-        """Of the latest save; once that has ended, to detach it does nothing."""
         self._worker: SaveWorker | None = None
+        """Of the latest save; once that has ended, to detach it does nothing."""
         self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
+        self._has_said_no_backups = False
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
@@ -289,6 +300,19 @@ class Checkpointer:
             return future
         held = self._state_of(state_dict)
         kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
+        mode = self._mode if tier is Tier.STORAGE else SaveMode.EVERY_GROUP
+        redundancy = 1 if mode is SaveMode.EVERY_GROUP else self._redundancy
+        task = SaveTask(
+            storage=self._storages[tier],
+            name=name,
+            member=Member(identity.replica, identity.rank),
+            writers=Writers(identity.num_replicas, identity.num_ranks, identity.replica_id, redundancy),
+            mode=mode,
+            is_storage_shared=tier is Tier.STORAGE,
+            fill_after_s=self._fill_after.total_seconds(),
+            timeout_s=self._timeout.total_seconds(),
+        )
+        self._say_once_if_alone(task)
         # Where a step that raised has kept the lock, nobody could read until it is given back.
         will_not_be_told = self._lock.held_for_write() or held.changes_untold or self._copies_at_once
         with self._lock.read():
@@ -302,34 +326,24 @@ class Checkpointer:
                 of_group=held.of_group,
                 versions=held.versions,
             )
+            worker = SaveWorker(task, captured, self._book, on_progress=self._on_progress)
             if will_not_be_told:
-                captured.snapshot.detach()
-            elif held.loose and not captured.snapshot.set_apart(held.loose):
+                worker.detach()
+            elif held.loose and not worker.set_apart(held.loose):
                 logger.warning(
                     "what no optimizer owns could not be copied aside (staging_budget_bytes?): if anything writes to it while"
                     " step %d is being saved, the save is not of one moment",
                     identity.step,
                 )
-        task = SaveTask(
-            storage=self._storages[tier],
-            name=name,
-            member=Member(identity.replica, identity.rank),
-            writers=Writers(identity.num_replicas, identity.num_ranks, identity.replica_id),
-            mode=self._mode if tier is Tier.STORAGE else SaveMode.EVERY_GROUP,
-            is_storage_shared=tier is Tier.STORAGE,
-            fill_after_s=self._fill_after.total_seconds(),
-            timeout_s=self._timeout.total_seconds(),
-        )
-        worker = SaveWorker(task, captured, on_progress=self._on_progress)
         thread = Thread(self._run, "torchft_ckpt-save", (worker, task))
-        self._in_flight = captured
+        self._worker, self._owner = worker, os.getpid()
         try:
             thread.start()
         except RuntimeError as error:
+            self._worker = None
             captured.close()
             future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
             return future
-        self._worker, self._owner = worker, os.getpid()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         self._last[tier] = name, worker.future
         return worker.future
@@ -391,7 +405,7 @@ class Checkpointer:
         worker = self._worker
         if worker is not None and self._is_busy():
             if wait and worker.wait_written(self._timeout.total_seconds()):
-                self.wait(_FILLS * self._fill_after + _TO_CLOSE)
+                self.wait((self._redundancy + 1) * self._fill_after + _TO_CLOSE)
             worker.cancel()
         if not self.wait(_TO_GIVE_UP):
             logger.error(
@@ -405,8 +419,16 @@ class Checkpointer:
         return self._worker is not None and not self._worker.future.done()
 
     def _detach(self) -> None:
-        if self._in_flight is not None:
-            self._in_flight.detach()
+        if self._worker is not None:
+            self._worker.detach()
+
+    def _say_once_if_alone(self, task: SaveTask) -> None:
+        if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_said_no_backups:
+            self._has_said_no_backups = True
+            why = "there is one replica group" if task.mode is not SaveMode.EVERY_GROUP else "each group writes all"
+            logger.info(
+                "saves have no backups, because %s: a writer that dies in a save leaves it without its share", why
+            )
 
     def _state_of(self, state_dict: dict[str, Any] | None) -> StateHeld:
         state = None if state_dict is None else {key: state_of_value(value) for key, value in state_dict.items()}

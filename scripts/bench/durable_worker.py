@@ -28,14 +28,14 @@ from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.durable.names import checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
-from torchft_ckpt.checkpointing.durable.saving.part_writer import Writers
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode, SaveTask, SaveWorker
 from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.checkpointing.durable.together.finding import read_newest
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
-from torchft_ckpt.core.saving import Member
+from torchft_ckpt.core.saving import Member, Writers
 
 Answer = dict[str, Any]
 TIMEOUT = timedelta(seconds=120)
@@ -191,13 +191,13 @@ class Worker:
             storage=open_storage(location),
             name=checkpoint_name(step, "q1-bench"),
             member=Member(self._replica, self._rank),
-            writers=Writers(2, world_size, f"group-{self._replica}"),
+            writers=Writers(2, world_size, f"group-{self._replica}", redundancy=2),
             mode=SaveMode.SHARED,
             is_storage_shared=True,
             fill_after_s=30.0,
             timeout_s=TIMEOUT.total_seconds(),
         )
-        worker = SaveWorker(task, captured)
+        worker = SaveWorker(task, captured, ShareBook())
         worker.run()
         return worker.future
 

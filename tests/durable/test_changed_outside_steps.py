@@ -123,9 +123,10 @@ def test_a_swap_after_everything_was_copied_ahead_costs_the_save_nothing(
 ) -> None:
     before = scene.bits()
     future = scene.save()
-    captured = scene.checkpointer._in_flight
-    assert captured is not None
-    captured.copy_ahead()
+    worker = scene.checkpointer._worker
+    assert worker is not None
+    worker.stage()
+    worker._state.copy_ahead()
     scene.swap()
     scene.optimizer.step()
     writing.set()

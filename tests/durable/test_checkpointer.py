@@ -402,6 +402,7 @@ def test_a_save_that_failed_removes_nothing(tmp_path: Path, monkeypatch: pytest.
     [
         ({"keep_last": 0}, "keep_last=0"),
         ({"keep_every": -1}, "keep_every=-1"),
+        ({"redundancy": 0}, "redundancy=0"),
         ({"fill_after": timedelta(0)}, "fill_after"),
         ({"timeout": timedelta(seconds=-1)}, "timeout"),
         ({"storage_options": {"a": 1}}, "takes no options"),

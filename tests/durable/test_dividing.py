@@ -12,19 +12,20 @@ import torch
 from support.spmd_double import Layout, SilentAdapter, SpmdAdapter, SpmdTensor, random_spmd_layout, registered
 
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.saving.dividing import own_share
+from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, Staged, shares_of
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
-from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers
+from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.core.coverage import subtract
-from torchft_ckpt.core.saving import Member
+from torchft_ckpt.core.saving import Member, Writers
 
 NUM_RANKS = 2
+BLOCK_BYTES = 64 * 1024
 
 
-def shares_of(num_replicas: int, of_group: set[str]) -> dict[Member, PartShare]:
+def all_shares(num_replicas: int, of_group: set[str]) -> dict[Member, PartShare]:
     """What each member writes of a state that all of them hold whole, but for the tensors that are each group's own."""
     shares = {}
     for replica in range(num_replicas):
@@ -44,19 +45,24 @@ def share_of(
     state: dict[str, Any], member: Member, num_replicas: int, num_ranks: int, of_group: Collection[int] = ()
 ) -> PartShare:
     """What a member writes of its state."""
-    captured = CapturedState(
+    captured = capture(state, member.rank, num_ranks, of_group)
+    try:
+        return shares_of(captured, Writers(num_replicas, num_ranks), [member], range(num_replicas))[0]
+    finally:
+        captured.close()
+
+
+def capture(state: dict[str, Any], rank: int, num_ranks: int, of_group: Collection[int] = ()) -> CapturedState:
+    """The state of a rank as a save has it."""
+    return CapturedState(
         state,
         step=1,
         own=None,
         lock=StateDictLock(),
-        pool=BufferPool(64 * 1024),
-        index=HoldingsIndex(member.rank, num_ranks),
+        pool=BufferPool(BLOCK_BYTES),
+        index=HoldingsIndex(rank, num_ranks),
         of_group=of_group,
     )
-    try:
-        return own_share(captured, Writers(num_replicas, num_ranks, ""), member, range(num_replicas))
-    finally:
-        captured.close()
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
@@ -65,7 +71,7 @@ def test_what_each_group_has_its_own_of_comes_from_the_first_and_all_is_written_
     num_replicas: int, of_group: set[str]
 ) -> None:
     shapes = {"weight": (3000, 128), "statistics": (512, 128), "count": (), "array": (512, 128)}
-    shares = shares_of(num_replicas, of_group)
+    shares = all_shares(num_replicas, of_group)
     for place, (name, shape) in enumerate(shapes.items()):
         boxes = [box for share in shares.values() for tensor, box in share.boxes if tensor == place]
         assert not subtract([whole(shape)], boxes)
@@ -189,3 +195,71 @@ def test_what_one_rank_alone_knows_of_fills_up_what_the_first_group_writes_of_it
     loads = [sum(box.volume * 4 for _, box in share.boxes) for share in shares.values()]
     assert sum(loads) == (6 + 8 * 2) * 2**20
     assert max(loads) <= 1.1 * sum(loads) / len(loads), loads
+
+
+# --- what is staged --------------------------------------------------------------------------------------------------
+
+
+def staged_by(
+    book: ShareBook, num_replicas: int, member: Member, redundancy: int, state: dict[str, Any] | None = None
+) -> list[Staged]:
+    """What a rank of groups of two ranks stages; its state has the layout of every other by default."""
+    captured = capture(large_state() if state is None else state, member.rank, NUM_RANKS)
+    try:
+        writers = Writers(num_replicas, NUM_RANKS, redundancy=redundancy)
+        return book.staged_by(captured, writers, member, range(num_replicas))
+    finally:
+        captured.close()
+
+
+def large_state() -> dict[str, Any]:
+    return {f"w{number}": torch.zeros(700 + 100 * number, 257) for number in range(20)}
+
+
+@pytest.mark.parametrize("redundancy", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+def test_a_rank_works_out_the_shares_that_it_backs_up_as_their_owners_do(num_replicas: int, redundancy: int) -> None:
+    writers = Writers(num_replicas, NUM_RANKS, redundancy=redundancy)
+    members = [Member(replica, rank) for replica in range(num_replicas) for rank in range(NUM_RANKS)]
+    staged = {member: staged_by(ShareBook(), num_replicas, member, redundancy) for member in members}
+    for member in members:
+        assert len(staged[member]) == min(redundancy, num_replicas)
+        for number, share in enumerate(staged[member]):
+            assert share.share == staged[writers.share_of(member, number)][0].share
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8])
+@pytest.mark.parametrize("redundancy", [1, 2])
+def test_hardly_more_is_staged_than_the_shares(num_replicas: int, redundancy: int) -> None:
+    """But for the ends of the blocks in which they begin and end."""
+    staged = staged_by(ShareBook(), num_replicas, Member(1, 1), redundancy)
+    blocks = 0
+    for share in staged:
+        assert share.num_bytes == sum(box.volume * 4 for _, box in share.share.boxes)
+        blocks |= share.blocks
+    num_bytes = sum(share.num_bytes for share in staged)
+    held = sum(tensor.nbytes for tensor in large_state().values())
+    assert abs(num_bytes - redundancy * held / num_replicas / NUM_RANKS) < 0.05 * num_bytes
+    assert num_bytes <= blocks.bit_count() * BLOCK_BYTES <= num_bytes + 2 * redundancy * BLOCK_BYTES
+
+
+def test_columns_of_a_sharded_tensor_are_divided_among_replicas_in_rows() -> None:
+    """What a share has of a tensor is one run of memory, so that no more is staged."""
+    layout = Layout((1, 2), places=((0,), (1,)))
+    with registered(SpmdAdapter()):
+        state = {"w": SpmdTensor((4096, 512), torch.float32, layout.of_rank(1))}
+        staged = staged_by(ShareBook(), 4, Member(2, 1), 2, state)
+    assert [share.num_bytes for share in staged] == [1024 * 256 * 4] * 2
+    assert all(share.blocks.bit_count() <= 16 + 1 for share in staged)
+
+
+def test_shares_are_worked_out_once_for_a_layout_and_a_number_of_groups() -> None:
+    book, member = ShareBook(), Member(0, 0)
+    two = staged_by(book, 2, member, 2)
+    three = staged_by(book, 3, member, 2)
+    assert staged_by(book, 2, member, 2) is two
+    assert staged_by(book, 3, member, 2) is three
+    other = {**large_state(), "more": torch.zeros(3)}
+    assert staged_by(book, 2, member, 2, other) is not two
+    assert staged_by(book, 2, member, 2, other) == staged_by(ShareBook(), 2, member, 2, other)
+    assert staged_by(book, 2, member, 2) == two

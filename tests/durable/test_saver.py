@@ -37,7 +37,7 @@ from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, Sav
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 LAYOUTS = [(1, 1), (3, 1), (1, 2), (2, 2), (4, 2)]
 TWO_BY_TWO = Plan(num_replicas=2, num_ranks=2)
@@ -345,8 +345,8 @@ def test_tensors_of_an_adapter_that_says_who_holds_them_are_on_disk_once(
         assert torch.equal(bits_of(want.target), bits_of(full[want.name])), want.name
 
 
-def test_where_ranks_differ_in_what_they_know_of_holders_the_hole_is_found_and_filled(tmp_path: Path) -> None:
-    """An adapter must not do that. It costs time and bytes; the checkpoint is whole."""
+def test_where_ranks_differ_in_what_they_know_of_holders_the_hole_is_found_and_named(tmp_path: Path) -> None:
+    """An adapter must not do that: the ranks divide the save in different ways, and nobody has staged what is missing."""
     knows = SpmdLayout((2, 1), 2, places=((0, 2), (1, 3)))
     full = random_bits((512, 256), torch.float32, seed=5)
     plain = random_bits((700, 256), torch.float32, seed=6)
@@ -355,9 +355,12 @@ def test_where_ranks_differ_in_what_they_know_of_holders_the_hole_is_found_and_f
         layouts = [knows.of_rank(0), dataclasses.replace(knows.of_rank(1), places=None)]
         states = [{"spmd": SpmdTensor.of(full, layout), "plain": plain} for layout in layouts]
         workers = [worker_of(plan, member, storage, state_of_rank=states[member % 2]) for member in range(4)]
-    saved = run_all(workers)
-    assert any(one.num_fills for one in saved)
-    wants = [Want(name, whole((rows, 256)), torch.zeros(rows, 256)) for name, rows in (("spmd", 512), ("plain", 700))]
-    CheckpointReader(newest_whole([storage])).read(wants)
-    assert torch.equal(bits_of(wants[0].target), bits_of(full))
-    assert torch.equal(bits_of(wants[1].target), bits_of(plain))
+    threads = [threading.Thread(target=worker.run) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for worker, thread in zip(workers, threads, strict=True):
+        with pytest.raises(CheckpointDamagedError, match=r"did not divide it alike .* missing are plain"):
+            worker.future.result(60)
+        thread.join()
+    with pytest.raises(CheckpointNotFoundError, match="missing are plain"):
+        newest_whole([storage])

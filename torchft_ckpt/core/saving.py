@@ -1,37 +1,46 @@
-"""This file decides what one writer of a checkpoint does once its own share is written: wait, fill a hole, or close it.
+"""This file decides what one writer of a checkpoint does once its own share is written: wait, take over, close.
 
-It is told what is to be seen in the checkpoint's directory, and when. It knows no files, and no clock.
+It is told what is to be seen in the checkpoint's directory, who is known to be lost, and when. It knows no files, and no clock.
 
-Nobody coordinates, so all writers watch the same directory. When every part is there, one of them reads the manifests and writes
-DCP's metadata: the first, or, where that one does not do it in time, the next, and so on. Where a part does not come and
-nothing of it grows any more, its writer is taken for lost: those that hold the same bytes write them instead. Where a writer
-was only slow its bytes are there twice, which does no harm. If the hole is still there when nothing has changed for as long
-again, the one that was to fill it is lost as well, and everybody who can fills it.
+The writers are the ranks of the N replica groups that contributed to the step. A replica group dies as a whole, so the same rank
+of k - 1 other groups backs each share up: it holds the same boxes, and works the share out alone. The backups have an order. Each
+takes over when the owner and the backups before it are lost: at once where the lighthouse says so, else when nothing has grown
+of what they write for `fill_after` each. A writer that was only slow goes on: its bytes are there twice then, which does no harm.
+No part has two writers, because its name carries the writer and the number that it has among the holders of the share.
+
+When every share has a manifest, writer (0, 0) reads them all and writes DCP's metadata. Where it is lost the task passes on to
+(1, 0), (2, 0) and so on by the same rule, and after the first ranks of all groups to the next ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-_CLOSE_DELAY_S = 1.0
-_WRITERS_READ_PER_DELAY = 50
-"""Who closes reads all manifests first: where they are many, the next in turn waits for that."""
 _FIRST_LOOK_S = 0.01
 _LOOK_SHARE = 0.2
 """Of the time that nothing has changed so far."""
 _LAST_LOOK_S = 1.0
-_LOOKS_PER_S = 200
-"""Of all writers together, where they are many: a directory of thousands of files is not listed for nothing."""
+_LOOKS_PER_S = 4000
+"""Of all writers together, where they are many."""
+_TURN_SHARE = 0.125
+"""Of the time until its turn to close comes, a writer may be late to see that all shares are there."""
+_STILL_SHARE = 0.5
+"""Of `fill_after`: when nothing has changed for so long it is watched whether other shares grow than those that are backed up."""
+_MAX_WATCHED = 64
+"""Of so many of them."""
 
 
 class Act(Enum):
     """What to do."""
 
     WAIT = "wait"
-    FILL = "fill"
+    TAKE_OVER = "take over"
+    """Write a share that this writer backs up."""
     CLOSE = "close"
     """See whether it is whole; if so, write the metadata."""
     DONE = "done"
@@ -39,29 +48,75 @@ class Act(Enum):
 
 
 class Member(NamedTuple):
-    """A rank of a replica group that saves."""
+    """A rank of a replica group that saves. It stands for its share, too."""
 
     replica: int
     rank: int
 
 
+PartKey = tuple[int, int, int]
+"""Of a part: the group and the rank of its writer, and which of the holders of the share its writer is; 0 is the owner."""
+
+
+class Writers(NamedTuple):
+    """Who saves: so many replica groups of so many ranks, and how many groups can write each share."""
+
+    num_replicas: int
+    num_ranks: int
+    replica_id: str = ""
+    """Name of this writer's group."""
+    redundancy: int = 1
+    """A checkpoint survives the death of any `redundancy - 1` groups, as far as there are so many."""
+
+    @property
+    def num_members(self) -> int:
+        """How many ranks save."""
+        return self.num_replicas * self.num_ranks
+
+    @property
+    def num_holders(self) -> int:
+        """How many groups can write each share: the owner's, and the backups'."""
+        return max(min(self.redundancy, self.num_replicas), 1)
+
+    def number_of(self, replica: int, rank: int) -> int:
+        """Return the number of a rank of a replica among all that save, from 0."""
+        return replica * self.num_ranks + rank
+
+    def holder_of(self, share: Member, number: int) -> Member:
+        """Return the owner (0) of a share, or one of its backups."""
+        return Member((share.replica + number * self._stride) % self.num_replicas, share.rank)
+
+    def share_of(self, holder: Member, number: int) -> Member:
+        """Return the share of which a writer is the holder of that number."""
+        return Member((holder.replica - number * self._stride) % self.num_replicas, holder.rank)
+
+    @property
+    def _stride(self) -> int:
+        return self.num_replicas // self.num_holders
+
+
 class Seen(NamedTuple):
-    """What the directory shows."""
+    """What the directory shows, and what the lighthouse says."""
 
     is_closed: bool
     """Its metadata are there."""
-    parts: frozenset[tuple[int, int, int]]
-    """(replica, rank, fill) of each manifest."""
-    growth: Mapping[Member, int]
-    """Bytes of what else a member has written so far."""
+    parts: Collection[PartKey] | None = None
+    """The parts whose manifests are there; None where the directory was not listed."""
+    growth: Mapping[Member, int] = {}
+    """How much there is of what a writer writes, of those that are watched."""
+    damaged: Collection[PartKey] = frozenset()
+    """Parts that were found not to count."""
+    lost: Collection[int] = frozenset()
+    """Groups that the lighthouse knows to be lost."""
 
 
 class Decision(NamedTuple):
-    """What to do, and why; `look_in_s`: when to look again."""
+    """What to do, and why; `look_in_s`: when to look again; `number`: which of the holders of a share takes it over."""
 
     act: Act
     look_in_s: float = 0.0
     reason: str = ""
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -69,72 +124,166 @@ class SaveWatch:
     """One writer's view of a save, from the time its own share is written.
 
     Args:
-        place: of this writer among all, from 0.
-        writers: whose shares there are to be.
-        fill_after_s: how long nothing may change until who is missing is taken for lost.
+        me: this writer.
+        writers: who saves.
+        fill_after_s: how long nothing may grow of what a writer writes until it is taken for lost.
         give_up_at_s: when to stop waiting.
     """
 
-    place: int
-    writers: frozenset[Member]
+    me: Member
+    writers: Writers
     fill_after_s: float
     give_up_at_s: float
-    num_fills: int = 0
-    """How often this writer has looked for holes that it can fill."""
-    missing: tuple[Member, ...] = ()
-    """Whose own shares are not there."""
-    _last: tuple[object, ...] = ()
+    backs_up: dict[int, Member] = field(init=False)
+    """Shares that are still missing and that this writer backs up, by the number that it has among their holders."""
+    _num_in_vain: int = 0
+    """How often what is there now was seen not to be whole."""
+    _not_before_s: float = 0.0
+    """When to see again whether it is."""
+    _parts: frozenset[PartKey] | None = None
+    _lost: dict[int, float] = field(default_factory=dict)
+    """Groups that the lighthouse knows to be lost, and since when it is known here."""
+    _damaged: dict[PartKey, float] = field(default_factory=dict)
+    """Parts that do not count, and since when it is known."""
+    _missing: list[Member] | None = None
+    """Shares of which no part counts; None until it matters."""
+    _cut_off: frozenset[int] = frozenset()
+    """Groups of which a share is missing, or was written by another; known when `_missing` is."""
+    _growth: dict[Member, int] = field(default_factory=dict)
+    _grew_at_s: dict[Member, float] = field(default_factory=dict)
+    _began_at_s: float | None = None
     _changed_at_s: float = 0.0
-    """When something was last seen to change, or this writer last filled what it could."""
-    _seen_at_s: float = 0.0
     """When something was last seen to change."""
-    _last_of_writers: tuple[object, ...] = ()
-    _writers_changed_at_s: float = 0.0
-    """When something of a writer's own share was last seen to change, whatever others filled since."""
-    _is_in_vain: bool = False
-    """What is there now was seen not to be whole."""
+    _list_at_s: float = 0.0
+    """When the directory is to be listed, where this writer backs nothing up any more."""
+
+    def __post_init__(self) -> None:
+        self.backs_up = {
+            number: self.writers.share_of(self.me, number) for number in range(1, self.writers.num_holders)
+        }
+
+    def lists(self, now: float) -> bool:
+        """Whether the next look is to list the directory; else it is enough to know whether the checkpoint is closed."""
+        return bool(self.backs_up) or now >= min(self._list_at_s, self.give_up_at_s)
+
+    def missing(self) -> list[Member]:
+        """Return the shares of which there was no manifest when the directory was last listed."""
+        if self._missing is None:
+            limits = (self.writers.num_replicas, self.writers.num_ranks, self.writers.num_holders)
+            there = {
+                part for part in self._parts or () if part not in self._damaged and all(map(operator.lt, part, limits))
+            }
+            everybody = itertools.starmap(Member, itertools.product(range(limits[0]), range(limits[1])))
+            not_by_owner = [share for share in everybody if (*share, 0) not in there]
+            self._missing = [share for share in not_by_owner if there.isdisjoint(self.parts_of(share))]
+            self._cut_off = frozenset(share.replica for share in not_by_owner)
+        return self._missing
+
+    def watched(self, now: float) -> set[Member]:
+        """Return the writers of whom it matters whether what they write grows."""
+        shares = [*self.backs_up.values()]
+        if self._parts is not None and now >= self._changed_at_s + self.fill_after_s * _STILL_SHARE:
+            shares += self.missing()[:_MAX_WATCHED]
+        return {self.writers.holder_of(share, number) for share in shares for number in range(self.writers.num_holders)}
+
+    def parts_of(self, share: Member) -> list[PartKey]:
+        """Return the parts of which one makes a share complete."""
+        return [(*self.writers.holder_of(share, number), number) for number in range(self.writers.num_holders)]
 
     def observe(self, seen: Seen, now: float) -> Decision:
         """Return what to do next, given what is to be seen now."""
         if seen.is_closed:
             return Decision(Act.DONE)
-        present = {Member(replica, rank) for replica, rank, fill in seen.parts if fill == 0}
-        self.missing = tuple(sorted(self.writers - present))
-        growth = tuple(sorted(seen.growth.items()))
-        of_writers = (frozenset(present), growth)
-        if of_writers != self._last_of_writers:
-            self._last_of_writers, self._writers_changed_at_s = of_writers, now
-        state = (seen.parts, growth)
-        if state != self._last:
-            self._last, self._changed_at_s, self._seen_at_s, self._is_in_vain = state, now, now, False
+        if self._began_at_s is None:
+            self._began_at_s = self._changed_at_s = now
+        if seen.parts is not None:
+            self._note(seen, now)
         if now >= self.give_up_at_s:
-            return Decision(Act.GIVE_UP, reason=self._waited_for(now))
-        has_ended = not self.missing or self.num_fills > 0
-        turn_s = self.place * _CLOSE_DELAY_S * max(1.0, len(self.writers) / _WRITERS_READ_PER_DELAY)
-        if has_ended and not self._is_in_vain and now - self._changed_at_s >= turn_s:
+            return Decision(Act.GIVE_UP, reason=self._waited_for(self.missing(), now))
+        next_s = self.give_up_at_s
+        for number, share in self.backs_up.items():
+            lost_at_s = self._lost_at_s(share, number)
+            if now >= lost_at_s:
+                return Decision(Act.TAKE_OVER, reason=self._waited_for([share], now), number=number)
+            next_s = min(next_s, lost_at_s)
+        turn_s = self._turn_s(now)
+        if now >= turn_s:
             return Decision(Act.CLOSE)
-        is_nobodys = not self.missing and self._is_in_vain and not self.num_fills
-        # The first time each fills what is its own to fill, and need not wait for those who look earlier.
-        changed_at_s = self._changed_at_s if self.num_fills else self._writers_changed_at_s
-        may_have_holes = bool(self.missing) or self._is_in_vain
-        if is_nobodys or (may_have_holes and now - changed_at_s >= self.fill_after_s):
-            return Decision(Act.FILL, reason=self._waited_for(now))
-        longest_s = max(_LAST_LOOK_S, len(self.writers) / _LOOKS_PER_S)
-        look_s = min(max((now - self._seen_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), longest_s)
-        return Decision(Act.WAIT, min(look_s, self.give_up_at_s - now))
+        self._list_at_s = min(self._list_at_s, turn_s)
+        last_look_s = max(_LAST_LOOK_S, self.writers.num_members / _LOOKS_PER_S)
+        look_s = min(max((now - self._changed_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), last_look_s)
+        return Decision(Act.WAIT, min(look_s, max(min(next_s, turn_s) - now, _FIRST_LOOK_S)))
 
-    def not_whole(self) -> None:
-        """Say that the manifests that are there do not make it whole."""
-        self._is_in_vain = True
+    def not_whole(self, now: float) -> None:
+        """Say that what is there does not make it whole. A manifest that could not be read may be readable later."""
+        self._not_before_s = now + self.fill_after_s * 2**self._num_in_vain
+        self._num_in_vain += 1
 
-    def filled(self, now: float) -> None:
-        """Say that this writer has filled what it can."""
-        self.num_fills += 1
-        self._changed_at_s, self._is_in_vain = now, False
+    def took_over(self, number: int) -> None:
+        """Say that this writer has written the share that it backs up under that number."""
+        self.backs_up.pop(number, None)
+        self._list_at_s = 0.0
 
-    def _waited_for(self, now: float) -> str:
-        if not self.missing:
-            return "a hole"
-        names = ", ".join(f"replica {replica} rank {rank}" for replica, rank in self.missing[:5])
-        more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
-        return f"nothing came of {names}{more} for {max(now - self._writers_changed_at_s, 0.0):.1f} s"
+    def _note(self, seen: Seen, now: float) -> None:
+        """Note what a listing of the directory has shown."""
+        for member, num_bytes in seen.growth.items():
+            if self._growth.get(member) != num_bytes:
+                if member in self._growth:
+                    self._changed_at_s = now
+                self._growth[member] = num_bytes
+                self._grew_at_s[member] = now
+        self._lost = {replica: self._lost.get(replica, now) for replica in seen.lost}
+        parts = frozenset(seen.parts or ())
+        if parts != self._parts:
+            self._parts, self._missing = parts, None
+            self._changed_at_s, self._num_in_vain, self._not_before_s = now, 0, 0.0
+        if len(self._damaged) != len(seen.damaged):
+            self._damaged, self._missing = {part: self._damaged.get(part, now) for part in seen.damaged}, None
+        for number, share in [*self.backs_up.items()]:
+            if any(part in parts and part not in self._damaged for part in self.parts_of(share)):
+                del self.backs_up[number]
+        soon_s = min(max((now - self._changed_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), _LAST_LOOK_S)
+        self._list_at_s = now + max(soon_s, (self._place() - 1) * self.fill_after_s * _TURN_SHARE)
+
+    def _lost_at_s(self, share: Member, number: int) -> float:
+        """Return when all holders of a share before the one of that number are lost, if nothing grows till then."""
+        lost_at_s = began_at_s = self._began_at_s or 0.0
+        never = float("inf")
+        for earlier in range(number):
+            holder = self.writers.holder_of(share, earlier)
+            silent_at_s = max(lost_at_s, self._grew_at_s.get(holder, began_at_s)) + self.fill_after_s
+            known_at_s = min(self._lost.get(holder.replica, never), self._damaged.get((*holder, earlier), never))
+            lost_at_s = min(silent_at_s, max(lost_at_s, known_at_s))
+        return lost_at_s
+
+    def _turn_s(self, now: float) -> float:
+        """Return when this writer is to close the checkpoint, as far as is known now."""
+        never = float("inf")
+        if self._parts is None:
+            return never
+        # When nothing has changed for so long nobody will write what is missing. Where each group writes all it may be whole.
+        num_holders = self.writers.num_holders
+        given_up_at_s = self._changed_at_s + num_holders * self.fill_after_s
+        if len(self._parts) < self.writers.num_members and now < given_up_at_s and not self._lost:
+            return never  # as is quick to tell
+        holders = (self.writers.holder_of(share, number) for share in self.missing() for number in range(num_holders))
+        ready_at_s = self._changed_at_s if all(holder.replica in self._lost for holder in holders) else given_up_at_s
+        return never if now < ready_at_s else max(ready_at_s + self._place() * self.fill_after_s, self._not_before_s)
+
+    def _place(self) -> int:
+        """Return how many writers of groups that are not lost are to close the checkpoint before this one.
+
+        A group is lost where the lighthouse says so. When no share is waited for any more, so is one of which a share is missing,
+        or was written by another: groups die as a whole.
+        """
+        lost = self._cut_off.union(self._lost) if self._missing is not None else self._lost.keys()
+        num_before = self.me.replica - sum(replica < self.me.replica for replica in lost)
+        return self.me.rank * (self.writers.num_replicas - len(lost)) + num_before
+
+    def _waited_for(self, shares: Sequence[Member], now: float) -> str:
+        if not shares:
+            return "a hole in what was written"
+        names = ", ".join(f"replica {replica} rank {rank}" for replica, rank in shares[:5])
+        more = f" and {len(shares) - 5} more" if len(shares) > 5 else ""
+        since_s = max([self._began_at_s or 0.0, *(self._grew_at_s.get(share, 0.0) for share in shares)])
+        return f"nothing came of {names}{more} for {max(now - since_s, 0.0):.1f} s"

@@ -3,7 +3,7 @@
 Every member of a job gets the same answer from the same list: what there is, and who holds what. Items that the same members
 hold are laid end to end and cut, so that those with less to do so far get more; what only one member holds comes first, and what
 all hold last, so it fills what is uneven. Members that are not told of each other's items (stages of a pipeline under names of
-their own) may leave a hole or write something twice; a hole shows in the manifests, and is filled by who holds it.
+their own) may leave a hole or write something twice; a hole shows in the manifests, and the checkpoint does not count then.
 
 The question is torchtitan's issue 709, and that of orbax's `replica_id`.
 """
@@ -147,7 +147,10 @@ def _cut(items: Sequence[Item], quotas: Sequence[int]) -> list[tuple[int, Share]
         if item.is_whole or not item.box.sizes or item.num_bytes < 2 * MIN_CUT_BYTES:
             dim, rows = 0, 1
         else:
-            dim = _cut_dim(item.box, item.shape, len(quotas))
+            is_fine = item.box.sizes == item.shape and item.num_bytes // item.shape[0] <= MIN_CUT_BYTES
+            dim = (
+                0 if is_fine else _cut_dim(item.box, item.shape, len(quotas))
+            )  # rows lie in memory one after the other
             rows = item.box.sizes[dim]
         row_bytes = item.num_bytes // rows
         least = min(-(-MIN_CUT_BYTES // row_bytes), rows)

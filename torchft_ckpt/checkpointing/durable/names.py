@@ -3,7 +3,7 @@
     step-000000000120.q3-1a2b3c4d/      the checkpoint of step 120, as saved in quorum 3
         __r0_g1_f0.distcp               what replica 0's rank 1 wrote: DCP's records, with digests between them
         part-r0-g1-f0.json              its manifest, written last
-        part-r1-g1-f1.json              a hole that replica 1's rank 1 filled
+        part-r1-g1-f1.json              replica 1's rank 1 wrote a share that it backs up, as the first of its backups
         .metadata                       DCP's, written by who found all parts there
 
 A name that ends in `.tmp-` and digits is of a file that is being written, or never was.
@@ -26,6 +26,7 @@ _WRITTEN = re.compile(
     r"\A(?:\.metadata|part-r[0-9]{1,7}-g[0-9]{1,7}-f[0-9]{1,4}\.json|__r[0-9]{1,7}_g[0-9]{1,7}_f[0-9]{1,4}\.distcp)"
     r"(?:\.tmp-[0-9]{1,12})?\Z"
 )
+_OF_WRITER = re.compile(r"\A(?:part-|__)r([0-9]{1,7})[-_]g([0-9]{1,7})[-_]f[0-9]{1,4}\.")
 
 
 class CheckpointName(NamedTuple):
@@ -39,7 +40,10 @@ class CheckpointName(NamedTuple):
 
 
 class PartName(NamedTuple):
-    """Who wrote a part, and the how-manieth of its parts it is: 0 is its own share, others fill holes."""
+    """Who wrote a part, and which of the holders of the share that is: 0 is the owner, others are its backups.
+
+    In a checkpoint of an earlier version parts from 1 on are the holes that their writer has filled, in their order.
+    """
 
     replica: int
     rank: int
@@ -86,6 +90,12 @@ def parse_part(name: str) -> PartName | None:
     """Return what the name of a file says; None where it is no manifest's."""
     match = _PART.match(name)
     return None if match is None else PartName(int(match[1]), int(match[2]), int(match[3]))
+
+
+def writer_in(name: str) -> tuple[int, int] | None:
+    """Return the replica and the rank of whoever wrote a file, or is writing it; None where its name does not say."""
+    match = _OF_WRITER.match(name)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def may_be_removed(name: str) -> bool:

@@ -168,7 +168,8 @@ class Snapshot:
         self._num_on_cpu = sum([memory.tensor.is_cpu for memory in space.memories])
         staged = space.memories[self._num_on_cpu :]
         self._staging = Staging(staged, starts_now=num_expected > 0) if staged else None
-        self._staged: list[Memory] = []
+        self._staged: list[tuple[int, Memory]] = []
+        """Of each segment on an accelerator: the first byte of what was staged of it, and where it is."""
         self._detaching = threading.Lock()
         self._changed = threading.Condition()
         # All below belong to `_changed`.
@@ -225,14 +226,23 @@ class Snapshot:
 
     # Who needs what
 
-    def register(self, receiver: str, now: float = 0.0, client: str = "") -> bool:
-        """Note that a receiver of a client starts from the first block; False if not everything is there any more."""
+    def register(self, receiver: str, now: float = 0.0, client: str = "", *, received: int = 0) -> bool:
+        """Note that a receiver of a client starts from the first block; False if not everything is there any more.
+
+        Args:
+            receiver: its name.
+            now: in seconds.
+            client: whose it is.
+            received: blocks that it does not need, a bit set. What of them lies on an accelerator is not staged, if it is the
+                first receiver: nobody else is to come then.
+        """
         with self._changed:
             if not self._can_begin():
                 return False
             self._receivers.add(receiver, now, client)
+            self._receivers.acknowledge(receiver, received)
             if self._staging is not None:
-                self._staging.start()
+                self._staging.start(self._staged_ranges(~received) if received else None)
             return True
 
     def expect(self, num_receivers: int) -> None:
@@ -322,7 +332,7 @@ class Snapshot:
             self._copy_block((wanted & -wanted).bit_length() - 1, Phase.LIVE)
         return True
 
-    def set_apart(self, addresses: Collection[int]) -> bool:
+    def set_apart(self, addresses: Collection[int], *, among: int | None = None) -> bool:
         """Copy aside at once what may change though nobody announces it, and read it from the copies from then on.
 
         The caller sees to it that nothing changes meanwhile, and that nothing was copied or lent before. Nothing is raised,
@@ -330,6 +340,7 @@ class Snapshot:
 
         Args:
             addresses: on the host, in the memory of tensors or arrays of the state.
+            among: only blocks of these, a bit set; default: all.
 
         Returns:
             whether it is set apart; False where the budget or the system has no room.
@@ -342,6 +353,8 @@ class Snapshot:
             if memory is not None and place < len(ordered) and ordered[place] in there:
                 start = self._starts[index]
                 blocks.update(range(start // self.block_bytes, count_blocks(start + memory.length, self.block_bytes)))
+        if among is not None:
+            blocks = {block for block in blocks if among >> block & 1}
         with self._changed:
             num_available = self._pool.num_available()
             if num_available is not None and len(blocks) > num_available:
@@ -352,6 +365,11 @@ class Snapshot:
             logger.warning("%r: what may change was not copied aside: %s", self, error)
             return False
         return True
+
+    @property
+    def space(self) -> Space:
+        """Where in the byte space its tensors lie, without their memory."""
+        return self._layout
 
     @property
     def phase(self) -> Phase:
@@ -710,7 +728,7 @@ class Snapshot:
                 views.append(_PADDING[: position - at])
             at = position + high - low
             if index >= self._num_on_cpu:
-                views.append(self._staged_memory(index).view(low, high))
+                views.append(self._staged_view(index, low, high))
             elif is_detached:
                 views += self._copied_views(position, at)
             elif self._reads_copies:
@@ -746,12 +764,29 @@ class Snapshot:
                 live.append(index)
             at = end
 
-    def _staged_memory(self, index: int) -> Memory:
+    def _staged_view(self, index: int, low: int, high: int) -> memoryview:
+        """View of bytes [low, high) of a staged segment. Of what was not staged nothing is to be had."""
         if not self._staged and self._staging is not None:
             self._staged = [
-                Memory(pinned, pinned.numel(), packed=False) for pinned in self._staging.wait(_STAGING_TIMEOUT)
+                (staged.first, Memory(staged.pinned, staged.pinned.numel(), packed=False))
+                for staged in self._staging.wait(_STAGING_TIMEOUT)
             ]
-        return self._staged[index - self._num_on_cpu]
+        first, memory = self._staged[index - self._num_on_cpu]
+        if not first <= low <= high <= first + memory.length:
+            raise BlockGoneError(f"step {self.step}: a segment was staged in part", party="snapshot")
+        return memory.view(low - first, high - first)
+
+    def _staged_ranges(self, needed: int) -> list[range]:
+        """Return which bytes of each segment on an accelerator lie in these blocks: one run, from the first to the last."""
+        ranges: list[range] = []
+        for start, length in zip(self._starts[self._num_on_cpu :], self._lengths[self._num_on_cpu :], strict=True):
+            first = start // self.block_bytes
+            of_segment = needed >> first & ((1 << (count_blocks(start + length, self.block_bytes) - first)) - 1)
+            low = first + (of_segment & -of_segment).bit_length() - 1
+            high = first + of_segment.bit_length()
+            inside = range(max(low * self.block_bytes - start, 0), min(high * self.block_bytes - start, length))
+            ranges.append(inside if of_segment and length else range(0))
+        return ranges
 
 
 def _by_segment(

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
 from torchft_ckpt.checkpointing.state.space import Memory
 from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import Thread
+
+
+class Staged(NamedTuple):
+    """What was copied of a segment."""
+
+    first: int
+    """Its first byte, in the segment."""
+    pinned: torch.Tensor
+    """uint8."""
 
 
 class Staging:
@@ -27,6 +37,7 @@ class Staging:
     def __init__(self, memories: list[Memory], *, starts_now: bool = True) -> None:
         self._memories = memories
         self._start_lock = threading.Lock()
+        self._ranges = [range(memory.length) for memory in memories]
         self._is_started = False
         self._is_too_late = False
         self._devices = sorted({memory.device for memory in memories}, key=str)
@@ -38,16 +49,21 @@ class Staging:
         self._copied: dict[torch.device, torch.Event] = {}
         self._enqueued = threading.Event()
         self._failure: BaseException | None = None
-        self._pinned: list[torch.Tensor] = []
+        self._staged: list[Staged] = []
         if starts_now:
             self.start()
 
-    def start(self) -> None:
-        """Begin to copy, if it has not begun, and the source may not have been overwritten. Any thread."""
+    def start(self, ranges: list[range] | None = None) -> None:
+        """Begin to copy, if it has not begun, and the source may not have been overwritten. Any thread.
+
+        Args:
+            ranges: which bytes of each segment are wanted; default: all.
+        """
         with self._start_lock:
             if self._is_started or self._is_too_late:
                 return
             self._is_started = True
+            self._ranges = ranges or self._ranges
         Thread(self._run, "torchft_ckpt-staging").start()
 
     def _run(self) -> None:
@@ -55,13 +71,16 @@ class Staging:
             streams = {device: torch.Stream(device) for device in self._devices}
             for device, stream in streams.items():
                 stream.wait_event(self._written[device])
-            for memory in self._memories:
-                pinned = torch.empty(memory.length, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for memory, wanted in zip(self._memories, self._ranges, strict=True):
+                if not wanted:
+                    self._staged.append(Staged(0, torch.empty(0, dtype=torch.uint8, device="cpu")))
+                    continue
+                pinned = torch.empty(len(wanted), dtype=torch.uint8, device="cpu", pin_memory=True)
                 with streams[memory.device]:
-                    source = memory.contiguous_bytes()
+                    source = memory.contiguous_bytes()[wanted.start : wanted.stop]
                     pinned.copy_(source, non_blocking=True)
                     source.record_stream(streams[memory.device])
-                self._pinned.append(pinned)
+                self._staged.append(Staged(wanted.start, pinned))
             for device, stream in streams.items():
                 event = torch.Event(device)
                 event.record(stream)
@@ -75,9 +94,8 @@ class Staging:
         """Whether the copies are complete (or failed)."""
         return self._enqueued.is_set() and all(event.query() for event in self._copied.values())
 
-    def wait(self, timeout: timedelta) -> list[torch.Tensor]:
-        """Wait until the copies are complete, and start them if need be; return the pinned uint8 tensors in the order of
-        `memories`.
+    def wait(self, timeout: timedelta) -> list[Staged]:
+        """Wait until the copies are complete, and start them if need be; return them in the order of `memories`.
 
         Raises:
             CheckpointError: the memory could not be staged.
@@ -91,7 +109,7 @@ class Staging:
             raise CheckpointError(f"staging to pinned memory failed: {self._failure}", "staging") from self._failure
         for event in self._copied.values():
             event.synchronize()
-        return self._pinned
+        return self._staged
 
     def order_mutation_after(self, timeout: timedelta) -> None:
         """Make the calling thread's current streams wait for the copies, so that it may overwrite the source.

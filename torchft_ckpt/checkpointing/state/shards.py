@@ -98,7 +98,7 @@ class ShardAdapter(ABC):
         The boxes are apart from each other and make up the whole tensor; empty ones may be left out. What is said of this rank
         is what `boxes` says. If any of that is not so, nothing of it counts. Nobody may be asked: the answer follows from what
         all ranks know alike, such as a mesh, and all of them give the same one. Where one rank says None all must: else
-        they divide the save in different ways, and the hole is found and filled late, after `fill_after`.
+        they divide the save in different ways, and a checkpoint with a hole is not closed: its writers get an error.
 
         Called on the trainer's thread for each tensor of a save, so it should be quick; the answer must not change afterwards.
         """

@@ -120,7 +120,7 @@ class Checkpoint:
 
     def __init__(self, name: CheckpointName, parts: Sequence[Part], left_aside: Sequence[str] = ()) -> None:
         self.name = name
-        self.parts = sorted(parts, key=lambda part: part.name)
+        self.parts = sorted(parts, key=lambda part: (part.name.fill, part.name))  # owners' shares before their backups'
         self.left_aside = [*left_aside]
         self.tensors: dict[str, SavedTensor] = {}
         """By fqn. Those that parts contradict each other on are of the first part's shape, and never read."""
@@ -301,7 +301,7 @@ def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_th
             elif part is not None:
                 left_aside.append(f"{name}/{entry}: no name of a manifest, which would be {part.manifest}")
     parts: list[Part] = []
-    for part_or_reason in in_threads(lambda at: _read_part(at[0], name, at[1]), found, num_threads):
+    for part_or_reason in in_threads(lambda at: read_part(at[0], name, at[1]), found, num_threads):
         if isinstance(part_or_reason, str):
             left_aside.append(part_or_reason)
         else:
@@ -381,8 +381,8 @@ def _tell(checkpoint: Checkpoint) -> None:
         )
 
 
-def _read_part(storage: Storage, name: CheckpointName, part: PartName) -> Part | str:
-    """Return a part, or why it does not count."""
+def read_part(storage: Storage, name: CheckpointName, part: PartName) -> Part | str:
+    """Return a part, or why it does not count: its manifest cannot be read, or a file of it is not as long as it should be."""
     path = f"{name}/{part.manifest}"
     try:
         num_bytes = storage.size(path)

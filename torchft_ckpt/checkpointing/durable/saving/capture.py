@@ -20,9 +20,10 @@ from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import read_region, region_in_chunk, slices_of
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
-from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.blocks import count_blocks
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.regions import Region, slices
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, UnsupportedValueError
@@ -55,6 +56,8 @@ class CapturedState:
         of_group: `id` of the tensors that other replica groups do not hold alike.
         versions: of the tensors; default: now.
 
+    Nothing is kept for the save before `stage` was called; that is to be before the trainer's next step.
+
     Raises:
         UnsupportedValueError: something in it cannot be carried; the message has its path.
     """
@@ -76,6 +79,8 @@ class CapturedState:
         self.step = step
         self._index = index
         self._layouts: list[Layout] = []
+        self._staged = 0
+        """The blocks that are kept for the save, a bit for each."""
         self._trainer_is_free = threading.Event()
         self._trainer_is_free.set()
 
@@ -105,21 +110,50 @@ class CapturedState:
             twice = next(name for name in names if names.count(name) > 1)
             self.snapshot.close()
             raise UnsupportedValueError(f"state dict: two tensors are named {twice!r}", twice)
-        self.snapshot.register(RECEIVER)
+
+    @property
+    def outline(self) -> object:
+        """All that says who holds what, and where it lies: states of equal ones have equal shares, in the same blocks."""
+        return self._layouts, self.snapshot.space, len(self.values)
 
     @functools.cached_property
     def holdings(self) -> list[TensorHoldings]:
-        """Who holds what, in the order of the manifest; worked out when it is first asked for, on the save's thread."""
-        layouts, self._layouts = self._layouts, []
+        """Who holds what, in the order of the manifest; worked out when it is first asked for."""
         return [
             self._index.holdings_of(layout, (box_of(chunk) for chunk in entry.chunks))
-            for layout, entry in zip(layouts, self.manifest.tensors, strict=True)
+            for layout, entry in zip(self._layouts, self.manifest.tensors, strict=True)
         ]
+
+    def extent_of(self, boxes: Sequence[tuple[int, Box]]) -> tuple[int, int]:
+        """Return how many bytes boxes of tensors have, and in which blocks they lie, a bit for each."""
+        num_bytes = blocks = 0
+        block_bytes = self.snapshot.block_bytes
+        for tensor, box in boxes:
+            region = self._region_of(tensor, box)
+            num_bytes += region.num_bytes
+            for run in [region] if not region.steps else slices(region, block_bytes, block_bytes):
+                first, after = run.start // block_bytes, count_blocks(run.stop, block_bytes)
+                blocks |= ((1 << (after - first)) - 1) << first
+        return num_bytes, blocks
 
     @property
     def manifest(self) -> Manifest:
         """What this rank holds, and the tree of the state."""
         return self.snapshot.manifest
+
+    def stage(self, blocks: int | None = None) -> None:
+        """Keep these blocks as they are now, a bit for each, until they are released; default: all. Any thread, once."""
+        everything = (1 << self.snapshot.num_blocks) - 1
+        self._staged = everything if blocks is None else blocks
+        self.snapshot.register(RECEIVER, received=everything & ~self._staged)
+
+    def set_apart(self, addresses: Collection[int]) -> bool:
+        """Copy at once what of the staged blocks has these addresses; see `Snapshot.set_apart`."""
+        return self.snapshot.set_apart(addresses, among=self._staged)
+
+    def release(self, blocks: int) -> None:
+        """Free these blocks, which are not read any more."""
+        self.snapshot.contact(RECEIVER, 0.0, received=blocks)
 
     def copy_ahead(self) -> None:
         """Copy aside what the trainer would have to wait for; on the save's thread, beside the forward pass.
@@ -148,14 +182,12 @@ class CapturedState:
             CheckpointError: it is not held here, or not any more.
             StateChangedError: it was written to without the lock before it was read or copied aside.
         """
-        entry = self.manifest.tensors[tensor]
-        itemsize = parse_dtype(entry.dtype).itemsize
-        chunk = next((chunk for chunk in entry.chunks if contains(box_of(chunk), box)), None)
-        if chunk is None or len(memory) != box.volume * itemsize:
-            raise CheckpointError(f"{box} of {entry.fqn[:120]!r} is not held by this rank", party="save")
+        region = self._region_of(tensor, box)
+        if len(memory) != region.num_bytes:
+            raise CheckpointError(f"{box} has {region.num_bytes} bytes, not {len(memory)}", party="save")
         at = 0
         try:
-            for piece in slices_of(region_in_chunk(self.manifest, entry, chunk, box)):
+            for piece in slices_of(region):
                 self._trainer_is_free.wait()
                 at += len(read_region(self.snapshot, piece, memory[at:]))
         except StateChangedError as error:
@@ -171,6 +203,18 @@ class CapturedState:
                 f"step {self.step}: the copies of what was not written yet would have exceeded staging_budget_bytes",
                 party="staging_budget_bytes",
             ) from error
+
+    def _region_of(self, tensor: int, box: Box) -> Region:
+        """Return where a box of a tensor lies in the snapshot.
+
+        Raises:
+            CheckpointError: it is not held here.
+        """
+        entry = self.manifest.tensors[tensor]
+        for chunk in entry.chunks:
+            if contains(box_of(chunk), box):
+                return region_in_chunk(self.manifest, entry, chunk, box)
+        raise CheckpointError(f"{box} of {entry.fqn[:120]!r} is not held by this rank", party="save")
 
     def close(self) -> None:
         """Free everything; the trainer never waits for it again."""

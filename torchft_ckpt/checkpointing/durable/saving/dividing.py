@@ -1,7 +1,8 @@
-"""What this rank writes of a state when nobody is lost: `core/shares.py` asked about a state that is being saved.
+"""What each rank writes of a state: `core/shares.py` asked about a state that is being saved.
 
 In two steps. The ranks of a group divide each tensor by what all of them know of it. Then the replicas of one rank divide that
-rank's part; they run the same script, so what one of them knows of a tensor they all know.
+rank's part; they run the same script, so what one of them knows of a tensor they all know. So a rank can work out not only its
+own share, but also those of the same rank of other groups, which it backs up.
 
 A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by layout,
 and nothing but what this rank holds is looked at one by one.
@@ -11,28 +12,79 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.holdings import Held, TensorHoldings
-from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers
+from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare
 from torchft_ckpt.core.boxes import Box
-from torchft_ckpt.core.saving import Member
+from torchft_ckpt.core.saving import Member, Writers
 from torchft_ckpt.core.shares import Holders, Item, cut_by_quotas, deal_shares, level_quotas
 
 _VALUE_BYTES = 1024
 """What the record of a plain value is counted as."""
+_MAX_KEPT = 8
+"""Numbers of groups whose shares are kept: a job loses groups, and gets them back."""
 
 
-def own_share(state: CapturedState, writers: Writers, member: Member, replicas: Sequence[int]) -> PartShare:
-    """Return this rank's share of a state.
+class Staged(NamedTuple):
+    """A share that a rank stages, and where it lies."""
+
+    share: PartShare
+    num_bytes: int
+    """Of tensors."""
+    blocks: int
+    """Of the captured state, a bit for each, that the share has bytes in."""
+
+
+class ShareBook:
+    """The shares that one rank stages, worked out once for a layout and a number of groups. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._outline: object = None
+        self._known: dict[object, list[Staged]] = {}
+
+    def staged_by(
+        self, state: CapturedState, writers: Writers, member: Member, replicas: Sequence[int]
+    ) -> list[Staged]:
+        """Return what a rank stages: its own share, then the one of which it is the first backup, and so on.
+
+        Args:
+            state: as this rank holds it.
+            writers: who saves.
+            member: this rank.
+            replicas: the replica groups that divide the work.
+        """
+        if not self._has_outline(state.outline):
+            self._outline, self._known = state.outline, {}
+        key = writers._replace(replica_id=""), member, tuple(replicas)
+        if key not in self._known:
+            if len(self._known) >= _MAX_KEPT:
+                del self._known[next(iter(self._known))]
+            numbers = range(writers.num_holders)
+            shares = shares_of(state, writers, [writers.share_of(member, number) for number in numbers], replicas)
+            self._known[key] = [Staged(share, *state.extent_of(share.boxes)) for share in shares]
+        return self._known[key]
+
+    def _has_outline(self, outline: object) -> bool:
+        try:
+            return bool(outline == self._outline)
+        except (ValueError, TypeError):  # an adapter has named holders in arrays, say
+            return False
+
+
+def shares_of(
+    state: CapturedState, writers: Writers, members: Sequence[Member], replicas: Sequence[int]
+) -> list[PartShare]:
+    """Return the shares of members that have one rank in their groups.
 
     Args:
-        state: as this rank holds it.
+        state: as that rank holds it.
         writers: who saves.
-        member: this rank.
-        replicas: the replica groups that divide the work; this rank's is one of them.
+        members: whose shares.
+        replicas: the replica groups that divide the work; others have nothing to write.
     """
-    pieces = _part_of_rank(state, writers.num_ranks, member.rank)
+    pieces = _part_of_rank(state, writers.num_ranks, members[0].rank)
     num_tensors = len(state.holdings)
     # What each group has its own of comes from the first, and not in part from each.
     is_alike = [*(tensor.is_alike for tensor in state.holdings), *(True for _ in state.values)]
@@ -40,14 +92,21 @@ def own_share(state: CapturedState, writers: Writers, member: Member, replicas: 
     everywhere = [(number, item) for number, item in pieces if is_alike[number]]
     loads = [0] * len(replicas)
     loads[0] = sum(item.num_bytes for _, item in first_groups)
-    place = replicas.index(member.replica)
     all_replicas = tuple(range(len(replicas)))
-    items = [item._replace(holders=all_replicas) for _, item in everywhere]
-    mine = [(everywhere[share.item][0], share.box) for share in deal_shares(items, len(replicas), loads)[place]]
-    if place == 0:
-        mine += [(number, item.box) for number, item in first_groups]
-    boxes = sorted(piece for piece in mine if piece[0] < num_tensors)
-    return PartShare(boxes, [number - num_tensors for number, _ in mine if number >= num_tensors])
+    items = [item._replace(holders=all_replicas, shape=item.box.sizes) for _, item in everywhere]
+    dealt = deal_shares(items, len(replicas), loads)
+    shares: list[PartShare] = []
+    for member in members:
+        if member.replica not in replicas:
+            shares.append(PartShare([], []))
+            continue
+        place = replicas.index(member.replica)
+        of_member = [(everywhere[share.item][0], share.box) for share in dealt[place]]
+        if place == 0:
+            of_member += [(number, item.box) for number, item in first_groups]
+        boxes = sorted(piece for piece in of_member if piece[0] < num_tensors)
+        shares.append(PartShare(boxes, [number - num_tensors for number, _ in of_member if number >= num_tensors]))
+    return shares
 
 
 def _part_of_rank(state: CapturedState, num_ranks: int, rank: int) -> list[tuple[int, Item]]:
@@ -61,7 +120,8 @@ def _part_of_rank(state: CapturedState, num_ranks: int, rank: int) -> list[tuple
     pieces: list[tuple[int, Item]] = []
     for number, tensor in enumerate(state.holdings):
         for held in tensor.mine:
-            item = Item(tensor.fqn, held.box, tensor.itemsize, tensor.shape, held.ranks)
+            # Cut as if the box were all of the tensor, so in rows: what a share has of it is one run of memory to stage.
+            item = Item(tensor.fqn, held.box, tensor.itemsize, held.box.sizes, held.ranks)
             # Where nobody of this group knows of it but this rank, it is this rank's.
             (classes.setdefault(held.ranks, []) if tensor.is_known_to_all else pieces).append((number, item))
     for number, value in enumerate(state.values, len(state.holdings)):

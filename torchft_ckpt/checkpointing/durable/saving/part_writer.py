@@ -25,6 +25,7 @@ from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.storage.contract import OutputFile, Storage
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.saving import Writers
 from torchft_ckpt.core.shares import pieces_of
 
 
@@ -33,23 +34,6 @@ class PartShare(NamedTuple):
 
     boxes: Sequence[tuple[int, Box]]
     values: Sequence[int]
-
-
-class Writers(NamedTuple):
-    """Who saves: so many replicas of so many ranks, and the name of this one's group."""
-
-    num_replicas: int
-    num_ranks: int
-    replica_id: str
-
-    @property
-    def num_members(self) -> int:
-        """How many ranks save."""
-        return self.num_replicas * self.num_ranks
-
-    def number_of(self, replica: int, rank: int) -> int:
-        """Return the number of a rank of a replica among all that save, from 0."""
-        return replica * self.num_ranks + rank
 
 
 def write_part(

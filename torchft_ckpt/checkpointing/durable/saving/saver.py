@@ -1,7 +1,7 @@
-"""Carries one save out: copies ahead, writes this rank's share, waits for the others, fills what they left out, closes it.
+"""Carries one save out: copies ahead, writes this rank's share, waits for the others, writes what lost ones left out, closes it.
 
-One save at a time, on a thread of its own. What is to be done follows from `core/shares.py` (who writes what), `core/saving.py`
-(wait, fill or close) and `core/filling.py` (who fills what); this file looks, asks them, and does it.
+One save at a time, on a thread of its own. What is to be done follows from `core/shares.py` (who writes what) and
+`core/saving.py` (wait, take a share over, or close); this file looks, asks them, and does it.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, PartName, parts_in
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint, why_not_whole
+from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_part, parts_in, writer_in
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint, read_part, why_not_whole
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.saving.dividing import own_share
-from torchft_ckpt.checkpointing.durable.saving.holes import share_of_holes
-from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare, Writers, write_part
+from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, Staged
+from torchft_ckpt.checkpointing.durable.saving.part_writer import write_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
-from torchft_ckpt.core.saving import Act, Member, SaveWatch, Seen
+from torchft_ckpt.core.saving import Act, Member, PartKey, SaveWatch, Seen, Writers
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateChangedError, StorageError
 from torchft_ckpt.threads import Thread
 
@@ -53,7 +52,7 @@ class SavedCheckpoint:
     written_bytes: int
     """By this rank."""
     num_fills: int
-    """How often this rank filled holes that others had left."""
+    """How many shares this rank wrote in the place of writers that were lost."""
     is_closed: bool
     """It was seen to be whole. Not known where only this host can read what it wrote, or where the next save began before."""
     took_s: float
@@ -67,6 +66,7 @@ class SaveTask:
     name: CheckpointName
     member: Member
     writers: Writers
+    """With `redundancy` 1 where nobody could write a share in its owner's place: each group writes all, or the disk is local."""
     mode: SaveMode
     is_storage_shared: bool
     """All ranks see the same files."""
@@ -80,6 +80,7 @@ class SaveWorker:
     Args:
         task: what to do.
         state: what to save; closed at the end, whatever happens.
+        book: of this rank's shares, for one save at a time.
         on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
         clock: monotonic.
     """
@@ -88,12 +89,19 @@ class SaveWorker:
         self,
         task: SaveTask,
         state: CapturedState,
+        book: ShareBook,
         *,
         on_progress: ProgressCallback | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._task = task
         self._state = state
+        self._book = book
+        self._staged: list[Staged] | None = None
+        """The shares that are kept, by the number of this rank among their holders. An empty one needs nothing to be kept."""
+        self._staging = threading.Lock()
+        self._damaged: dict[PartKey, bool] = {}
+        """Of the parts whose manifests this rank has read: whether they do not count."""
         self._on_progress = on_progress
         self._clock = clock
         self._cancelled = threading.Event()
@@ -103,7 +111,7 @@ class SaveWorker:
         self._progress_bytes = 0
         self._lock = threading.Lock()
         self._needs_state = True
-        """This rank writes, its own share or what others left out."""
+        """This rank writes, its own share or that of another."""
         self._leaves = False
         self._share_over = threading.Event()
         """This rank's share is written, or will not be."""
@@ -127,6 +135,41 @@ class SaveWorker:
         self._state.close()
         return True
 
+    def stage(self) -> list[Staged]:
+        """Have the state keep this rank's share and those that it backs up; return them. Any thread; it does so once."""
+        task = self._task
+        with self._staging:
+            if self._staged is None:
+                replicas = {
+                    SaveMode.SHARED: range(task.writers.num_replicas),
+                    SaveMode.ONE_GROUP: range(1),
+                    SaveMode.EVERY_GROUP: range(task.member.replica, task.member.replica + 1),
+                }[task.mode]
+                self._staged = self._book.staged_by(self._state, task.writers, task.member, replicas)
+                self._state.stage(_blocks_of(self._staged))
+            return self._staged
+
+    def set_apart(self, addresses: Collection[int]) -> bool:
+        """Copy at once what of the staged shares has these addresses, because it may change though nobody announces it.
+
+        On the trainer's thread: nothing is raised. Return whether all of it could be copied.
+        """
+        return self._stages() and self._state.set_apart(addresses)
+
+    def detach(self) -> None:
+        """Copy aside what is staged, as the state is about to change. On the trainer's thread: nothing is raised."""
+        if not self._state.snapshot.closed and self._stages():
+            self._state.detach()
+
+    def _stages(self) -> bool:
+        try:
+            self.stage()
+        except Exception as error:  # noqa: BLE001 - the trainer is not to pay for a save
+            logger.warning("checkpoint %s cannot be saved by this rank: %s", self._task.name, error)
+            self._state.close()
+            return False
+        return True
+
     def wait_written(self, timeout_s: float) -> bool:
         """Wait until this rank's share is written, or will not be. Return whether that is so. Any thread."""
         return self._share_over.wait(timeout_s)
@@ -137,6 +180,7 @@ class SaveWorker:
         ahead = Thread(self._copy_ahead, "torchft_ckpt-stage")
         try:
             try:
+                self.stage()
                 ahead.start()
                 num_fills, is_closed = self._save()
             finally:
@@ -170,7 +214,8 @@ class SaveWorker:
         task.storage.make_directory(str(task.name))
         self._check_not_there()
         self._cancelled.wait(_HEAD_START_S)
-        self._write(0, self._own_share())
+        self._write(0)
+        self._release({*range(1, task.writers.num_holders)})
         if not task.is_storage_shared:
             return 0, False
         with self._lock:
@@ -190,29 +235,29 @@ class SaveWorker:
                 )
 
     def _copy_ahead(self) -> None:
-        """Copy the rest aside for holes that are to be filled later; also what is not written soon, as the trainer steps then."""
+        """Copy aside what this rank backs up, and what of its own share is not written soon, as the trainer steps then."""
         self._share_over.wait(_COPY_AHEAD_AFTER_S)
         try:
             self._state.copy_ahead()
         except (CheckpointError, MemoryError, OSError) as error:
             logger.info("not all of step %d was copied ahead, the trainer will: %s", self._task.name.step, error)
 
-    # Own share
+    # Shares
 
-    def _own_share(self) -> PartShare:
-        """Return what this rank writes in the first place."""
+    def _write(self, number: int) -> None:
+        """Write the share of which this rank is the holder of that number: its own (0), or one that it backs up."""
         task = self._task
-        replicas = range(task.writers.num_replicas) if task.mode is SaveMode.SHARED else [task.member.replica]
-        return own_share(self._state, task.writers, task.member, replicas)
-
-    def _write(self, fill: int, share: PartShare) -> None:
-        task = self._task
-        sizes = [tensor.itemsize for tensor in self._state.holdings]
-        self._share_bytes += sum(box.volume * sizes[tensor] for tensor, box in share.boxes)
-        part = PartName(task.member.replica, task.member.rank, fill)
+        staged = self.stage()[number]
+        self._share_bytes += staged.num_bytes
+        part = PartName(task.member.replica, task.member.rank, number)
         self._written_bytes += write_part(
-            task.storage, task.name, part, task.writers, self._state, share, self._note_written
+            task.storage, task.name, part, task.writers, self._state, staged.share, self._note_written
         )
+
+    def _release(self, numbers: set[int]) -> None:
+        """Free all shares but those of these numbers."""
+        staged = self.stage()
+        self._state.release(_blocks_of(staged) & ~_blocks_of([staged[number] for number in numbers]))
 
     def _given_up(self) -> CheckpointError:
         return CheckpointError(f"checkpoint {self._task.name}: the save was given up", party="save")
@@ -236,39 +281,43 @@ class SaveWorker:
 
     def _see_to_the_others(self) -> tuple[int, bool]:
         task = self._task
-        num_ranks = task.writers.num_ranks
         watch = SaveWatch(
-            place=task.writers.number_of(*task.member),
-            writers=frozenset(
-                Member(replica, rank) for replica in range(task.writers.num_replicas) for rank in range(num_ranks)
-            ),
+            me=task.member,
+            writers=task.writers,
             fill_after_s=task.fill_after_s,
             give_up_at_s=self._began_s + task.timeout_s,
         )
         num_written = 0
+        num_kept = task.writers.num_holders
         while True:
             leaves = self._leaves  # asked for before it looks
-            decision = watch.observe(self._look(watch), self._clock())
+            seen = self._look(watch, lists=leaves or watch.lists(self._clock()))
+            decision = watch.observe(seen, self._clock())
             if decision.act is Act.DONE:
                 return num_written, True
             if leaves:
-                return num_written, not watch.missing and self._close_if_whole()
+                return num_written, not watch.missing() and self._close_if_whole()
+            if len(watch.backs_up) < num_kept:
+                num_kept = len(watch.backs_up)
+                self._release({*watch.backs_up})
             if decision.act is Act.WAIT:
                 if self._cancelled.wait(decision.look_in_s):
                     raise self._given_up()
             elif decision.act is Act.CLOSE:
                 if self._close_if_whole():
                     return num_written, True
-                watch.not_whole()
-            elif decision.act is Act.FILL:
+                watch.not_whole(self._clock())
+            elif decision.act is Act.TAKE_OVER:
                 with self._lock:
                     if self._leaves:
                         continue
                     self._needs_state = True
-                num_written += self._fill(watch, decision.reason)
+                logger.warning("checkpoint %s: %s; this rank writes it in their place", task.name, decision.reason)
+                self._write(decision.number)
                 with self._lock:
                     self._needs_state = False
-                watch.filled(self._clock())
+                num_written += 1
+                watch.took_over(decision.number)
             else:
                 raise CheckpointDamagedError(
                     f"checkpoint {task.name} did not become whole within {task.timeout_s:g} s: {decision.reason}; "
@@ -276,49 +325,67 @@ class SaveWorker:
                     str(task.name),
                 )
 
-    def _look(self, watch: SaveWatch) -> Seen:
-        """Return what the directory shows now. Lengths are asked for only of what is not finished, of those who are missing."""
+    def _look(self, watch: SaveWatch, *, lists: bool) -> Seen:
+        """Return what there is to be seen now. Lengths are asked for only of what is not finished, of those who matter."""
         task = self._task
+        if not lists:
+            return Seen(task.storage.size(f"{task.name}/{METADATA}") is not None)
         names = task.storage.names(str(task.name))
-        parts = frozenset((part.replica, part.rank, part.fill) for part in parts_in(names))
-        growth: dict[Member, int] = {}
+        watched = watch.watched(self._clock())
+        growth: dict[Member, int] = dict.fromkeys(watched, 0)
         for name in names:
-            if TEMPORARY in name or name.endswith(".distcp"):
-                for member in watch.missing:
-                    if name.startswith(f"__r{member.replica}_g{member.rank}_"):
-                        try:
-                            growth[member] = growth.get(member, 0) + 1 + (task.storage.size(f"{task.name}/{name}") or 0)
-                        except StorageError:
-                            continue  # it has just got its own name
-        return Seen(METADATA in names, parts, growth)
+            writer = writer_in(name)
+            if writer is None or (member := Member(*writer)) not in watched:
+                continue
+            growth[member] += 1
+            if parse_part(name) is None:
+                try:
+                    growth[member] += task.storage.size(f"{task.name}/{name}") or 0
+                except StorageError:
+                    continue  # it has just got its own name
+        parts = frozenset((part.replica, part.rank, part.fill) for part in parts_in(names))
+        for share in watch.backs_up.values():
+            for key in parts.intersection(watch.parts_of(share)):
+                self._note_part(key)
+        return Seen(METADATA in names, parts, growth, [key for key, is_damaged in self._damaged.items() if is_damaged])
 
-    def _fill(self, watch: SaveWatch, reason: str) -> int:
-        """Write what is missing and this rank's to write; return whether there was something."""
-        task = self._task
-        checkpoint = read_checkpoint([task.storage], task.name)
-        share = share_of_holes(checkpoint, self._state, task.writers, task.member, alone=watch.num_fills > 0)
-        if share is None:
-            return 0
-        parts = parts_in(task.storage.names(str(task.name)))
-        fill = 1 + max((part.fill for part in parts if part[:2] == task.member), default=0)
-        logger.warning(
-            "checkpoint %s: %s; this rank writes %d boxes and %d values in their place",
-            task.name,
-            reason,
-            len(share.boxes),
-            len(share.values),
-        )
-        self._write(fill, share)
-        return 1
+    def _note_part(self, key: PartKey) -> None:
+        """Read a part of a share that this rank backs up, once: what is kept for it is freed only if it counts."""
+        if key in self._damaged:
+            return
+        part = read_part(self._task.storage, self._task.name, PartName(*key))
+        self._damaged[key] = isinstance(part, str)
+        if isinstance(part, str):
+            logger.warning("checkpoint %s: a part does not count, and is written again: %s", self._task.name, part)
 
     def _close_if_whole(self) -> bool:
-        checkpoint = read_checkpoint([self._task.storage], self._task.name)
+        """Write the metadata, if the checkpoint is whole; return whether it is.
+
+        Raises:
+            CheckpointDamagedError: all shares are there, and still it is not whole: nothing that is written can mend that.
+        """
+        task = self._task
+        checkpoint = read_checkpoint([task.storage], task.name)
         why_not = why_not_whole(checkpoint)
         if why_not is None:
-            close_checkpoint(self._task.storage, checkpoint)
-        else:
-            logger.info("checkpoint %s is not whole yet: %s", self._task.name, why_not)
-        return why_not is None
+            close_checkpoint(task.storage, checkpoint)
+            return True
+        shares = {task.writers.share_of(Member(*part.name[:2]), part.name.fill) for part in checkpoint.parts}
+        if not checkpoint.left_aside and len(shares) == task.writers.num_members:
+            raise CheckpointDamagedError(
+                f"checkpoint {task.name} is not whole although all shares are there, so the ranks of a group did not divide it"
+                f" alike (stages of a pipeline need is_replicated=False): {why_not}",
+                str(task.name),
+            )
+        logger.info("checkpoint %s is not whole yet: %s", task.name, why_not)
+        return False
+
+
+def _blocks_of(staged: Sequence[Staged]) -> int:
+    blocks = 0
+    for share in staged:
+        blocks |= share.blocks
+    return blocks
 
 
 def close_checkpoint(storage: Storage, checkpoint: Checkpoint) -> None:
