@@ -14,7 +14,7 @@ import operator
 import os
 import secrets
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,6 +72,7 @@ from torchft_ckpt.manager.saving import (
     check_optimizers_known,
     end_restore,
     group_name,
+    knows_who_is_lost,
     load_saved,
     save_identity,
     state_to_save,
@@ -326,7 +327,9 @@ class Checkpointer:
                 of_group=held.of_group,
                 versions=held.versions,
             )
-            worker = SaveWorker(task, captured, self._book, on_progress=self._on_progress)
+            worker = SaveWorker(
+                task, captured, self._book, who_is_lost=self._who_is_lost(identity), on_progress=self._on_progress
+            )
             if will_not_be_told:
                 worker.detach()
             elif held.loose and not worker.set_apart(held.loose):
@@ -421,6 +424,11 @@ class Checkpointer:
     def _detach(self) -> None:
         if self._worker is not None:
             self._worker.detach()
+
+    def _who_is_lost(self, identity: SaveIdentity) -> Callable[[bool], Sequence[int]] | None:
+        if self._manager is None or identity.state is None:
+            return None
+        return knows_who_is_lost(self._manager, identity.state)
 
     def _say_once_if_alone(self, task: SaveTask) -> None:
         if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_said_no_backups:

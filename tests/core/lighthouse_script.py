@@ -39,6 +39,7 @@ from torchft_ckpt.core.messages import (
     LeafDigests,
     Leave,
     LeavesWanted,
+    LostTold,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -334,4 +335,6 @@ def _words(message: FromLighthouse) -> str:
         return f"leaves of rank {message.group_rank} wanted"
     if isinstance(message, ReplicasDiffer):
         return f"{'stop' if message.stops else 'differ'}: {message.reason}"
+    if isinstance(message, LostTold):
+        return f"gone: {message.contributors}"
     return "joiner waiting" if isinstance(message, JoinerWaiting) else type(message).__name__.lower()

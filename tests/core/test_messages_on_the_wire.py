@@ -93,6 +93,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "state_digests": st.lists(DIGESTS, max_size=3),
         "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
         "contributor_rank": st.none() | RANKS,
+        "contributors": st.lists(RANKS, max_size=3),
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),

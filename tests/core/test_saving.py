@@ -22,8 +22,12 @@ TWO = Writers(2, 1, redundancy=2)
 THREE = Writers(3, 1, redundancy=3)
 
 
-def watch_of(member: Member = A, writers: Writers = TWO, give_up_at_s: float = GIVE_UP_S) -> SaveWatch:
-    return SaveWatch(me=member, writers=writers, fill_after_s=FILL_AFTER_S, give_up_at_s=give_up_at_s)
+def watch_of(
+    member: Member = A, writers: Writers = TWO, give_up_at_s: float = GIVE_UP_S, *, asks: bool = False
+) -> SaveWatch:
+    return SaveWatch(
+        me=member, writers=writers, fill_after_s=FILL_AFTER_S, give_up_at_s=give_up_at_s, has_lighthouse=asks
+    )
 
 
 def seen(*parts: Member | PartKey, closed: bool = False, lost: tuple[int, ...] = (), **growth: int) -> Seen:
@@ -270,6 +274,9 @@ class World:
     """The shares that were taken over."""
     num_looks: Counter[Member] = field(default_factory=Counter)
     num_listings: int = 0
+    told: dict[Member, frozenset[int]] = field(default_factory=dict)
+    """What the lighthouse has answered to each."""
+    num_questions: int = 0
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
@@ -313,11 +320,12 @@ class World:
         if not watch.lists(self.now):
             return Seen(is_closed)
         self.num_listings += 1
-        lost = (
-            frozenset()
-            if self.word_after_s is None
-            else {replica for replica, at_s in self.lost_at_s.items() if self.now >= at_s + self.word_after_s}
-        )
+        lost = self.told.get(watch.me, frozenset())
+        if watch.asks(self.now):
+            self.num_questions += 1
+            after_s = self.word_after_s or 0.0
+            known = frozenset(replica for replica, at_s in self.lost_at_s.items() if self.now >= at_s + after_s)
+            self.told[watch.me] = known  # is heard before the next look
         growth = {member: self.growth[member] for member in watch.watched(self.now)}
         return Seen(is_closed, self.parts, growth, lost=lost)
 
@@ -326,7 +334,7 @@ class World:
         yield from self.write(member, 0)
         if member not in self.dead and member not in self.silent:
             self.written_at_s = max(self.written_at_s, self.now)
-        watch = watch_of(member, self.writers)
+        watch = watch_of(member, self.writers, asks=self.word_after_s is not None)
         while True:
             decision = watch.observe(self.look(watch), self.now)
             if decision.act is Act.DONE:
@@ -415,7 +423,29 @@ def test_at_the_lighthouses_word_nobody_waits(shape: tuple[int, int]) -> None:
         replica = troubled[0].replica
         dead = {member: at_s for member in members_of(writers) if member.replica == replica}
         world = World(writers, seed, dead=dead, word_after_s=0.5).runs()
-        check_closed(world, seed, max(at_s + 0.5 - world.written_at_s, 0.0))
+        wait_s = max(at_s + 0.5 - world.written_at_s, 0.0)
+        check_closed(world, seed, wait_s)
+        if shape[0] * shape[1] < 100:
+            assert world.closed_at_s is not None
+            assert world.closed_at_s < world.written_at_s + wait_s + 5.0, seed
+
+
+def test_the_lighthouse_is_asked_only_while_a_share_that_is_backed_up_is_missing_or_nobody_closes() -> None:
+    watch = watch_of(A, THREE, asks=True)
+    for now, what in {0.0: seen(A), 0.2: seen(A)}.items():
+        assert not watch.asks(now)
+        watch.observe(what, now)
+    assert watch.asks(0.3)
+    assert watch.observe(seen(A), 0.3).look_in_s <= 0.1, "the answer will be there"
+    assert not watch.asks(0.4)
+    assert watch.asks(0.9)
+    watch = watch_of(C, THREE, asks=True)
+    watch.observe(seen(A, B, C), 0.0)
+    assert watch.asks(0.5), "it waits for the others to close it"
+    watch = watch_of(C, Writers(4, 1, redundancy=2), asks=True)
+    watch.observe(seen(A, C, Member(3, 0)), 0.0)
+    assert not watch.asks(0.5), "who is missing is another's to replace"
+    assert not watch_of(A, THREE).asks(5.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.thoroughness import by_default
 
 from torchft_ckpt import checkpoints_in
 
@@ -172,6 +173,38 @@ def test_survivors_write_what_a_killed_group_left_out(tmp_path: Path) -> None:
         written = digests_by_step(survivors)[6]
         events = restored(start_all(job, min_replica_size=2))
         assert {(e["rung"], e["step"], e["digest"]) for e in events} == {("storage", 6, written)}
+
+
+KILLED_WHILE = [("b", WRITING), ("a", BEFORE_THE_METADATA), ("a", WRITING), ("b", BEFORE_ITS_MANIFEST)]
+
+
+@pytest.mark.parametrize("number", range(by_default(2, thorough=20)))
+def test_a_group_of_two_ranks_that_is_killed_in_a_save_is_replaced_at_the_lighthouses_word(
+    tmp_path: Path, number: int
+) -> None:
+    """Long before `fill_after`, which is half a minute."""
+    storage, job_directory = tmp_path / "storage", tmp_path / "job"
+    job_directory.mkdir()
+    victim, hang = KILLED_WHILE[number % len(KILLED_WHILE)]
+    options = {"storage": str(storage), "save_at": [6], "layout": "sharded", "pause_s": 0.02, "min_replica_size": 2}
+    with running_job(job_directory, trainer=TRAINER, fill_after_s=30.0, **options) as job:
+        groups = {
+            name: job.start(name, ranks=2, **({"hang": {"step": 6, **hang}} if name == victim else {}))
+            for name in GROUPS
+        }
+        restored([rank for ranks in groups.values() for rank in ranks])
+        for rank in groups[victim][: 1 if hang is BEFORE_THE_METADATA else 2]:
+            rank.wait_for_event("hanging")
+        killed_at = time.monotonic()
+
+        kill_all(groups[victim])
+
+        (survivors,) = (ranks for name, ranks in groups.items() if name != victim)
+        saved = await_saved(survivors, 6)
+        assert all(event["is_closed"] for event in saved)
+        assert sum(event["num_fills"] for event in saved) == (0 if hang is BEFORE_THE_METADATA else 2)
+        assert max(event["t"] for event in saved) < killed_at + 5.0, [event["t"] - killed_at for event in saved]
+        assert checkpoints_in(storage) == [6]
 
 
 def test_a_group_that_hears_late_of_the_end_of_a_save_takes_part_in_the_next(tmp_path: Path) -> None:

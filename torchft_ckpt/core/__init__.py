@@ -17,6 +17,7 @@ lighthouse_records  what is written down about a member and about the open step,
 roster              who is a member, over which connection, and who took whose place
 history             which states the job has had, and who may still hold them
 quorum_ids          the ids of quorums, which only rise
+contributors        which contributors to a step are gone, for the ranks that save it
 restart             what a restarted lighthouse learns from the members of the last quorum
 layouts             which groups can be in one quorum, by the layout of their tensors
 gathering           which groups look for a state together when none of them has one
@@ -50,8 +51,7 @@ fairness            whose work is done next where clients want more than there a
 
 Durable checkpoints:
 shares              which of the ranks that hold the same bytes writes them, or reads them for the others
-saving              what one writer does once its own share is written
-filling             who writes what a lost writer left out
+saving              who writes a share whose writers are lost, and who closes the checkpoint
 coverage            what of a tensor, or of ranks, is still missing
 retention           which checkpoints may be removed
 """

@@ -52,6 +52,8 @@ from torchft_ckpt.core.messages import (
     LeavesWanted,
     LoadState,
     LocateState,
+    LostAsked,
+    LostTold,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -201,6 +203,8 @@ class GroupState:
         elif isinstance(message, CollectiveWait):
             if self._is_of_open_step(message):
                 yield Up(msgspec.structs.replace(message, group_rank=rank))
+        elif isinstance(message, LostAsked):
+            yield Up(message)
         elif isinstance(message, LeafDigests):
             yield Up(msgspec.structs.replace(message, group_rank=rank))
         elif isinstance(message, StallReport):
@@ -498,7 +502,7 @@ class GroupState:
                 yield ToRank(message.group_rank, message)
         elif isinstance(message, ReplicasDiffer) and not message.stops:
             yield ToRank(0, message)
-        elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused | ReplicasDiffer):
+        elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused | ReplicasDiffer | LostTold):
             for rank in range(self.world_size):
                 yield ToRank(rank, message)
 

@@ -33,6 +33,7 @@ import msgspec
 
 from torchft_ckpt.core.callers import CallerMessage, Callers
 from torchft_ckpt.core.commit import CommitDecision, Tally
+from torchft_ckpt.core.contributors import RecentContributors
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
 from torchft_ckpt.core.history import StateHistory, state_after
@@ -67,6 +68,7 @@ from torchft_ckpt.core.messages import (
     LeafDigests,
     Leave,
     LocateState,
+    LostAsked,
     Outcome,
     QuorumBroken,
     QuorumCall,
@@ -157,6 +159,7 @@ class LighthouseState:
         """The latest step that a group held which left on purpose. Never falls."""
         self._equality = Equality(self.members)
         self._restart = RestartRecovery(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
+        self._contributors = RecentContributors()
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -332,6 +335,9 @@ class LighthouseState:
             yield from self._on_collective_wait(member, message, now)
         elif isinstance(message, LeafDigests):
             yield from self._equality.answered(member.replica_id, message)
+        elif isinstance(message, LostAsked):
+            if (lost := self._contributors.answer(message, self.epoch, self.members)) is not None:
+                yield Send(member.connection, lost)
         elif isinstance(message, Leave):
             reason = clip(message.reason) or "it left"
             yield from self._on_member_lost(member.replica_id, reason, now, is_on_purpose=True)
@@ -917,6 +923,10 @@ class LighthouseState:
         yield from self._go_on_from(assignment, quorum_id)
         self.round = current = self._begin_round(assignment, members, quorum_id, now)
         roles = current.tally.roles
+        numbers = {part.contributor_rank: part.replica_id for part in assignment.parts}
+        self._contributors.note(
+            quorum_id, current.step, {rank: who for rank, who in numbers.items() if rank is not None}
+        )
         self._reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._evaluate_at = None

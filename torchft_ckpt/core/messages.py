@@ -30,7 +30,7 @@ from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
 MAX_QUOTE_CHARS = 600
@@ -315,6 +315,12 @@ class LeafDigests(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     leaves: Annotated[list[Leaf], msgspec.Meta(max_length=MAX_LEAVES)] = []
 
 
+class LostAsked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Which of the groups that contributed to the step that led to the state `version` are gone? Asked for its checkpoint."""
+
+    version: StateVersion
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """The sender goes on purpose."""
 
@@ -436,6 +442,14 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Who else holds it; empty where no address is known."""
     rolled_back_to: StateVersion = StateVersion()
     """As in `QuorumFormed`."""
+
+
+class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LostAsked`, at once, where the lighthouse remembers that step. All ranks of a group are told."""
+
+    version: StateVersion
+    contributors: Annotated[list[ReplicaRank], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    """The numbers that those who are gone had among the contributors."""
 
 
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -747,6 +761,7 @@ ToLighthouse: TypeAlias = (
     | JoinProgress
     | CollectiveWait
     | LeafDigests
+    | LostAsked
     | Leave
     | AllowStepLoss
     | ForgetJob
@@ -762,6 +777,7 @@ FromLighthouse: TypeAlias = (
     | QuorumPending
     | QuorumFormed
     | StateLocated
+    | LostTold
     | JoinerWaiting
     | CommitDecided
     | QuorumBroken
@@ -783,6 +799,7 @@ RankToGroup: TypeAlias = (
     | JoinProgress
     | CollectiveWait
     | LeafDigests
+    | LostAsked
     | StateArrived
     | StateLate
     | Leave
@@ -792,6 +809,7 @@ GroupToRank: TypeAlias = (
     | QuorumPending
     | QuorumFormed
     | StateLocated
+    | LostTold
     | JoinerWaiting
     | CommitDecided
     | CommitUnknown

@@ -33,6 +33,10 @@ _STILL_SHARE = 0.5
 """Of `fill_after`: when nothing has changed for so long it is watched whether other shares grow than those that are backed up."""
 _MAX_WATCHED = 64
 """Of so many of them."""
+_ASK_AFTER_S = 0.25
+_ASK_EVERY_S = 0.5
+"""The lighthouse, who is lost."""
+_ANSWERED_IN_S = 0.1
 
 
 class Act(Enum):
@@ -128,12 +132,14 @@ class SaveWatch:
         writers: who saves.
         fill_after_s: how long nothing may grow of what a writer writes until it is taken for lost.
         give_up_at_s: when to stop waiting.
+        has_lighthouse: there is one that can be asked who is lost.
     """
 
     me: Member
     writers: Writers
     fill_after_s: float
     give_up_at_s: float
+    has_lighthouse: bool = False
     backs_up: dict[int, Member] = field(init=False)
     """Shares that are still missing and that this writer backs up, by the number that it has among their holders."""
     _num_in_vain: int = 0
@@ -154,6 +160,10 @@ class SaveWatch:
     _began_at_s: float | None = None
     _changed_at_s: float = 0.0
     """When something was last seen to change."""
+    _ask_at_s: float = 0.0
+    """When the lighthouse is to be asked, where there is something to ask about."""
+    _is_asking: bool = False
+    """The lighthouse was asked at the last look."""
     _list_at_s: float = 0.0
     """When the directory is to be listed, where this writer backs nothing up any more."""
 
@@ -165,6 +175,15 @@ class SaveWatch:
     def lists(self, now: float) -> bool:
         """Whether the next look is to list the directory; else it is enough to know whether the checkpoint is closed."""
         return bool(self.backs_up) or now >= min(self._list_at_s, self.give_up_at_s)
+
+    def asks(self, now: float) -> bool:
+        """Whether to ask the lighthouse now who is lost: a share that this writer backs up is missing.
+
+        Or all shares are there, and others are to close the checkpoint before this writer.
+        """
+        if not self.has_lighthouse or self._parts is None or now < self._ask_at_s:
+            return False
+        return bool(self.backs_up) or len(self._parts) >= self.writers.num_members
 
     def missing(self) -> list[Member]:
         """Return the shares of which there was no manifest when the directory was last listed."""
@@ -196,6 +215,8 @@ class SaveWatch:
             return Decision(Act.DONE)
         if self._began_at_s is None:
             self._began_at_s = self._changed_at_s = now
+            self._ask_at_s = now + _ASK_AFTER_S
+        self._is_asking = False
         if seen.parts is not None:
             self._note(seen, now)
         if now >= self.give_up_at_s:
@@ -212,6 +233,8 @@ class SaveWatch:
         self._list_at_s = min(self._list_at_s, turn_s)
         last_look_s = max(_LAST_LOOK_S, self.writers.num_members / _LOOKS_PER_S)
         look_s = min(max((now - self._changed_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), last_look_s)
+        if self._is_asking:
+            look_s = min(look_s, _ANSWERED_IN_S)
         return Decision(Act.WAIT, min(look_s, max(min(next_s, turn_s) - now, _FIRST_LOOK_S)))
 
     def not_whole(self, now: float) -> None:
@@ -226,6 +249,9 @@ class SaveWatch:
 
     def _note(self, seen: Seen, now: float) -> None:
         """Note what a listing of the directory has shown."""
+        self._is_asking = self.asks(now)
+        if self._is_asking:
+            self._ask_at_s = now + max(_ASK_EVERY_S, self.writers.num_members / _LOOKS_PER_S)
         for member, num_bytes in seen.growth.items():
             if self._growth.get(member) != num_bytes:
                 if member in self._growth:
@@ -244,6 +270,8 @@ class SaveWatch:
                 del self.backs_up[number]
         soon_s = min(max((now - self._changed_at_s) * _LOOK_SHARE, _FIRST_LOOK_S), _LAST_LOOK_S)
         self._list_at_s = now + max(soon_s, (self._place() - 1) * self.fill_after_s * _TURN_SHARE)
+        if self._is_asking:
+            self._list_at_s = min(self._list_at_s, now + _ANSWERED_IN_S)
 
     def _lost_at_s(self, share: Member, number: int) -> float:
         """Return when all holders of a share before the one of that number are lost, if nothing grows till then."""

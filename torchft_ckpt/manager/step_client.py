@@ -32,6 +32,7 @@ from torchft_ckpt.core.messages import (
     LeavesWanted,
     LoadState,
     LocateState,
+    LostTold,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -135,6 +136,8 @@ class StepClient:
         self._pending: QuorumPending | None = None
         self._located: StateLocated | None = None
         self._asked_where: LocateState | None = None
+        self._lost: LostTold | None = None
+        """What was last told of the groups that contributed to a step."""
         self._fatal: CoordinationError | None = None
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
@@ -252,6 +255,11 @@ class StepClient:
         self.send(asked)
         self._wait_for(lambda: self._located is not None, until)
         return self._located
+
+    def lost_contributors(self, version: StateVersion) -> list[int]:
+        """Return which contributors to the step that led to a state are gone, as far as was told. Never waits."""
+        told = self._lost
+        return [*told.contributors] if told is not None and told.version == version else []
 
     def caught_up(self, version: StateVersion) -> None:
         """The newest state was loaded, outside of a quorum."""
@@ -600,6 +608,8 @@ class StepClient:
                 self._asked_where = None
                 replica.located(message)
                 self._located = message
+        elif isinstance(message, LostTold):
+            self._lost = message
         elif isinstance(message, CollectiveCleared):
             formed = replica.quorum
             if formed is not None and (formed.quorum_id, formed.version.step) == (message.quorum_id, message.step):

@@ -81,6 +81,7 @@ class SaveWorker:
         task: what to do.
         state: what to save; closed at the end, whatever happens.
         book: of this rank's shares, for one save at a time.
+        who_is_lost: returns which groups are gone, as far as the lighthouse has said; True: asks it as well. None: there is none.
         on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
         clock: monotonic.
     """
@@ -91,12 +92,14 @@ class SaveWorker:
         state: CapturedState,
         book: ShareBook,
         *,
+        who_is_lost: Callable[[bool], Collection[int]] | None = None,
         on_progress: ProgressCallback | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._task = task
         self._state = state
         self._book = book
+        self._who_is_lost = who_is_lost
         self._staged: list[Staged] | None = None
         """The shares that are kept, by the number of this rank among their holders. An empty one needs nothing to be kept."""
         self._staging = threading.Lock()
@@ -142,7 +145,6 @@ class SaveWorker:
             if self._staged is None:
                 replicas = {
                     SaveMode.SHARED: range(task.writers.num_replicas),
-                    SaveMode.ONE_GROUP: range(1),
                     SaveMode.EVERY_GROUP: range(task.member.replica, task.member.replica + 1),
                 }[task.mode]
                 self._staged = self._book.staged_by(self._state, task.writers, task.member, replicas)
@@ -286,6 +288,7 @@ class SaveWorker:
             writers=task.writers,
             fill_after_s=task.fill_after_s,
             give_up_at_s=self._began_s + task.timeout_s,
+            has_lighthouse=self._who_is_lost is not None,
         )
         num_written = 0
         num_kept = task.writers.num_holders
@@ -347,7 +350,9 @@ class SaveWorker:
         for share in watch.backs_up.values():
             for key in parts.intersection(watch.parts_of(share)):
                 self._note_part(key)
-        return Seen(METADATA in names, parts, growth, [key for key, is_damaged in self._damaged.items() if is_damaged])
+        lost = () if self._who_is_lost is None else self._who_is_lost(watch.asks(self._clock()))
+        damaged = [key for key, is_damaged in self._damaged.items() if is_damaged]
+        return Seen(METADATA in names, parts, growth, damaged, lost)
 
     def _note_part(self, key: PartKey) -> None:
         """Read a part of a share that this rank backs up, once: what is kept for it is freed only if it counts."""
