@@ -51,9 +51,9 @@ class Ranks:
                 raise CommandFailedError(f"{child.name}: {answer['error']}")
         return answers
 
-    def hold(self, layout: str, *, dim: int = 0, quick: bool, version: int = 0) -> None:
+    def hold(self, layout: str, *, dim: int = 0, quick: bool, version: int = 0, width: int = 0) -> None:
         """Have each hold its part of the state."""
-        answers = self.all("hold", layout=layout, dim=dim, quick=quick, version=version)
+        answers = self.all("hold", layout=layout, dim=dim, quick=quick, version=version, width=width)
         self.held_bytes = [int(answer["held_bytes"]) for answer in answers]
         self.unique_bytes = int(answers[0]["unique_bytes"])
 

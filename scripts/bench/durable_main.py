@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import durable_cold, durable_held, durable_reshard, durable_save
+from bench import durable_cold, durable_held, durable_reshard, durable_save, durable_staged
 from bench.command import run_figures
 from bench.processes import ChildEndedError
 from bench.run import Run
@@ -14,6 +14,7 @@ from bench.transport_peer import CommandFailedError
 FIGURES: dict[str, Callable[[Run], Section]] = {
     "size": durable_save.measure_size,
     "held": durable_held.measure,
+    "staged": durable_staged.measure,
     "wall": durable_save.measure_wall,
     "reshard": durable_reshard.measure,
     "cold": durable_cold.measure,

@@ -43,9 +43,9 @@ class Shape:
     dtype: torch.dtype = torch.float32
 
 
-def parameters(*, quick: bool) -> list[Shape]:
-    """Return the parameters; with their moments they are 300 MB, or 42 MB."""
-    width = _QUICK_WIDTH if quick else _WIDTH
+def parameters(*, quick: bool, width: int = 0) -> list[Shape]:
+    """Return the parameters; with their moments they are 300 MB, or 42 MB, where no width is given."""
+    width = width or (_QUICK_WIDTH if quick else _WIDTH)
     shapes = [
         Shape("embedding.weight", (_VOCABULARY, width)),
         Shape("positions", (1024, width), is_sharded=False, dtype=torch.bfloat16),
@@ -84,9 +84,10 @@ class Model:
         layout: of `HSDP`, `FSDP` and `WHOLE`; the first two need a process group, which is asked nothing.
         dim: along which matrices are sharded.
         quick: a small one.
+        width: of its layers; 0: the usual one.
     """
 
-    def __init__(self, layout: str, *, dim: int, quick: bool) -> None:
+    def __init__(self, layout: str, *, dim: int, quick: bool, width: int = 0) -> None:
         self._mesh = _mesh(layout)
         self._dim = dim
         self._names: list[str] = []
@@ -94,7 +95,7 @@ class Model:
         self._parameters: dict[str, Tensor] = {}
         self._moments: dict[str, dict[str, Tensor]] = {}
         self._values: dict[str, Any] = {}
-        for shape in parameters(quick=quick):
+        for shape in parameters(quick=quick, width=width):
             self._parameters[shape.name] = self._hold(shape.name, shape)
             self._moments[shape.name] = {
                 "step": self._hold(f"{shape.name}.step", Shape("", (), is_sharded=False)),

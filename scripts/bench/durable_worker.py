@@ -82,9 +82,9 @@ class Worker:
 
     # What is held
 
-    def hold(self, layout: str, dim: int, quick: bool, version: int) -> Answer:
+    def hold(self, layout: str, dim: int, quick: bool, version: int, width: int = 0) -> Answer:
         """Hold a model, filled with a version."""
-        self._model = Model(layout, dim=dim, quick=quick)
+        self._model = Model(layout, dim=dim, quick=quick, width=width)
         self.model.fill(version)
         return {"held_bytes": self.model.held_bytes, "unique_bytes": self.model.unique_bytes}
 
@@ -95,9 +95,13 @@ class Worker:
 
     # Saving
 
-    def open(self, location: str) -> Answer:
-        """Make a Checkpointer, and an optimizer that it guards."""
-        self._checkpointer = Checkpointer(location, timeout=TIMEOUT, save_random_state=False)
+    def open(self, location: str, num_groups: int = 1, redundancy: int = 2) -> Answer:
+        """Make a Checkpointer, and an optimizer that it guards. Where there are more groups, it saves as the second of them."""
+        self._checkpointer = Checkpointer(location, timeout=TIMEOUT, save_random_state=False, redundancy=redundancy)
+        if num_groups > 1:
+            alone = self._checkpointer._alone
+            assert alone is not None
+            self._checkpointer._alone = alone._replace(replica=1, num_replicas=num_groups)
         self._guarded = optimizer = self.model.optimizer()
         began: list[float] = []
         optimizer.register_step_pre_hook(lambda *_: began.append(time.perf_counter()))
@@ -112,7 +116,9 @@ class Worker:
         self._begin(how, location, step, state)()
         return {"ended": time.monotonic()}
 
-    def hold_up(self, how: str, location: str, step: int, copy_at: float, save_at: float, busy_s: float) -> Answer:
+    def hold_up(
+        self, how: str, location: str, step: int, copy_at: float, save_at: float, busy_s: float, closes: bool = True
+    ) -> Answer:
         """Copy what is held; and begin a save, run a forward and backward pass, and step. Say how long each took.
 
         Args:
@@ -120,6 +126,7 @@ class Worker:
             copy_at: when to copy, CLOCK_MONOTONIC; before or after the save.
             save_at: when to save.
             busy_s: how long the passes take.
+            closes: False: others would have to write their shares; the save is given up, and it is said what was staged.
         """
         copied = self._copy(copy_at) if copy_at < save_at else None
         self._step()
@@ -132,9 +139,28 @@ class Worker:
         _be_busy(busy_s)
         self._step()
         hook_s = self._hook_s[-1] - idle_s
-        finish()
+        staged = {} if closes else self._staged()
+        if closes:
+            finish()
         copied = copied or self._copy(copy_at)
-        return {"save_s": save_s, "hook_s": hook_s, **copied}
+        return {"save_s": save_s, "hook_s": hook_s, **copied, **staged}
+
+    def _staged(self) -> Answer:
+        """Say what the save in flight has copied aside, and end it."""
+        checkpointer = self._checkpointer
+        assert checkpointer is not None and checkpointer._worker is not None
+        worker = checkpointer._worker
+        snapshot = worker._state.snapshot
+        staged_bytes = snapshot.statistics().num_blocks_copied_aside * snapshot.block_bytes
+        shares = worker.stage()
+        worker.cancel()
+        checkpointer.wait()
+        return {
+            "staged_bytes": staged_bytes,
+            "share_bytes": sum(share.num_bytes for share in shares),
+            "held_bytes": self.model.held_bytes,
+            "num_tensors": len(self.model.held),
+        }
 
     def _copy(self, at: float) -> Answer:
         if not self._copies:
