@@ -213,7 +213,11 @@ def staged_by(
 
 
 def large_state() -> dict[str, Any]:
-    return {f"w{number}": torch.zeros(700 + 100 * number, 257) for number in range(20)}
+    """Small tensors lie between the large ones."""
+    layers = (
+        {f"w{number}": torch.zeros(700 + 100 * number, 257), f"step{number}": torch.zeros(3)} for number in range(20)
+    )
+    return {name: tensor for layer in layers for name, tensor in layer.items()}
 
 
 @pytest.mark.parametrize("redundancy", [1, 2, 3])
@@ -263,3 +267,15 @@ def test_shares_are_worked_out_once_for_a_layout_and_a_number_of_groups() -> Non
     assert staged_by(book, 2, member, 2, other) is not two
     assert staged_by(book, 2, member, 2, other) == staged_by(ShareBook(), 2, member, 2, other)
     assert staged_by(book, 2, member, 2) == two
+
+
+def test_small_tensors_that_all_ranks_hold_are_staged_with_what_lies_beside_them() -> None:
+    """Else each of a rank's share would cost a block."""
+    layout = Layout((2, 1), places=((0,), (1,)))
+    with registered(SpmdAdapter()):
+        state: dict[str, Any] = {}
+        for number in range(60):
+            state[f"w{number}"] = SpmdTensor((512, 128), torch.float32, layout.of_rank(0))
+            state[f"step{number}"] = torch.zeros(5)
+        for share in staged_by(ShareBook(), 3, Member(1, 0), 2, state):
+            assert share.blocks.bit_count() * BLOCK_BYTES <= share.num_bytes + 2 * BLOCK_BYTES

@@ -309,7 +309,7 @@ def of_group(plan: Plan, replica: int) -> list[int]:
 
 
 @pytest.mark.parametrize("replica", range(2))
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("death", by_default(DEATHS[1:2], thorough=DEATHS))
 def test_one_of_two_groups_dies_as_a_whole_at_any_operation(replica: int, death: Fault) -> None:
     for number in places_of(TWO_BY_TWO, 2 * replica):
         dead = {member: {number: death} for member in of_group(TWO_BY_TWO, replica)}

@@ -84,7 +84,10 @@ def shares_of(
         members: whose shares.
         replicas: the replica groups that divide the work; others have nothing to write.
     """
-    pieces = _part_of_rank(state, writers.num_ranks, members[0].rank)
+    # In the order of memory, whoever holds them: a share is one run of blocks, and not also a small tensor here and there.
+    pieces = sorted(
+        _part_of_rank(state, writers.num_ranks, members[0].rank), key=lambda piece: (piece[0], piece[1].box)
+    )
     num_tensors = len(state.holdings)
     # What each group has its own of comes from the first, and not in part from each.
     is_alike = [*(tensor.is_alike for tensor in state.holdings), *(True for _ in state.values)]
