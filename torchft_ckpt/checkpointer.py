@@ -72,7 +72,6 @@ from torchft_ckpt.manager.saving import (
     check_optimizers_known,
     end_restore,
     group_name,
-    knows_who_is_lost,
     load_saved,
     save_identity,
     state_to_save,
@@ -428,7 +427,8 @@ class Checkpointer:
     def _who_is_lost(self, identity: SaveIdentity) -> Callable[[bool], Sequence[int]] | None:
         if self._manager is None or identity.state is None:
             return None
-        return knows_who_is_lost(self._manager, identity.state)
+        manager, state = self._manager, identity.state
+        return lambda asks: manager.lost_contributors(state, asks=asks)
 
     def _say_once_if_alone(self, task: SaveTask) -> None:
         if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_said_no_backups:

@@ -33,7 +33,7 @@ from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.core.messages import OnReplicasDiffer, Outcome
+from torchft_ckpt.core.messages import OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.manager.between_steps import BetweenSteps
@@ -800,6 +800,17 @@ class Manager:
     def view(self) -> ReplicaView:
         """Return which state this replica holds and what it is in the job, all of it at one moment. Waits for nothing."""
         return self._client.view()
+
+    def lost_contributors(self, version: StateVersion, *, asks: bool) -> list[int]:
+        """Return which contributors to the step that led to a state are gone, by number, as far as the lighthouse has told.
+
+        Any thread; it never waits.
+
+        Args:
+            version: of the state.
+            asks: ask the lighthouse as well; the answer is there a moment later.
+        """
+        return self._client.lost_contributors(version, asks=asks)
 
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""

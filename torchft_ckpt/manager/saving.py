@@ -6,11 +6,10 @@ Nobody is asked: all of it follows from the quorum in which the last step was co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
-from torchft_ckpt.core.messages import LostAsked, StateVersion
+from torchft_ckpt.core.messages import StateVersion
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.still import StateHeld
 
@@ -59,20 +58,6 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
         replica_id=group_name(manager),
         state=version,
     )
-
-
-def knows_who_is_lost(manager: Manager, state: StateVersion) -> Callable[[bool], Sequence[int]]:
-    """Return what says which writers of a state's checkpoint are gone, by number, as far as the lighthouse has told.
-
-    True: it asks the lighthouse as well; the answer is there a moment later. Any thread; it never waits.
-    """
-
-    def who_is_lost(asks: bool) -> Sequence[int]:
-        if asks:
-            manager._link.send(LostAsked(version=state))
-        return manager._talk.lost_contributors(state)
-
-    return who_is_lost
 
 
 def group_name(manager: Manager) -> str:

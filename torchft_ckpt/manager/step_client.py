@@ -32,6 +32,7 @@ from torchft_ckpt.core.messages import (
     LeavesWanted,
     LoadState,
     LocateState,
+    LostAsked,
     LostTold,
     Outcome,
     QuorumBroken,
@@ -256,8 +257,15 @@ class StepClient:
         self._wait_for(lambda: self._located is not None, until)
         return self._located
 
-    def lost_contributors(self, version: StateVersion) -> list[int]:
-        """Return which contributors to the step that led to a state are gone, as far as was told. Never waits."""
+    def lost_contributors(self, version: StateVersion, *, asks: bool) -> list[int]:
+        """Return which contributors to the step that led to a state are gone, as far as the lighthouse has told. Never waits.
+
+        Args:
+            version: of the state.
+            asks: ask the lighthouse as well; the answer is there a moment later.
+        """
+        if asks:
+            self.send(LostAsked(version=version))
         told = self._lost
         return [*told.contributors] if told is not None and told.version == version else []
 
