@@ -149,7 +149,8 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
     epochs, ids = ["now.1", "old", "older", ""], [0]
     chatter = Chatter(rng, pools_of(rng, epochs, ids))
     kinds = [*get_args(ToLighthouse), Hello, QuorumRequest, QuorumRequest, QuorumRequest, CommitVote, LocateState]
-    kinds = [kind for kind in kinds if kind is not messages.ForgetJob]
+    # `LostAsked` is said below.
+    kinds = [kind for kind in kinds if kind not in (messages.ForgetJob, messages.LostAsked)]
     if of_callers:
         kinds = [messages.QuorumCall] * 3 + [messages.CallerHeartbeat, messages.CallGivenUp, messages.CallerHello]
     now, seen = 0.0, set[str]()
@@ -208,7 +209,10 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
                     asked = msgspec.structs.replace(chatter.message(QuorumRequest), version=version)
                     if version.step < 2**53:
                         pending.append(Received(done.connection, decode_to_lighthouse(encode(asked), "a member")))
+                        lost = encode(messages.LostAsked(version=version))
+                        pending.append(Received(done.connection, decode_to_lighthouse(lost, "a member")))
     assert not ({"QuorumCalled", "CallerHeard"} if of_callers else OF_MEMBERS) - seen
+    assert "LostTold" in seen or seed
 
 
 @pytest.mark.parametrize("seed", range(2))
