@@ -233,9 +233,8 @@ def test_over_a_connection_of_his_own_a_proof_is_worth_nothing(source: HTTPTrans
 def test_tensors_are_had_in_parts_alone_where_the_token_is_proved(source: HTTPTransport[Any]) -> None:
     """Nothing would prove the bytes of blocks: their digests can be made to fit others."""
     connection = connect(port_of(source), source.identity)
-    for what in ("blocks/0-0", "bytes"):
-        refusal = connection.get(f"/v1/checkpoint/{STEP}/{what}").refusal()
-        assert refusal.error == "not_found" and "in parts" in refusal.message
+    refusal = connection.get(f"/v1/checkpoint/{STEP}/blocks/0-0").refusal()
+    assert refusal.error == "not_found" and "in parts" in refusal.message
     answer = connection.get("/v1/checkpoint")
     with pytest.raises(SourceRefusedError):
         answer.read_into(memoryview(bytearray(4)))
