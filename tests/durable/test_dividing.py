@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from collections.abc import Callable, Collection
 from typing import Any
@@ -279,3 +281,25 @@ def test_small_tensors_that_all_ranks_hold_are_staged_with_what_lies_beside_them
             state[f"step{number}"] = torch.zeros(5)
         for share in staged_by(ShareBook(), 3, Member(1, 0), 2, state):
             assert share.blocks.bit_count() * BLOCK_BYTES <= share.num_bytes + 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("num_replicas", "redundancy"), [(3, 1), (3, 2), (8, 2)])
+def test_a_share_is_read_whole_after_the_trainer_has_stepped(num_replicas: int, redundancy: int) -> None:
+    """Few and long rows are divided in columns: from one to the next lie blocks in which nothing of the share lies."""
+    for replica in range(num_replicas):
+        state = {"experts": torch.arange(8 * 96 * 768.0).view(8, 96, 768), "bias": torch.arange(768.0)}
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        captured = capture(state, 0, 1)
+        writers = Writers(num_replicas, 1, redundancy=redundancy)
+        staged = ShareBook().staged_by(captured, writers, Member(replica, 0), range(num_replicas))
+        captured.stage(functools.reduce(operator.or_, (share.blocks for share in staged)))
+        captured.detach()
+        for tensor in state.values():
+            tensor.zero_()
+        for share in staged:
+            for index, box in share.share.boxes:
+                name = captured.manifest.tensors[index].fqn
+                read = torch.empty(box.sizes)
+                captured.read(index, box, memoryview(read.numpy()).cast("B"))
+                assert torch.equal(read, before[name][at(box)])
+        captured.close()

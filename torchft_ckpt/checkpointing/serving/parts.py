@@ -171,9 +171,9 @@ def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | 
         yield hasher.digest()
 
 
-def slices_of(region: Region) -> Iterator[Region]:
-    """Yield a region in slices that `read_region` takes, in C order."""
-    return slices(region, SLICE_BYTES, _MAX_SPAN_BYTES)
+def slices_of(region: Region, max_span: int = _MAX_SPAN_BYTES) -> Iterator[Region]:
+    """Yield a region in slices that `read_region` takes, in C order, each from first byte to last at most `max_span` long."""
+    return slices(region, SLICE_BYTES, min(max_span, _MAX_SPAN_BYTES))
 
 
 def read_region(served: Served, region: Region, scratch: memoryview) -> memoryview:

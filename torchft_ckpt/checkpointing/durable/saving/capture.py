@@ -187,7 +187,8 @@ class CapturedState:
             raise CheckpointError(f"{box} has {region.num_bytes} bytes, not {len(memory)}", party="save")
         at = 0
         try:
-            for piece in slices_of(region):
+            # No longer than a block: then each block that a slice touches has an element of the box, and is staged.
+            for piece in slices_of(region, self.snapshot.block_bytes):
                 self._trainer_is_free.wait()
                 at += len(read_region(self.snapshot, piece, memory[at:]))
         except StateChangedError as error:
