@@ -407,6 +407,12 @@ def test_paths_that_no_state_has_are_refused(path: tuple[str, ...]) -> None:
         load_metadata(pickle.dumps(a_metadata(paths={"w": path})))
 
 
+@pytest.mark.parametrize("key", [2**61 - 1, 2**31 + 1, -1])
+def test_numbers_in_paths_are_places_in_lists_so_that_no_two_of_them_have_one_hash(key: int) -> None:
+    with pytest.raises(CheckpointDamagedError, match="a path has a number that is no place in a list"):
+        load_metadata(pickle.dumps(a_metadata(paths={"w": ("w", key)})))
+
+
 def test_garbage_is_refused_or_is_what_it_was() -> None:
     rng = random.Random(20)
     data = good()

@@ -225,6 +225,14 @@ BOMBS = {
     "a call inside of a call": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nbytearray\nctorch\nTensor\n"
     + long(1 << 40)
     + b"\x85}tR.",
+    "a call in the place of a storage's device": b"\x80\x02"
+    + STORAGE.replace(b"X\x03\x00\x00\x00cpu", b"c__builtin__\nbytearray\n" + long(1 << 40) + b"\x85R") % b"K\x01"
+    + b".",
+    "calls of calls, 5,000 deep": b"\x80\x02"
+    + b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._tensor\n_rebuild_from_type_v2\nctorch\nTensor\n" * 5000
+    + b"N"
+    + b"\x85}tR" * 5000
+    + b".",
     "a key of 2**60 values": b"\x80\x02}" + tuples(60, wide=True) + b"Ns.",
     "a key nested 100,000 deep": b"\x80\x02}" + tuples(100_000, wide=False) + b"Ns.",
     "a set of a key of 2**60 values": b"\x80\x02c__builtin__\nset\n]" + tuples(60, wide=True) + b"a\x85R.",

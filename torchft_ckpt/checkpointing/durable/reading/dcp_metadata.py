@@ -50,6 +50,7 @@ _MAX_MEMBERS = 16
 _MAX_PATH_KEYS = 256
 _MAX_PATH_CHARS = 16 * 1024
 """Of the keys that lead to a tensor together, and of the path of a file."""
+_MAX_INDEX = 2**31
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -372,6 +373,8 @@ def _dims(value: object) -> torch.Size:
 def _path(value: object) -> tuple[str | int, ...]:
     if type(value) is not tuple or not all(type(key) in (str, int) for key in value):
         raise InertPickleError("a path of keys is none")
+    if not all(0 <= key <= _MAX_INDEX for key in value if type(key) is int):  # greater ones can all have one hash
+        raise InertPickleError("a path has a number that is no place in a list")
     if len(value) > _MAX_PATH_KEYS or sum(len(key) for key in value if isinstance(key, str)) > _MAX_PATH_CHARS:
         raise InertPickleError(f"a path has more than {_MAX_PATH_KEYS} keys, or {_MAX_PATH_CHARS} characters")
     return value
