@@ -31,6 +31,8 @@ _HEAD_START_S = 0.03
 """For a trainer that steps at once: what is worked out here in Python takes turns with its copying."""
 _COPY_AHEAD_AFTER_S = 0.25
 """What is written by then needs no copy, unless the trainer steps sooner."""
+_NEXT_LOOK_S = 1.0
+"""How long after a look that the storage failed to answer."""
 
 
 class SaveMode(Enum):
@@ -100,6 +102,7 @@ class SaveWorker:
         self._state = state
         self._book = book
         self._who_is_lost = who_is_lost
+        self._has_said_it_fails = False
         self._staged: list[Staged] | None = None
         """The shares that are kept, by the number of this rank among their holders. An empty one needs nothing to be kept."""
         self._staging = threading.Lock()
@@ -283,18 +286,30 @@ class SaveWorker:
 
     def _see_to_the_others(self) -> tuple[int, bool]:
         task = self._task
+        give_up_at_s = self._began_s + task.timeout_s
         watch = SaveWatch(
             me=task.member,
             writers=task.writers,
             fill_after_s=task.fill_after_s,
-            give_up_at_s=self._began_s + task.timeout_s,
+            give_up_at_s=give_up_at_s,
             has_lighthouse=self._who_is_lost is not None,
         )
         num_written = 0
         num_kept = task.writers.num_holders
         while True:
             leaves = self._leaves  # asked for before it looks
-            seen = self._look(watch, lists=leaves or watch.lists(self._clock()))
+            try:
+                seen = self._look(watch, lists=leaves or watch.lists(self._clock()))
+            except StorageError as error:
+                # What this rank backs up is nowhere else: one failed look does not end that.
+                if leaves or self._clock() >= give_up_at_s:
+                    raise
+                if not self._has_said_it_fails:
+                    logger.warning("checkpoint %s: %s; it is looked at again every second", task.name, error)
+                    self._has_said_it_fails = True
+                if self._cancelled.wait(_NEXT_LOOK_S):
+                    raise self._given_up() from error
+                continue
             decision = watch.observe(seen, self._clock())
             if decision.act is Act.DONE:
                 return num_written, True
