@@ -30,7 +30,7 @@ class SaveIdentity(NamedTuple):
     replica_id: str
     """Name of the group, without its incarnation."""
     state: StateVersion | None = None
-    """The state's name; None without a Manager."""
+    """The state's name, if the lighthouse knows the writers by the numbers of this save; None without a Manager."""
 
 
 class NotSaving(NamedTuple):
@@ -56,7 +56,7 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
         rank=manager.group_rank,
         num_ranks=manager.group_world_size,
         replica_id=group_name(manager),
-        state=version,
+        state=version if now.quorum.quorum_id == version.quorum_id else None,  # else it numbers them otherwise
     )
 
 
