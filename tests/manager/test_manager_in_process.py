@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import logging
 import re
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -124,6 +126,20 @@ def test_different_weights_are_equal_after_the_first_quorum(use_async_quorum: bo
     assert [replica.manager.current_step() for replica in replicas] == [1, 1, 1]
     assert [replica.manager.batches_committed() for replica in replicas] == [3, 3, 3]
     shutdown(*replicas)
+    server.shutdown()
+
+
+def test_a_manager_that_the_script_has_let_go_of_stays_in_the_job() -> None:
+    """As of a main() that returns: at exit it leaves the job by its own word."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    replica = Replica(server, "group")
+    assert replica.step()
+    manager = weakref.ref(replica.manager)
+    del replica
+    gc.collect()
+    kept = manager()
+    assert kept is not None
+    kept.shutdown()
     server.shutdown()
 
 

@@ -260,7 +260,7 @@ class Manager:
             party,
             job=launch.job,
             abort=pg.abort,
-            cancel=self._healing.cancel,
+            cancel=self._cancel_fetch,
             answer_leaves=self._check.answer,
         )
         try:
@@ -322,6 +322,14 @@ class Manager:
             can_fetch=not transport.needs_process_group,
         )
         end_at_exit(self.shutdown)
+
+    def _cancel_fetch(self) -> None:
+        """End the fetch in progress; for the connection.
+
+        A script may let go of its Manager and train on with the optimizer alone, or end. The connection keeps the Manager then,
+        because it has this method, so that at exit the group leaves the job instead of vanishing from it.
+        """
+        self._healing.cancel()
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
