@@ -151,6 +151,17 @@ def test_of_what_is_over_already_something_is_made_at_once(fails: bool) -> None:
         assert [error is not None for error in ends] == [fails]
 
 
+def test_a_future_that_somebody_has_already_stays_as_the_backend_completes_it() -> None:
+    """As where a user's group counts what its allreduce gives."""
+    inner = StubWork()
+    work = live_session().run(lambda group: inner)
+    seen: list[object] = []
+    work.get_future().add_done_callback(lambda done: seen.append(done.value()))
+    future = settled(work, lambda error: "made of it")
+    inner.future.set_result(["tensors"])
+    assert (future.wait(), seen) == ("made of it", [["tensors"]])
+
+
 def test_the_first_error_is_the_one_that_counts() -> None:
     session = live_session()
     assert [session.end(ProcessGroupAbortedError("first")), session.end(ProcessGroupAbortedError("second"))] == [

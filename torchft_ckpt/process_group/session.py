@@ -326,6 +326,8 @@ class SessionWork(Work):
         self._settle: Callable[[Exception | None], Any] | None = None
         self._ends = False
         """Its end is known: nobody can settle it any more."""
+        self._is_given = False
+        """Somebody has the future: it stays as the backend completes it."""
         self._future: torch.futures.Future[Any] | None = None
         try:
             future = work.get_future()
@@ -391,10 +393,14 @@ class SessionWork(Work):
         Raises:
             RuntimeError: the backend has none for this operation.
         """
+        with self._lock:
+            self._is_given = True
         return self.inner.get_future() if self._future is None else self._future
 
     def settled(self, settle: Callable[[Exception | None], _T]) -> torch.futures.Future[_T]:
-        """Return a future of what `settle` makes of the operation's end. Call it once, before anybody else has the future.
+        """Return a future of what `settle` makes of the operation's end. Call it once.
+
+        It is the work's own future, unless somebody has that one already, or it may refuse tensors for their device.
 
         Args:
             settle: gets the error, or None; it must not raise. It runs where the operation completes, on a thread and, on an
@@ -404,7 +410,8 @@ class SessionWork(Work):
             RuntimeError: the backend has no future for this operation.
         """
         with self._lock:
-            if self._future is not None and not self._ends:
+            is_free = not self._ends and not self._is_given and not self._session.devices
+            if self._future is not None and is_free:
                 self._settle = settle
                 return self._future
         return self.get_future().then(lambda done: settle(_error_of(done)))
