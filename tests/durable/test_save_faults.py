@@ -237,8 +237,10 @@ def taken_over(story: Story) -> list[Member]:
 def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoint(member: int, death: Fault) -> None:
     for number in places_of(TWO_BY_TWO, member):
         story = save(TWO_BY_TWO, faults={member: {number: death}})
-        assert isinstance(story.errors()[member], ProcessDied)
-        check_survivors(story, {member: None})
+        errors = story.errors()
+        # Where others were quicker than when its operations were counted, it has fewer of them, and does not die.
+        assert not errors or isinstance(errors[member], ProcessDied), story.log()
+        check_survivors(story, errors and {member: None})
 
 
 @pytest.mark.parametrize("fault", ERRORS)
