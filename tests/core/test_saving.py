@@ -478,3 +478,12 @@ def test_who_looks_for_long_does_not_keep_the_storage_busy() -> None:
     world = World(writers, dead={Member(5, 1): 0.0}).runs()
     assert world.closed_at_s is not None
     assert world.num_listings <= 60 * writers.num_members
+
+
+def test_a_look_that_the_storage_did_not_answer_ends_a_backups_duty_only_when_its_time_is_over() -> None:
+    watch = SaveWatch(
+        me=Member(1, 0), writers=Writers(2, 1, redundancy=2), fill_after_s=30.0, give_up_at_s=60.0, has_lighthouse=False
+    )
+    assert [watch.look_failed(now).act for now in (0.0, 59.9, 60.0)] == [Act.WAIT, Act.WAIT, Act.GIVE_UP]
+    assert watch.look_failed(0.0).look_in_s == 1.0
+    assert list(watch.backs_up.values()) == [Member(0, 0)]

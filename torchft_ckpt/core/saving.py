@@ -82,10 +82,6 @@ class Writers(NamedTuple):
         """How many groups can write each share: the owner's, and the backups'."""
         return max(min(self.redundancy, self.num_replicas), 1)
 
-    def number_of(self, replica: int, rank: int) -> int:
-        """Return the number of a rank of a replica among all that save, from 0."""
-        return replica * self.num_ranks + rank
-
     def holder_of(self, share: Member, number: int) -> Member:
         """Return the owner (0) of a share, or one of its backups."""
         return Member((share.replica + number * self._stride) % self.num_replicas, share.rank)
@@ -184,6 +180,12 @@ class SaveWatch:
         if not self.has_lighthouse or self._parts is None or now < self._ask_at_s:
             return False
         return bool(self.backs_up) or len(self._parts) >= self.writers.num_members
+
+    def look_failed(self, now: float) -> Decision:
+        """Decide what to do after the storage did not answer: look again, as what this writer backs up is nowhere else."""
+        if now >= self.give_up_at_s:
+            return Decision(Act.GIVE_UP, reason="the storage does not answer")
+        return Decision(Act.WAIT, _LAST_LOOK_S)
 
     def missing(self) -> list[Member]:
         """Return the shares of which there was no manifest when the directory was last listed."""

@@ -31,8 +31,6 @@ _HEAD_START_S = 0.03
 """For a trainer that steps at once: what is worked out here in Python takes turns with its copying."""
 _COPY_AHEAD_AFTER_S = 0.25
 """What is written by then needs no copy, unless the trainer steps sooner."""
-_NEXT_LOOK_S = 1.0
-"""How long after a look that the storage failed to answer."""
 
 
 class SaveMode(Enum):
@@ -286,12 +284,11 @@ class SaveWorker:
 
     def _see_to_the_others(self) -> tuple[int, bool]:
         task = self._task
-        give_up_at_s = self._began_s + task.timeout_s
         watch = SaveWatch(
             me=task.member,
             writers=task.writers,
             fill_after_s=task.fill_after_s,
-            give_up_at_s=give_up_at_s,
+            give_up_at_s=self._began_s + task.timeout_s,
             has_lighthouse=self._who_is_lost is not None,
         )
         num_written = 0
@@ -301,13 +298,13 @@ class SaveWorker:
             try:
                 seen = self._look(watch, lists=leaves or watch.lists(self._clock()))
             except StorageError as error:
-                # What this rank backs up is nowhere else: one failed look does not end that.
-                if leaves or self._clock() >= give_up_at_s:
+                decision = watch.look_failed(self._clock())
+                if leaves or decision.act is not Act.WAIT:
                     raise
                 if not self._has_said_it_fails:
-                    logger.warning("checkpoint %s: %s; it is looked at again every second", task.name, error)
+                    logger.warning("checkpoint %s: %s; it is looked at again", task.name, error)
                     self._has_said_it_fails = True
-                if self._cancelled.wait(_NEXT_LOOK_S):
+                if self._cancelled.wait(decision.look_in_s):
                     raise self._given_up() from error
                 continue
             decision = watch.observe(seen, self._clock())
