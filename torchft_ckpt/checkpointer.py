@@ -87,7 +87,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STAGING_SHARE = 4
 _BLOCK_BYTES = HUGE_PAGE_BYTES
-"""What is copied aside at a time: the less, the less is copied beside the shares; less than a huge page is slower to get."""
+"""Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
 

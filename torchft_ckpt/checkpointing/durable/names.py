@@ -40,7 +40,7 @@ class CheckpointName(NamedTuple):
 
 
 class PartName(NamedTuple):
-    """Who wrote a part, and which of the holders of the share that is: 0 is the owner, others are its backups.
+    """The writer of a part, and its number among the holders of the share: 0 is the owner, others are its backups.
 
     In a checkpoint of an earlier version parts from 1 on are the holes that their writer has filled, in their order.
     """

@@ -1,4 +1,4 @@
-"""What is in a record of `torch.save`: an uncompressed zip file. It is taken apart, and nothing in it is unpickled."""
+"""The entries of a record of `torch.save`, an uncompressed zip file. It is taken apart, and nothing in it is unpickled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
 _ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OverflowError, OSError)
-"""What a crafted file makes of `zipfile`."""
+"""The exceptions that `zipfile` raises on a crafted file."""
 
 
 class ArchiveError(ValueError):

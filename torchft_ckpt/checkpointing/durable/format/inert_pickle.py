@@ -50,7 +50,7 @@ _DAMAGE = (
     pickle.UnpicklingError,
     struct.error,
 )
-"""What a crafted pickle makes of Python's unpickler."""
+"""The exceptions that Python's unpickler raises on a crafted pickle."""
 
 
 class InertUnpickler(pickle._Unpickler):

@@ -319,7 +319,7 @@ _MEMBERS: dict[type, Callable[[_MetadataUnpickler, Any], dict[str, object]]] = {
     _StorageInfo: _MetadataUnpickler._info,
     StorageMeta: _MetadataUnpickler._meta,
 }
-"""What objects are made with, by their class: the arguments of `__init__` that come of what a pickle says are its members."""
+"""The arguments that objects are made with, by their class: those of `__init__` that come of members in a pickle."""
 _MADE = frozenset([*_MEMBERS, BytesStorageMetadata])
 
 

@@ -60,7 +60,7 @@ _TORCH_LOAD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a crafted record makes of `torch.load`."""
+"""The exceptions that `torch.load` raises on a crafted record."""
 _REFUSED = re.compile(r"GLOBAL ([\w.]{1,200})")
 
 

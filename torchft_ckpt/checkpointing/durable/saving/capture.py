@@ -118,7 +118,7 @@ class CapturedState:
 
     @functools.cached_property
     def holdings(self) -> list[TensorHoldings]:
-        """Who holds what, in the order of the manifest; worked out when it is first asked for."""
+        """The holders of each tensor, in the order of the manifest; worked out when it is first asked for."""
         return [
             self._index.holdings_of(layout, (box_of(chunk) for chunk in entry.chunks))
             for layout, entry in zip(self._layouts, self.manifest.tensors, strict=True)
