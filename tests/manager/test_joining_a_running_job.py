@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_manager_in_process import Replica, shutdown
+from test_manager_in_process import SHORT, Replica, shutdown
 
-from torchft_ckpt import LighthouseServer
+from torchft_ckpt import HTTPTransport, LighthouseServer
 
 
 class Run:
     """Two groups that train until a third one is through with what it does."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, replica: type[Replica] = Replica, **options: Any) -> None:
         self.server = LighthouseServer("127.0.0.1:0", min_replicas=2)
-        self.at_work = [Replica(self.server, name, **options) for name in ("a", "b")]
+        self.at_work = [replica(self.server, name, **options) for name in ("a", "b")]
         self.last_step = 1 << 30
         self._pool = ThreadPoolExecutor(2)
         self._loops = [self._pool.submit(self.train, replica) for replica in self.at_work]
@@ -128,4 +128,37 @@ def test_a_state_that_takes_longer_than_the_join_budget_to_load_joins_at_its_fir
     run.end(joined)
     assert joined.manager.statistics().num_healed == 1
     assert [replica.manager.statistics().num_discarded for replica in (*run.at_work, joined)] == [0, 0, 0]
+    run.close(joined)
+
+
+class Unfreezing(Replica):
+    """Its bias is trained from the third step on, as the step of its manager says."""
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.model.bias.requires_grad_(self.manager.current_step() >= 2)
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self.manager.allreduce(parameter.grad)
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+
+def test_a_state_that_a_group_has_to_learn_first_is_kept_for_it_when_the_others_go_on() -> None:
+    """Nobody waits for a group that does not train the same parameters yet: it receives the state of a step that is over."""
+    run = Run(replica=Unfreezing)
+
+    class Late(HTTPTransport[Any]):
+        def fetch_checkpoint(self, *args: Any, **options: Any) -> Any:
+            if not joined.manager.current_step():
+                run.wait_for_steps(2)
+            return super().fetch_checkpoint(*args, **options)
+
+    joined = Unfreezing(run.server, "c", seed=7, checkpoint_transport=Late(SHORT))
+    assert not joined.step()
+    assert joined.manager.statistics().num_healed == 1
+    run.end(joined)
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
     run.close(joined)

@@ -426,6 +426,11 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         if self.contributor_rank is not None and self.contributor_rank >= self.num_contributors:
             raise ValueError(f"`contributor_rank` is {self.contributor_rank} of {self.num_contributors}")
 
+    @property
+    def has_learners(self) -> bool:
+        """Whether some of `destinations` learn: outside of the quorum, so no step waits for them."""
+        return any(rank >= self.replica_world_size for rank in self.destinations)
+
 
 class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer to `LocateState`, at once."""

@@ -37,7 +37,7 @@ from torchft_ckpt.core.messages import Role, StateVersion
 
 MAX_SOURCES = 4
 """Sources named to one healing member, the first of which is the primary. Each of them opens a snapshot for it, which costs
-it nothing while it is not mutated, and is withdrawn when the step is committed."""
+it nothing while it is not mutated, and is withdrawn when the step is committed, unless a learner comes for it, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

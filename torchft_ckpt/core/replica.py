@@ -141,6 +141,7 @@ class ReplicaView(NamedTuple):
     is_voted_on: bool
     can_reduce: bool
     begins_with_load: bool
+    serves_learners: bool
     num_participants: int
     participating_rank: int | None
 
@@ -167,6 +168,9 @@ class ReplicaState:
         self.newest_step = 0
         self.capture_wanted = True
         """Capture the state at the next step boundary: a joiner waits for it, or nothing is known yet."""
+        self.serves_learners = False
+        """The last state that this replica was told to serve is for learners, too. No step waits for them, so it is served on
+        when its step is committed."""
         self.error: str | None = None
         self.configured: tuple[int, str] | None = None
         """Quorum id and epoch that the process group was made for; None: it cannot be used."""
@@ -293,6 +297,7 @@ class ReplicaState:
             is_voted_on=self.is_voted_on,
             can_reduce=self.can_reduce,
             begins_with_load=self.begins_with_load,
+            serves_learners=self.serves_learners,
             num_participants=self.num_participants,
             participating_rank=self.participating_rank,
         )
@@ -450,6 +455,8 @@ class ReplicaState:
         self.newest_step = formed.newest_step
         self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
+        if formed.destinations:
+            self.serves_learners = formed.has_learners
         self._last_outcome = None
         if formed.differs and self.version == formed.version:
             self._lose_name()

@@ -477,7 +477,8 @@ class Steps:
         self._has_computed = False
         if outcome is Outcome.COMMIT:
             self._own.batches_committed += now.num_participants
-            self._serving.withdraw()  # who has not received this state by now was left behind
+            if not now.serves_learners:
+                self._serving.withdraw()  # a joiner that has not received this state by now was left behind
         self._outcomes.ended(vote, outcome, reason, now, time.monotonic() - self._started_at)
 
     def shutdown(self, timeout_s: float) -> None:
