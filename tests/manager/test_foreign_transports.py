@@ -137,6 +137,25 @@ def test_it_is_told_once_before_each_step_of_the_optimizer() -> None:
     server.shutdown()
 
 
+def test_a_subclass_of_ours_is_told_once_before_each_step_of_the_optimizer() -> None:
+    class Counting(HTTPTransport[Any]):
+        num_disallowed = 0
+
+        def disallow_checkpoint(self) -> None:
+            self.num_disallowed += 1
+            super().disallow_checkpoint()
+
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    transport = Counting(SHORT)
+    alone = Replica(server, "alone", checkpoint_transport=transport)
+    assert alone.step()
+    before = transport.num_disallowed
+    assert alone.step()
+    assert transport.num_disallowed - before == 1
+    shutdown(alone)
+    server.shutdown()
+
+
 def test_ours_of_that_name_moves_a_state_and_fills_the_one_that_is_here() -> None:
     here = {"w": torch.zeros(4), "step": 0}
     source = PGTransport(None, SHORT, "cpu")

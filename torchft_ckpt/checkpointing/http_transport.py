@@ -179,7 +179,7 @@ class HTTPTransport(CheckpointTransport[T]):
             address=self._metadata,
             ssl_context=client_ssl_context,
         )
-        self._lock.add_before_write(self._shelf.detach_all)
+        self._lock.add_before_write(self.disallow_checkpoint)
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self._metadata}, serving={self._shelf.open_snapshots()})"
@@ -279,7 +279,10 @@ class HTTPTransport(CheckpointTransport[T]):
         return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
 
     def disallow_checkpoint(self) -> None:
-        """Return once the state may be mutated: after one memory copy of what receivers still need, at most."""
+        """Return once the state may be mutated: after one memory copy of what receivers still need, at most.
+
+        Every writer of `lock` calls it, and so a subclass's, before it changes the state.
+        """
         self._shelf.detach_all()
 
     def withdraw_checkpoint(self) -> None:
@@ -436,7 +439,7 @@ class HTTPTransport(CheckpointTransport[T]):
             return
         with self._fetches_lock:
             self._shut_down.set()
-        self._lock.remove_before_write(self._shelf.detach_all)
+        self._lock.remove_before_write(self.disallow_checkpoint)
         self.cancel_recv()
         self._server.stop(wait=wait)
         self._shelf.close_all()
