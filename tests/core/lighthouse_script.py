@@ -55,7 +55,15 @@ from torchft_ckpt.core.messages import (
     decode_to_lighthouse,
     encode,
 )
-from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.core.replica import (
+    Comparison,
+    Phase,
+    ReplicaSettings,
+    ReplicaState,
+    StepFacts,
+    StepPlan,
+    StepWishes,
+)
 
 _epochs = itertools.count(1)
 
@@ -183,12 +191,8 @@ class Member:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
         request = self.replica.begin(
-            allow_heal=allow_heal,
-            shrink_only=shrink_only,
-            can_serve=serve,
-            store_address=f"store-{self.replica_id}",
-            reach_s=reach_s,
-            load_s=load_s,
+            StepWishes(allow_heal=allow_heal, shrink_only=shrink_only),
+            StepFacts(serve, store_address=f"store-{self.replica_id}", reach_s=reach_s, load_s=load_s),
         )
         self.says(
             msgspec.structs.replace(

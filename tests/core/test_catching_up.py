@@ -9,7 +9,7 @@ from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank
 from torchft_ckpt.core.messages import LocateState, QuorumRequest, Source, StateLocated, StateVersion
 from torchft_ckpt.core.quorum import Asked, decide_quorum
 from torchft_ckpt.core.recovery import Assignment, Holder, assign_recovery
-from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState
+from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState, StepFacts, StepWishes
 
 NEWEST = StateVersion(step=4, quorum_id=2, epoch="e")
 
@@ -38,13 +38,8 @@ class Looker(Member):
 
     def asks_as(self, *, contributes: bool = True, patience_s: float = 0.0) -> None:
         request = self.replica.begin(
-            allow_heal=True,
-            shrink_only=False,
-            can_serve=True,
-            store_address="store:1",
-            contributes=contributes,
-            patience_s=patience_s,
-            waits=False,
+            StepWishes(contributes=contributes, patience_s=patience_s, waits=False),
+            StepFacts(can_serve=True, store_address="store:1"),
         )
         self.says(_with_address(request, self.replica_id))
 

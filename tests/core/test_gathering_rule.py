@@ -6,7 +6,7 @@ from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank, Up
 from torchft_ckpt.core.messages import QuorumFormed, QuorumRequest, Role, StateVersion
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState
+from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepFacts, StepWishes
 
 
 def gathers(*members: Member) -> None:
@@ -14,11 +14,7 @@ def gathers(*members: Member) -> None:
         member.formed = None
         member.says(
             member.replica.begin(
-                allow_heal=False,
-                shrink_only=False,
-                can_serve=False,
-                store_address=f"store-{member.replica_id}",
-                gathers=True,
+                StepWishes(allow_heal=False), StepFacts(store_address=f"store-{member.replica_id}", gathers=True)
             )
         )
 
@@ -180,6 +176,6 @@ def test_what_a_group_gathered_with_is_no_step_that_it_would_have_to_give_up() -
 def test_a_replica_that_gathers_keeps_what_it_knows() -> None:
     replica = ReplicaState(ReplicaSettings(min_replica_size=1))
     assert replica.capture_wanted
-    replica.begin(allow_heal=False, shrink_only=False, can_serve=False, store_address="s", gathers=True)
+    replica.begin(StepWishes(allow_heal=False), StepFacts(store_address="s", gathers=True))
     assert replica.capture_wanted
     assert replica.phase is Phase.ASKING

@@ -10,10 +10,11 @@ from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.layouts import combine_layouts, is_part_of, of_another_layout, trains_in, what_differs
 from torchft_ckpt.core.messages import Outcome
+from torchft_ckpt.core.replica import StepFacts, StepWishes
 
 
 def asks_as(member: Member, layout: str, *, frozen: str = "") -> None:
-    request = member.replica.begin(allow_heal=True, shrink_only=False, can_serve=True, store_address="store:1")
+    request = member.replica.begin(StepWishes(), StepFacts(can_serve=True, store_address="store:1"))
     member.says(msgspec.structs.replace(request, layout=layout, layout_text=layout, frozen=frozen))
 
 

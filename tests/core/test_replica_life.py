@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, Source, StateVersion
-from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan, StepWishes
+from torchft_ckpt.core.replica import (
+    Comparison,
+    Phase,
+    ReplicaSettings,
+    ReplicaState,
+    StepFacts,
+    StepPlan,
+    StepWishes,
+)
 
 V4 = StateVersion(step=4, quorum_id=1, epoch="e")
 V7 = StateVersion(step=7, quorum_id=3, epoch="e")
@@ -77,7 +85,7 @@ def test_who_waits_for_a_state_has_it_captured() -> None:
 
 
 def begun(state: ReplicaState, *, compares: bool = True, **wants: object) -> StepPlan:
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", compares=compares)
+    request = state.begin(StepWishes(), StepFacts(compares=compares))
     plan = state.formed(formed(request.request_id, **wants))  # type: ignore[arg-type]
     assert plan is not None
     if plan.configure:
@@ -116,8 +124,8 @@ def test_no_other_outcome_moves_the_version(outcome: Outcome) -> None:
 
 def test_the_quorum_of_an_older_request_is_ignored() -> None:
     state = replica()
-    first = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
-    state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    first = state.begin(StepWishes(), StepFacts())
+    state.begin(StepWishes(), StepFacts())
     assert (state.formed(formed(first.request_id)), state.phase) == (None, Phase.ASKING)
 
 
@@ -143,7 +151,7 @@ def test_a_decision_before_the_vote_or_after_giving_up_changes_nothing() -> None
     state.vote()
     state.decision_unknown()
     assert (state.decided(decision(Outcome.COMMIT)), state.version) == (None, V4)
-    assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
+    assert state.begin(StepWishes(), StepFacts()).needs_new_quorum
 
 
 def test_who_did_not_approve_does_not_commit_whatever_it_is_told() -> None:
@@ -197,19 +205,19 @@ def test_an_inline_member_that_loaded_too_late_to_contribute_is_against() -> Non
 def test_an_abandoned_step_leaves_it_healing_in_the_next() -> None:
     state = replica()
     begun(state, version=V7, role=Role.JOINER)
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    request = state.begin(StepWishes(), StepFacts())
     assert (request.version, request.needs_new_quorum) == (V4, True)
 
 
 def may_keep(state: ReplicaState, *, has_reduced: bool = False, is_loading: bool = False, **wishes: object) -> bool:
-    asked = StepWishes(**{"allow_heal": True, "shrink_only": False, **wishes})  # type: ignore[arg-type]
+    asked = StepWishes(**wishes)  # type: ignore[arg-type]
     return state.may_keep_step(asked, has_reduced=has_reduced, is_loading=is_loading)
 
 
 def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on() -> None:
     state = replica()
     kept = [may_keep(state)]
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    request = state.begin(StepWishes(), StepFacts())
     kept.append(may_keep(state))
     state.formed(formed(request.request_id))
     kept.append(may_keep(state))
@@ -233,7 +241,7 @@ def test_a_step_that_is_asked_for_with_other_arguments_is_a_new_one(wishes: dict
 @pytest.mark.parametrize("wishes", [{"contributes": False}, {"waits": True}, {"waits": False}])
 def test_an_outer_loop_gets_a_new_step_each_time_it_asks(wishes: dict[str, bool]) -> None:
     state = replica()
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", **wishes)  # type: ignore[arg-type]
+    request = state.begin(StepWishes(**wishes), StepFacts())  # type: ignore[arg-type]
     state.formed(formed(request.request_id))
     assert not may_keep(state, **wishes)
 
@@ -257,7 +265,7 @@ def test_a_step_that_is_over_or_whose_state_has_changed_is_not_kept(
     happen: Callable[[ReplicaState], object], is_formed: bool, request: pytest.FixtureRequest
 ) -> None:
     state = replica()
-    asked = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    asked = state.begin(StepWishes(), StepFacts())
     if is_formed:
         state.formed(formed(asked.request_id))
     happen(state)
@@ -282,7 +290,7 @@ def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way(role: Ro
 
 def test_a_question_who_gathers_is_no_step_to_keep() -> None:
     state = replica()
-    state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="", gathers=True)
+    state.begin(StepWishes(), StepFacts(gathers=True))
     assert not may_keep(state)
 
 
@@ -292,7 +300,7 @@ def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:
     state.load_torn()
     assert not state.vote().approve
     state.decided(decision(Outcome.LEFT_BEHIND, step=7))
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    request = state.begin(StepWishes(), StepFacts())
     assert (request.version, request.torn, request.restored) == (StateVersion(), True, False)
     state.formed(formed(request.request_id, version=StateVersion(step=0, quorum_id=6, epoch="e"), names_state=True))
     assert (state.version.proven, state.vote().approve) == (False, False)
@@ -318,7 +326,7 @@ def test_a_quorum_that_breaks_fails_the_step_and_wants_a_new_process_group() -> 
     vote = state.vote()
     assert (vote.approve, vote.broken) == (False, True)
     state.decided(decision(Outcome.DISCARD))
-    assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
+    assert state.begin(StepWishes(), StepFacts()).needs_new_quorum
 
 
 def test_a_quorum_that_breaks_after_the_vote_costs_no_step_and_wants_a_new_process_group() -> None:
@@ -328,7 +336,7 @@ def test_a_quorum_that_breaks_after_the_vote_costs_no_step_and_wants_a_new_proce
     assert state.broken(BROKEN), "what was issued after the vote is aborted"
     assert not state.can_reduce
     assert state.decided(decision(Outcome.COMMIT)) is Outcome.COMMIT
-    assert state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="").needs_new_quorum
+    assert state.begin(StepWishes(), StepFacts()).needs_new_quorum
 
 
 def test_the_process_group_is_kept_while_nothing_breaks() -> None:
@@ -355,7 +363,7 @@ def test_too_few_contributors_are_no_step() -> None:
 
 def test_a_spare_contributes_nothing_and_its_vote_counts() -> None:
     state = replica(min_replica_size=1, fixed_with_spares=True)
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    request = state.begin(StepWishes(), StepFacts())
     spare = formed(request.request_id)
     state.formed(QuorumFormed(**{f: getattr(spare, f) for f in spare.__struct_fields__} | {"contributor_rank": 1}))
     assert (state.participating_rank, state.num_participants, state.vote().counts) == (None, 1, True)
@@ -380,7 +388,7 @@ V8 = StateVersion(step=8, quorum_id=5, epoch="e")
 def asks(state: ReplicaState) -> tuple[bool, bool, bool]:
     """What it says of its state, whether its training thread waits, and whether the state has to be captured."""
     wants_capture = state.wants_capture
-    request = state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+    request = state.begin(StepWishes(), StepFacts())
     return request.unverified, request.waits_for_quorum, wants_capture
 
 
@@ -560,7 +568,7 @@ def test_whatever_happens_the_version_moves_only_with_the_state(events: list[obj
     for event in events:
         match event:
             case "begin":
-                state.begin(allow_heal=True, shrink_only=False, can_serve=False, store_address="")
+                state.begin(StepWishes(), StepFacts())
             case ("formed", Role() as role, StateVersion() as version, bool() as names):
                 if state.phase is Phase.ASKING and (role is not Role.HEALTHY or truth == version):
                     state.formed(formed(state._request_id, role=role, version=version, names_state=names))

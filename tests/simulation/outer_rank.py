@@ -25,7 +25,7 @@ from torchft_ckpt.core.messages import (
     StateLocated,
 )
 from torchft_ckpt.core.outer_schedule import OuterSchedule, Verdict, after_vote
-from torchft_ckpt.core.replica import Phase
+from torchft_ckpt.core.replica import Phase, StepFacts, StepWishes
 
 CATCH_UP_PAUSE_S = 0.1
 
@@ -188,15 +188,10 @@ class OuterRank(Trainer):
 
     def _ask_as(self, *, contributes: bool) -> None:
         turn = self._leave()
+        patience_s = self._patience_s if contributes else 0.0
         request = self.replica.begin(
-            allow_heal=True,
-            shrink_only=False,
-            can_serve=True,
-            store_address="store:1",
-            contributes=contributes,
-            patience_s=self._patience_s if contributes else 0.0,
-            waits=not contributes,
-            compares=self.uses_state,
+            StepWishes(contributes=contributes, patience_s=patience_s, waits=not contributes),
+            StepFacts(can_serve=True, store_address="store:1", compares=self.uses_state),
         )
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
         self._may_abandon(turn)

@@ -44,7 +44,15 @@ from torchft_ckpt.core.messages import (
     StateVersion,
 )
 from torchft_ckpt.core.patience import StallWatch
-from torchft_ckpt.core.replica import Comparison, Phase, ReplicaSettings, ReplicaState, StepPlan
+from torchft_ckpt.core.replica import (
+    Comparison,
+    Phase,
+    ReplicaSettings,
+    ReplicaState,
+    StepFacts,
+    StepPlan,
+    StepWishes,
+)
 
 if TYPE_CHECKING:
     from simulation.chaos import Moods
@@ -157,14 +165,13 @@ class Trainer:
         self._is_spoiled = False
         self._digest = f"{self.held:x}" if self.replica.is_checked else ""
         can_serve = self.replica.wants_capture
-        request = self.replica.begin(
-            allow_heal=self._rng.random() >= self._moods.no_heal,
-            shrink_only=False,
+        facts = StepFacts(
             can_serve=can_serve,
             store_address="store:1",
             compares=self.uses_state,
             reach_s=0.05 if self._settings.tells_reach and self.replica.is_behind else None,
         )
+        request = self.replica.begin(StepWishes(allow_heal=self._rng.random() >= self._moods.no_heal), facts)
         num_collectives = len(self._results) + self._num_late
         self._send(
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)

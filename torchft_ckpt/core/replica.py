@@ -96,13 +96,35 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWishes:
-    """What a step is asked for with; see `ReplicaState.begin`."""
+    """The caller's wishes for a step."""
 
-    allow_heal: bool
-    shrink_only: bool
+    allow_heal: bool = True
+    shrink_only: bool = False
     contributes: bool = True
+    """False: nothing was trained for this step."""
     patience_s: float = 0.0
+    """How long the way here took."""
     waits: bool | None = None
+    """Whether the training thread waits for the quorum, None: where that helps. False: never heal inline."""
+
+
+class StepFacts(NamedTuple):
+    """A rank's own circumstances as a step begins."""
+
+    can_serve: bool = False
+    """The state is captured already."""
+    store_address: str = ""
+    """Where others can meet."""
+    gathers: bool = False
+    """Ask who else is about to look for a state, and for no step."""
+    compares: bool = True
+    """False: no training loop uses the state between here and the vote, so a load in between spoils nothing."""
+    reach_s: float | None = None
+    """How long it would take to receive the newest state, as far as is known."""
+    load_s: float = 0.0
+    """How long loading a state took the last time."""
+    is_first_of_kind: bool = False
+    """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,26 +303,7 @@ class ReplicaState:
 
     def view(self) -> ReplicaView:
         """Return what this replica is now."""
-        return ReplicaView(
-            version=self.version,
-            quorum=self.quorum,
-            phase=self.phase,
-            error=self.error,
-            restored=self.restored,
-            torn=self.torn,
-            is_behind=self.is_behind,
-            is_checked=self.is_checked,
-            is_learner=self.is_learner,
-            warms_up=self.warms_up,
-            is_in_step=self.is_in_step,
-            is_between_steps=self.is_between_steps,
-            is_voted_on=self.is_voted_on,
-            can_reduce=self.can_reduce,
-            begins_with_load=self.begins_with_load,
-            serves_learners=self.serves_learners,
-            num_participants=self.num_participants,
-            participating_rank=self.participating_rank,
-        )
+        return ReplicaView._make(getattr(self, name) for name in ReplicaView._fields)
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -341,74 +344,38 @@ class ReplicaState:
             return False
         return self.phase is Phase.ASKING or self.healed or is_loading
 
-    def begin(
-        self,
-        *,
-        allow_heal: bool,
-        shrink_only: bool,
-        can_serve: bool,
-        store_address: str,
-        contributes: bool = True,
-        patience_s: float = 0.0,
-        waits: bool | None = None,
-        gathers: bool = False,
-        compares: bool = True,
-        reach_s: float | None = None,
-        load_s: float = 0.0,
-        is_first_of_kind: bool = False,
-    ) -> QuorumRequest:
-        """A step begins. One that is open is abandoned.
-
-        Args:
-            allow_heal, shrink_only: the user's wishes.
-            can_serve: the state is captured already.
-            store_address: where others can meet.
-            contributes: False: nothing was trained for this step.
-            patience_s: how long the way here took.
-            waits: whether the training thread waits for the quorum, None: where that helps. False: never heal inline.
-            gathers: ask who else is about to look for a state, and for no step.
-            compares: False: no training loop uses the state between here and the vote, so a load in between spoils nothing.
-            reach_s: how long it would take to receive the newest state, as far as is known.
-            load_s: how long loading a state took the last time.
-            is_first_of_kind: an optimizer begins it that has begun none before: an iteration may have a step for each of several.
-        """
-        is_cold = self._is_cold or (self.warms_up and is_first_of_kind)
+    def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
+        """A step begins. One that is open is abandoned."""
+        is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
+        is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
         self._leave_step()
         self.phase = Phase.ASKING
-        self.capture_wanted = gathers and self.capture_wanted
-        self._gathers = gathers
-        if not gathers:
-            self._wishes = StepWishes(
-                allow_heal=allow_heal,
-                shrink_only=shrink_only,
-                contributes=contributes,
-                patience_s=patience_s,
-                waits=waits,
-            )
-        self._compares = compares
+        self.capture_wanted = facts.gathers and self.capture_wanted
+        self._gathers, self._compares = facts.gathers, facts.compares
+        self._wishes = None if facts.gathers else wishes
         return QuorumRequest(
             request_id=self._request_id,
             version=self.version,
             restored=self.restored,
             torn=self.torn,
             init_sync=self.settings.init_sync,
-            shrink_only=shrink_only,
-            allow_heal=allow_heal,
-            heal_inline=self.settings.heal_inline and waits is not False,
-            waits_for_quorum=self.waits_for_quorum if waits is None else waits,
-            can_serve=can_serve,
+            shrink_only=wishes.shrink_only,
+            allow_heal=wishes.allow_heal,
+            heal_inline=self.settings.heal_inline and wishes.waits is not False,
+            waits_for_quorum=self.waits_for_quorum if wishes.waits is None else wishes.waits,
+            can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
             unverified=self.unverified,
-            contributes=contributes,
-            gathers=gathers,
+            contributes=wishes.contributes,
+            gathers=facts.gathers,
             min_contributors=self.settings.min_replica_size,
-            patience_s=patience_s,
-            warms_up=self.settings.warm_up and is_cold and contributes and compares and waits is None and not gathers,
+            patience_s=wishes.patience_s,
+            warms_up=self.settings.warm_up and is_cold and is_plain,
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
-            reach_s=reach_s,
-            load_s=load_s,
-            store_address=store_address,
+            reach_s=facts.reach_s,
+            load_s=facts.load_s,
+            store_address=facts.store_address,
         )
 
     def locate(self, has_finished: bool = False) -> LocateState:

@@ -15,6 +15,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store
 
 from torchft_ckpt.core.messages import QuorumFormed, Role
+from torchft_ckpt.core.replica import StepFacts, StepWishes
 from torchft_ckpt.errors import ProcessGroupConfigureError, QuorumTimeoutError
 from torchft_ckpt.manager.launch import Launch
 from torchft_ckpt.manager.step_client import StepClient
@@ -66,16 +67,8 @@ def gather(client: StepClient, launch: Launch, *, address: str, limit: timedelta
         GroupBrokenError, RefusedError: this group cannot go on.
     """
     until = time.monotonic() + limit.total_seconds()
-    request = client.begin(
-        allow_heal=False,
-        shrink_only=False,
-        can_serve=False,
-        store_address=launch.store_address,
-        contributes=True,
-        patience_s=0.0,
-        waits=True,
-        gathers=True,
-    )
+    facts = StepFacts(store_address=launch.store_address, gathers=True)
+    request = client.begin(StepWishes(allow_heal=False, waits=True), facts)
     client.send(msgspec.structs.replace(request, checkpoint_addresses=[address]))
     try:
         formed = client.await_plan(limit, 0).formed

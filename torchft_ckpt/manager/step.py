@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp, Work
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
 from torchft_ckpt.core.optimizers import SharedStep
-from torchft_ckpt.core.replica import ReplicaView, StepPlan, StepWishes
+from torchft_ckpt.core.replica import ReplicaView, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.clearing import Clearing
@@ -123,7 +123,7 @@ class Steps:
         )
         self._quorum: Future[None] | None = None
         """The quorum thread's work for the open step."""
-        self._last_wishes = StepWishes(allow_heal=True, shrink_only=False)
+        self._last_wishes = StepWishes()
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
         self._has_computed = False
@@ -195,19 +195,15 @@ class Steps:
     def _ask(self, wishes: StepWishes, layout: ParameterLayout, *, can_serve: bool) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
-        request = self._client.begin(
-            allow_heal=wishes.allow_heal,
-            shrink_only=wishes.shrink_only,
+        facts = StepFacts(
             can_serve=can_serve,
             store_address=self._launch.store_address,
-            contributes=wishes.contributes,
-            patience_s=wishes.patience_s,
-            waits=wishes.waits,
             compares=registry.is_used_by_loops,
             reach_s=healing.expected_s(registry.num_bytes()) if self._client.view().is_behind else None,
             load_s=healing.load_s,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )
+        request = self._client.begin(wishes, facts)
         self._sharing.is_first_of_kind = False
         self._asked_with = layout.digest, frozen
         self._client.send(

@@ -53,6 +53,7 @@ from torchft_ckpt.core.replica import (
     ReplicaSettings,
     ReplicaState,
     ReplicaView,
+    StepFacts,
     StepPlan,
     StepWishes,
 )
@@ -197,39 +198,11 @@ class StepClient:
             self._raise_if_fatal()
             return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
 
-    def begin(
-        self,
-        *,
-        allow_heal: bool,
-        shrink_only: bool,
-        can_serve: bool,
-        store_address: str,
-        contributes: bool,
-        patience_s: float,
-        waits: bool | None,
-        gathers: bool = False,
-        compares: bool = True,
-        reach_s: float | None = None,
-        load_s: float = 0.0,
-        is_first_of_kind: bool = False,
-    ) -> QuorumRequest:
+    def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
         with self._lock, self._replica as replica:
             self._forget_step()
-            return replica.begin(
-                allow_heal=allow_heal,
-                shrink_only=shrink_only,
-                can_serve=can_serve,
-                store_address=store_address,
-                contributes=contributes,
-                patience_s=patience_s,
-                waits=waits,
-                gathers=gathers,
-                compares=compares,
-                reach_s=reach_s,
-                load_s=load_s,
-                is_first_of_kind=is_first_of_kind,
-            )
+            return replica.begin(wishes, facts)
 
     def _forget_step(self) -> None:
         self._plan = None
