@@ -139,9 +139,9 @@ TABLE: dict[str, dict[str, Entry]] = {
         ),
     },
     "process_group": {
-        "_ErrorSwallowingWork": Here("process_group.between"),
-        "ErrorSwallowingProcessGroupWrapper": Here("process_group.between"),
-        "FakeProcessGroupWrapper": Here("process_group.between"),
+        "_ErrorSwallowingWork": Here("process_group.wrapper", "WorkOfFuture"),
+        "ErrorSwallowingProcessGroupWrapper": Here("process_group.wrapper"),
+        "FakeProcessGroupWrapper": Here("process_group.wrapper"),
         "ProcessGroupBaby": _BABY,
         "ProcessGroupBabyGloo": _BABY,
         "ProcessGroupBabyNCCL": _BABY,

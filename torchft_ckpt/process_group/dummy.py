@@ -25,23 +25,19 @@ class CompletedWork(Work):
         self._future.set_result(result)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return at once."""
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future, which has its value."""
         return self._future
 
     def is_completed(self) -> bool:
-        """It is."""
         return True
 
     def is_success(self) -> bool:
-        """It is."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """There is nothing to wait for."""
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -61,17 +57,7 @@ class ProcessGroupDummy(ProcessGroup):
         super().__init__(rank, world)  # type: ignore[call-arg]  # rank and size; the stub lacks this constructor
         self.configure_count = 0
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
+    def configure(self, *arguments: Any, **options: Any) -> None:
         """Count it, and do nothing: it stays a group of one."""
         self.configure_count += 1
 
@@ -99,7 +85,7 @@ class ProcessGroupDummy(ProcessGroup):
         return "torchft-ckpt-dummy"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: no operation takes time."""
+        """No operation takes time."""
 
 
 def _copy(outputs: Tensors, inputs: Tensors) -> Work:

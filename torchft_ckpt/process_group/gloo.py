@@ -19,18 +19,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, Store
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 
 from torchft_ckpt import config
-from torchft_ckpt.errors import ProcessGroupConfigureError, ProcessGroupError
 from torchft_ckpt.network import host_of_gloo, host_of_interface
-from torchft_ckpt.process_group.rendezvous import rendezvous
-from torchft_ckpt.process_group.session import Session
-from torchft_ckpt.process_group.session_group import SessionProcessGroup, set_default_timeout
+from torchft_ckpt.process_group.session_group import Meeting, SessionProcessGroup, set_default_timeout
 from torchft_ckpt.process_group.sockets import create_gloo_device
-from torchft_ckpt.process_group.store import StoreAddress
 
 
 class ProcessGroupGloo(SessionProcessGroup):
@@ -72,63 +67,31 @@ class ProcessGroupGloo(SessionProcessGroup):
         if not self._is_given:
             self._hostname = hostname
 
-    def _make_inner(
-        self,
-        session: Session,
-        address: StoreAddress,
-        rank: int,
-        world_size: int,
-        global_ranks: list[int] | None,
-    ) -> TorchProcessGroup:
-        deadline = time.monotonic() + self._connect_timeout.total_seconds()
-        if world_size == 1:
-            return self._connect_gloo(session, HashStore(), "127.0.0.1", rank, world_size, deadline, global_ranks)
-        with rendezvous(session, address, rank, world_size, self._connect_timeout.total_seconds()) as (
-            connection,
-            store,
-        ):
-            hostname = self._hostname or connection.local_host
-            try:
-                return self._connect_gloo(session, store, hostname, rank, world_size, deadline, global_ranks)
-            except ProcessGroupError:  # the session has ended meanwhile
-                raise
-            except RuntimeError as error:
-                raise ProcessGroupConfigureError(
-                    "all ranks came to the store, but one of them died since or cannot be reached at the address that "
-                    f"it listens on (ours is {hostname}); torch says: "
-                    f"{str(error).partition(chr(10))[0][:300]}",
-                    party=str(address),
-                ) from error.with_traceback(None)
+    def _listens_at(self, meeting: Meeting) -> str:
+        return meeting.local_host if meeting.world_size == 1 else self._hostname or meeting.local_host
 
-    def _connect_gloo(
-        self,
-        session: Session,
-        store: Store,
-        hostname: str,
-        rank: int,
-        world_size: int,
-        deadline: float,
-        global_ranks: list[int] | None,
-    ) -> TorchProcessGroup:
+    def _why_apart(self, meeting: Meeting) -> str:
+        return (
+            "one of them died since or cannot be reached at the address that it listens on"
+            f" (ours is {self._listens_at(meeting)}); torch says"
+        )
+
+    def _connect(self, meeting: Meeting) -> TorchProcessGroup:
         interface = "" if self._hostname else self._interface  # left to Gloo where interfaces cannot be read
-        device, sockets = create_gloo_device("" if interface else hostname, interface)
+        device, sockets = create_gloo_device("" if interface else self._listens_at(meeting), interface)
         if sockets is not None:
-            session.on_end(sockets.shutdown_connections, sockets.close, ends_connections=True)
+            meeting.session.on_end(sockets.shutdown_connections, sockets.close, ends_connections=True)
         options: Any = TorchProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._devices = [device]
-        options._timeout = timedelta(seconds=max(0.01, deadline - time.monotonic()))
-        if global_ranks:
-            options.global_ranks_in_group = global_ranks
-        backend = TorchProcessGroupGloo(store, rank, world_size, options)
-        session.keep(backend)
-        group = TorchProcessGroup(store, rank, world_size)
+        options._timeout = timedelta(seconds=max(0.01, meeting.deadline - time.monotonic()))
+        if meeting.global_ranks:
+            options.global_ranks_in_group = meeting.global_ranks
+        backend = TorchProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
+        meeting.session.keep(backend)
+        group = TorchProcessGroup(meeting.store, meeting.rank, meeting.world_size)
         group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
-        for kind in _device_types():
+        for kind in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
             group._register_backend(torch.device(kind), TorchProcessGroup.BackendType.GLOO, backend)
         backend._set_sequence_number_for_group()
         set_default_timeout(group, self._timeout)
         return group
-
-
-def _device_types() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -21,30 +21,16 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed import HashStore, Store, Work
 from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Work
 
-from torchft_ckpt.errors import CollectiveFailedError, ConfigError, ProcessGroupConfigureError, ProcessGroupError
-from torchft_ckpt.process_group.rendezvous import rendezvous
-from torchft_ckpt.process_group.session import Session, SessionPhase
-from torchft_ckpt.process_group.session_group import SessionProcessGroup
-from torchft_ckpt.process_group.store import StoreAddress
+from torchft_ckpt.errors import CollectiveFailedError, ConfigError
+from torchft_ckpt.process_group.session import SessionPhase
+from torchft_ckpt.process_group.session_group import Meeting, SessionProcessGroup
 from torchft_ckpt.threads import Thread
-
-
-class Event(Protocol):
-    """The part of a CUDA event that the watch uses."""
-
-    def query(self) -> bool:
-        """Return whether the work before the event is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the work before the event is done."""
-        ...
 
 
 class OperationWatch:
@@ -57,13 +43,13 @@ class OperationWatch:
     def __init__(self, on_timeout: Callable[[float], object]) -> None:
         self._on_timeout = on_timeout
         self._changed = threading.Condition()
-        self._pending: list[tuple[float, float, Event]] = []  # deadline, timeout_s, event; soonest deadline first
+        self._pending: list[tuple[float, float, torch.cuda.Event]] = []
+        """Deadline, timeout in seconds and event, the soonest deadline first."""
         self._is_open = True
         self._thread = Thread(self._run, "nccl-operation-watch")
         self._thread.start()
 
-    def add(self, event: Event, timeout_s: float) -> None:
-        """Watch one operation."""
+    def add(self, event: torch.cuda.Event, timeout_s: float) -> None:
         with self._changed:
             self._pending = [entry for entry in self._pending if not entry[2].query()]
             self._pending.append((time.monotonic() + timeout_s, timeout_s, event))
@@ -124,21 +110,9 @@ class ProcessGroupNCCL(SessionProcessGroup):
         self._device = torch.device("cuda", 0)
         self._side_stream: Any = None
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
+    def configure(self, *arguments: Any, **options: Any) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        super().configure(
-            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-        )
+        super().configure(*arguments, **options)
 
     def errored(self) -> Exception | None:
         """Wait for the operations in flight, then return why the group must be configured again, or None."""
@@ -150,34 +124,13 @@ class ProcessGroupNCCL(SessionProcessGroup):
     def getBackendName(self) -> str:
         return "torchft-ckpt-nccl"
 
-    def _make_inner(
-        self,
-        session: Session,
-        address: StoreAddress,
-        rank: int,
-        world_size: int,
-        global_ranks: list[int] | None,
-    ) -> TorchProcessGroup:
-        timeout_s = self._connect_timeout.total_seconds()
-        if world_size == 1:
-            return self._connect_nccl(session, HashStore(), rank, world_size, global_ranks)
-        with rendezvous(session, address, rank, world_size, timeout_s) as (_, store):
-            try:
-                return self._connect_nccl(session, store, rank, world_size, global_ranks)
-            except ProcessGroupError:  # the session has ended meanwhile
-                raise
-            except RuntimeError as error:
-                raise ProcessGroupConfigureError(
-                    "all ranks came to the store, but NCCL could not connect them: "
-                    f"{str(error).partition(chr(10))[0][:300]}",
-                    party=str(address),
-                ) from error.with_traceback(None)
+    def _why_apart(self, meeting: Meeting) -> str:
+        return "NCCL could not connect them"
 
-    def _connect_nccl(
-        self, session: Session, store: Store, rank: int, world_size: int, global_ranks: list[int] | None
-    ) -> TorchProcessGroup:
+    def _connect(self, meeting: Meeting) -> TorchProcessGroup:
         from torch.distributed import ProcessGroupNCCL as TorchProcessGroupNCCL
 
+        session = meeting.session
         for variable in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS"):
             os.environ.setdefault(f"TORCH_NCCL_{variable}", "0")
         connect_timeout_s = self._connect_timeout.total_seconds()
@@ -185,9 +138,9 @@ class ProcessGroupNCCL(SessionProcessGroup):
         torch.cuda.set_device(self._device)  # of this thread
         options: Any = TorchProcessGroupNCCL.Options()
         options.config.blocking = 0
-        if global_ranks:
-            options.global_ranks_in_group = global_ranks
-        backend = TorchProcessGroupNCCL(store, rank, world_size, options)
+        if meeting.global_ranks:
+            options.global_ranks_in_group = meeting.global_ranks
+        backend = TorchProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
         aborter = Thread(backend.abort, "nccl-abort")
         watch = OperationWatch(
             lambda timeout_s: session.end(
@@ -208,7 +161,7 @@ class ProcessGroupNCCL(SessionProcessGroup):
         backend.eager_connect_single_device(self._device)
         self._side_stream = torch.cuda.Stream(self._device)
         self._watch = watch
-        group = TorchProcessGroup(store, rank, world_size)
+        group = TorchProcessGroup(meeting.store, meeting.rank, meeting.world_size)
         group._set_default_backend(TorchProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), TorchProcessGroup.BackendType.NCCL, backend)
         return group

@@ -1,28 +1,56 @@
 """A group whose inner group is made anew by each configure: what Gloo and NCCL share.
 
-It decides which session a collective goes to and what `errored()` says. `session.py` rules the life and the end of an inner
-group; a subclass's `_make_inner` makes one.
+It lets the members meet at a store before their backend connects them, as backends that wait for each other cannot be interrupted
+in it, and do not say who was absent. It decides which session a collective goes to and what `errored()` says. `session.py` rules
+the life and the end of an inner group; a subclass's `_connect` makes one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import HashStore, Store, Work
 from torch.distributed import ProcessGroup as TorchProcessGroup
-from torch.distributed import Work
 
-from torchft_ckpt.errors import ConfigError, ProcessGroupAbortedError, ProcessGroupError
-from torchft_ckpt.process_group.rendezvous import prepare_store
+from torchft_ckpt.errors import (
+    ConfigError,
+    ProcessGroupAbortedError,
+    ProcessGroupConfigureError,
+    ProcessGroupError,
+)
 from torchft_ckpt.process_group.session import Session, SessionPhase
-from torchft_ckpt.process_group.store import StoreAddress
+from torchft_ckpt.process_group.sockets import shutdown_awaited_connection
+from torchft_ckpt.process_group.store import StoreAddress, StorePool, enter_store, wait_for_keys
 from torchft_ckpt.process_group.wrapper import ProcessGroupWrapper
 
 _CONNECT_TIMEOUT_MAX = timedelta(seconds=10)
+_PREPARE_TIMEOUT_S = 30.0
+
+# One for the process: a connection serves one configure after the other.
+_stores = StorePool()
+
+
+class Meeting(NamedTuple):
+    """The members of a group have met at a store, and are to be connected by their backend."""
+
+    session: Session
+    store: Store
+    """A fresh one below a prefix of its own."""
+    local_host: str
+    """The numeric address of ours that routes to the store."""
+    rank: int
+    world_size: int
+    global_ranks: list[int] | None
+    deadline: float
+    """Of configure, on `time.monotonic`'s clock."""
 
 
 def set_default_timeout(group: TorchProcessGroup, timeout: timedelta) -> None:
@@ -71,7 +99,18 @@ class SessionProcessGroup(ProcessGroupWrapper):
         timeout_s = self._connect_timeout.total_seconds()
 
         def connect(session: Session) -> TorchProcessGroup:
-            return self._make_inner(session, address, rank, world_size, global_ranks)
+            with _meeting(session, address, rank, world_size, global_ranks, timeout_s) as meeting:
+                try:
+                    return self._connect(meeting)
+                except ProcessGroupError:  # the session has ended meanwhile
+                    raise
+                except RuntimeError as error:
+                    if world_size == 1:
+                        raise
+                    first_line = str(error).partition("\n")[0][:300]
+                    raise ProcessGroupConfigureError(
+                        f"all ranks came to the store, but {self._why_apart(meeting)}: {first_line}", party=str(address)
+                    ) from error.with_traceback(None)
 
         session = Session(label, connect, _accelerators())
         self._end(ProcessGroupAbortedError(f"{name} group left for quorum {quorum_id}"), successor=session)
@@ -82,16 +121,13 @@ class SessionProcessGroup(ProcessGroupWrapper):
                 self._rank = rank
                 self._world_size = world_size
 
-    def _make_inner(
-        self,
-        session: Session,
-        address: StoreAddress,
-        rank: int,
-        world_size: int,
-        global_ranks: list[int] | None,
-    ) -> TorchProcessGroup:
+    def _connect(self, meeting: Meeting) -> TorchProcessGroup:
         """Connect to the other members; runs on the session's thread and ends within the connect timeout."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _make_inner")
+        raise NotImplementedError(f"{type(self).__name__} does not implement _connect")
+
+    def _why_apart(self, meeting: Meeting) -> str:
+        """Say what to think of where `_connect` raised; torch's own words follow."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _why_apart")
 
     def _start_collective(self, collective: str, *arguments: Any) -> Work:
         with self._lock:
@@ -127,7 +163,7 @@ class SessionProcessGroup(ProcessGroupWrapper):
             return self._session.error
 
     def prepare_store(self, store_addr: str) -> threading.Event:
-        return prepare_store(store_addr)
+        return _stores.prepare(StoreAddress.parse(store_addr), _PREPARE_TIMEOUT_S)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -171,6 +207,52 @@ class SessionProcessGroup(ProcessGroupWrapper):
                 session.end(ProcessGroupAbortedError("the process group was dropped without a shutdown"))
             except RuntimeError as error:  # no thread can be started any more: the interpreter exits
                 warnings.warn(f"process group dropped at exit: {error}", ResourceWarning, stacklevel=1)
+
+
+@contextlib.contextmanager
+def _meeting(
+    session: Session,
+    address: StoreAddress,
+    rank: int,
+    world_size: int,
+    global_ranks: list[int] | None,
+    timeout_s: float,
+) -> Iterator[Meeting]:
+    """Announce this rank, wait for all others, and lend the store to the backend; on the session's connecting thread.
+
+    Args:
+        session: its end gives up the waiting.
+        address: of the store; the prefix must never have been used before.
+        rank, world_size, global_ranks: as of `configure`.
+        timeout_s: for all of it.
+
+    Raises:
+        ProcessGroupConfigureError: the store cannot be reached, or somebody did not come; the message says who.
+        ProcessGroupAbortedError: the session ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    if world_size == 1:
+        yield Meeting(session, HashStore(), "127.0.0.1", rank, world_size, global_ranks, deadline)
+        return
+    thread = threading.current_thread()
+
+    def is_wanted() -> bool:
+        return session.error is None
+
+    def key(member: int) -> str:
+        return f"torchft_ckpt/came/{member}"
+
+    with enter_store(_stores, address, key(rank), "", timeout_s, is_wanted) as (connection, store):
+
+        def interrupt() -> None:
+            # Afterwards its id may be another thread's.
+            if thread.is_alive() and thread.native_id is not None:
+                shutdown_awaited_connection(thread.native_id, connection.peers)
+
+        session.on_end(interrupt)
+        others = {key(member): f"rank {member}" for member in range(world_size) if member != rank}
+        wait_for_keys(store, others, deadline, is_wanted)
+        yield Meeting(session, store, connection.local_host, rank, world_size, global_ranks, deadline)
 
 
 def _accelerators() -> list[torch.device]:

@@ -1,15 +1,20 @@
-"""A group around another one: every call goes to that one, but for what a subclass changes."""
+"""Groups around another one: one that passes all on, the manager's, one whose caller sees no errors, one that fails."""
 
 from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch.distributed import Work
+from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
 from torchft_ckpt.errors import ProcessGroupError
-from torchft_ckpt.process_group.base import ProcessGroup
+from torchft_ckpt.process_group.base import ProcessGroup, Tensors
+from torchft_ckpt.process_group.dummy import CompletedWork
+
+_Future = torch.futures.Future[Any]
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -35,20 +40,8 @@ class ProcessGroupWrapper(ProcessGroup):
             raise ProcessGroupError(f"{self!r} is around no group that was handed in")
         return self._pg
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        self.parent.configure(
-            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-        )
+    def configure(self, *arguments: Any, **options: Any) -> None:
+        self.parent.configure(*arguments, **options)
 
     def _start_collective(self, collective: str, *arguments: Any) -> Work:
         return getattr(self.parent, collective)(*arguments)
@@ -83,3 +76,148 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(pg={self._pg!r})"
+
+
+class Averager(Protocol):
+    """The part of a `Manager` that a managed group uses; this floor does not know managers."""
+
+    _pg: ProcessGroup
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ...) -> Work: ...
+
+    def num_participants(self) -> int: ...
+
+
+class ManagedProcessGroup(ProcessGroupWrapper):
+    """A group whose allreduce is the manager's and whose size is the number of participants.
+
+    Errors of an allreduce go to the manager, which discards the step; the caller sees none. Everything else goes to the
+    manager's process group as it is.
+
+    Args:
+        manager: whose process group this is.
+    """
+
+    def __init__(self, manager: Averager) -> None:
+        super().__init__(pg=manager._pg)
+        self._manager = manager
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors | torch.Tensor, opts: AllreduceOptions | ReduceOp | None = None
+    ) -> Work:
+        """Reduce one tensor over the participants, in place.
+
+        Raises:
+            ValueError: more than one tensor was given.
+        """
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        if len(tensors) != 1:
+            raise ValueError(f"ManagedProcessGroup.allreduce takes one tensor, not {len(tensors)}")
+        if opts is None:
+            return self._manager.allreduce(tensors[0])
+        reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
+        # ReduceOp and its RedOpType compare equal; the stub does not know.
+        return self._manager.allreduce(tensors[0], reduce_op=reduce_op)  # type: ignore[arg-type]
+
+    def size(self) -> int:
+        return self._manager.num_participants()
+
+
+class WorkOfFuture(Work):
+    """An operation that is over, and ends, as a future does."""
+
+    def __init__(self, future: _Future) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is over; raises what the future has."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> _Future:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
+    """A group whose allreduce never raises: after an error all of them do nothing until the next configure.
+
+    For loops without a Manager, which has to look at `error()` before it uses a result: tensors of a failed allreduce, and of all
+    that come after it, hold no average.
+
+    Args:
+        pg: the group around which this is.
+    """
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg=pg)
+        self._error: Exception | None = None
+
+    def configure(self, *arguments: Any, **options: Any) -> None:
+        self._error = None
+        super().configure(*arguments, **options)
+
+    def report_error(self, error: Exception) -> None:
+        """Do nothing in each allreduce from now on, until the next configure."""
+        self._error = error
+
+    def error(self) -> Exception | None:
+        """Return the last error since the last configure."""
+        return self._error
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
+    ) -> Work:
+        if self._error is not None:
+            return CompletedWork(tensors)
+        try:
+            future = super().allreduce(tensors, opts).get_future()
+        except (RuntimeError, ProcessGroupError) as error:
+            self.report_error(error)
+            return CompletedWork(tensors)
+
+        def swallow(done: _Future) -> Any:
+            try:
+                return done.value()
+            except (RuntimeError, ProcessGroupError) as error:
+                self.report_error(error)
+                return tensors
+
+        return WorkOfFuture(future.then(swallow))
+
+
+class FakeProcessGroupWrapper(ProcessGroupWrapper):
+    """A group whose next allreduce fails when a test says so; the other members' succeeds.
+
+    Args:
+        pg: the group around which this is.
+    """
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg=pg)
+        self._future_error: Exception | None = None
+
+    def configure(self, *arguments: Any, **options: Any) -> None:
+        self._future_error = None
+        super().configure(*arguments, **options)
+
+    def report_future_error(self, error: Exception) -> None:
+        """Let the next allreduce take place, and fail here with this."""
+        self._future_error = error
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
+    ) -> Work:
+        work = super().allreduce(tensors, opts)
+        error, self._future_error = self._future_error, None
+        if error is None:
+            return work
+
+        def fail(_: _Future, error: Exception = error) -> Any:
+            raise error
+
+        return WorkOfFuture(work.get_future().then(fail))
