@@ -20,8 +20,14 @@ from torch.distributed import Work
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo, ProcessGroupNCCL
-from torchft_ckpt.process_group.quantization import ERROR_SLACK, FP8, INT8, Codec, chunk_layout
-from torchft_ckpt.process_group.quantized import allreduce_quantized
+from torchft_ckpt.process_group.quantization import (
+    ERROR_SLACK,
+    FP8,
+    INT8,
+    Codec,
+    allreduce_quantized,
+    chunk_layout,
+)
 from torchft_ckpt.process_group.sockets import GlooSockets
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 

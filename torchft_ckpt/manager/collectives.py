@@ -30,12 +30,11 @@ from torchft_ckpt.core.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.collective_queue import CollectiveQueue
-from torchft_ckpt.process_group.quantized import allreduce_quantized
+from torchft_ckpt.process_group.quantization import Codec, allreduce_quantized
 from torchft_ckpt.process_group.session import settled
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
-    from torchft_ckpt.process_group.quantization import Codec
 
 logger = logging.getLogger(__name__)
 

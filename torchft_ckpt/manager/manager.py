@@ -553,7 +553,7 @@ class Manager:
         Args:
             tensor: any shape; a floating point dtype for an average.
             should_quantize: send a byte an element: "int8" (which True means too) or "fp8", with a scale for each 512. All
-                ranks get the same bits; how far they may be off is in `process_group/quantized.py`. A value that is not
+                ranks get the same bits; how far they may be off is in `process_group/quantization.py`. A value that is not
                 finite turns its block into NaNs. Exact where the process group has one member. The same on all ranks.
             reduce_op: `ReduceOp.AVG`, or any that the process group knows; AVG or SUM where it is quantised.
 
