@@ -53,9 +53,6 @@ class GlooSockets:
         self._lock = threading.Lock()
         self._epoll_fd: int | None = os.dup(epoll_fd)
 
-    def __repr__(self) -> str:
-        return f"GlooSockets(connections={[s[:2] for s in self._names()]})"
-
     def shutdown_connections(self) -> int:
         """End the traffic on every connection of the device, in both directions; return how many there were."""
         num_ended = 0
@@ -84,13 +81,6 @@ class GlooSockets:
             if self._epoll_fd is not None:
                 os.close(self._epoll_fd)
                 self._epoll_fd = None
-
-    def _names(self) -> list[tuple[str, int]]:
-        names = []
-        for sock in self._open():
-            with sock:
-                names.append(sock.getsockname())
-        return names
 
     def _open(self) -> list[socket.socket]:
         """Return duplicates of the TCP sockets that the epoll instance watches; the caller closes them."""
