@@ -4,7 +4,7 @@ manager        the public class
 step           one step: quorum, allreduce, commit
 between_steps  catching up, handing over, meeting, while no step is open
 step_client    coordination, and what this replica is
-launch, link   arguments and environment to addresses, ranks, store; the connection
+launch         arguments and environment to addresses, ranks, store; the connection
 collectives    allreduce whose errors end the step and nothing else
 serving        serves the state
 recovery       gets and loads it; healing fetches it

@@ -7,10 +7,16 @@ step: only its own `wait` says so.
 
 A collective starts when it is clear that all groups issue the same one (`clearing.py`): at once where that is known. One that a
 member waits in for longer than usual is reported, so that nobody waits for a group that will not come.
+
+Collectives reach the process group in the order of the calls, and one that consists of several starts all its parts before the
+next call's first. That depends on the program alone, never on what has finished when; so ranks that make the same calls in the same
+order start the same collectives in the same order, however fast each of them is. Who calls from several threads has to order the
+calls himself.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import threading
@@ -29,9 +35,9 @@ from torchft_ckpt.core.patience import StallWatch
 from torchft_ckpt.core.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
-from torchft_ckpt.manager.collective_queue import CollectiveQueue
 from torchft_ckpt.process_group.quantization import Codec, allreduce_quantized
 from torchft_ckpt.process_group.session import settled
+from torchft_ckpt.threads import Thread
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -42,6 +48,7 @@ REPORT_WAIT_S = 0.5
 """A collective that takes longer is reported to the lighthouse, once: it knows whether all others will come."""
 
 T = TypeVar("T")
+Job = Callable[[], None]
 
 
 class ExceptionWithTraceback(Exception):
@@ -109,6 +116,76 @@ class _Reduction:
         return self.is_failed or self.step_has_failed()
 
 
+class CollectiveQueue:
+    """Starts jobs in order, on a thread that lives only while there is something to do. Any thread may call it.
+
+    While the thread has anything to do, all that is called later queues behind it. While it has nothing to do every earlier call
+    has started all its parts, so a simple collective may start right where it was called. What bypasses the queue (an operation on
+    the process group itself) must wait for the jobs before it. A job knows nothing of the step that it belongs to.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._is_running = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a collective that is issued now may start where it was called. It stays so until the caller queues a job."""
+        with self._lock:
+            return not self._is_running
+
+    def run(self, job: Job, tensor: torch.Tensor) -> None:
+        """Queue a job.
+
+        Args:
+            job: must not raise. It may block; what is called later waits.
+            tensor: that it works on. If it is on a GPU the job runs on a stream of the queue, after what the caller's current
+                stream has been given so far.
+
+        Raises:
+            RuntimeError: no thread can be started; the job was not queued.
+        """
+        with self._lock:
+            self._jobs.append(self._on_stream(job, tensor))
+            if self._is_running:
+                return
+            try:
+                Thread(self._run, "torchft_ckpt-collectives").start()
+            except RuntimeError:
+                self._jobs.pop()
+                raise
+            self._is_running = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._is_running = False
+                    return
+                job = self._jobs.popleft()
+            job()
+
+    def _on_stream(self, job: Job, tensor: torch.Tensor) -> Job:
+        if not tensor.is_cuda:
+            return job
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+        stream = self._streams[tensor.device]
+        caller = torch.cuda.current_stream(tensor.device)
+        event = torch.cuda.Event()
+        event.record(caller)
+
+        def run() -> None:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                stream.wait_event(event)
+                tensor.record_stream(stream)
+                job()
+
+        return run
+
+
 class Collectives:
     """The open collectives of the step.
 
@@ -166,8 +243,6 @@ class Collectives:
         codec: Codec | None = None,
     ) -> ManagedWork:
         """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one.
-
-        They start in the order of the calls on all ranks, plain and quantised ones; see `collective_queue.py`.
 
         Args:
             tensor: to reduce.
@@ -342,20 +417,14 @@ def fill_with_nothing(tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType) -
 
 def done_work(tensor: torch.Tensor, failed: Callable[[], bool]) -> ManagedWork:
     """Return work that is complete, for a step that has failed already."""
-    return ManagedWork(completed_future(tensor), failed)
+    future = future_for(tensor)
+    future.set_result(tensor)
+    return ManagedWork(future, failed)
 
 
-def completed_future(value: T) -> Future[T]:
-    """Return a future that has its value."""
-    future = future_for(value)
-    future.set_result(value)
-    return future
-
-
-def future_for(value: T) -> Future[T]:
-    """Return a future that may complete with such a value: it knows the device of a tensor, to order streams."""
-    on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    return Future(devices=[value.device]) if on_device else Future()  # type: ignore[attr-defined]
+def future_for(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    """Return a future that may complete with such a tensor: it knows the device, to order streams."""
+    return Future(devices=[tensor.device]) if tensor.device.type != "cpu" else Future()
 
 
 def first_of(

@@ -1,28 +1,36 @@
-"""From arguments and environment to addresses, ranks and stores: how this process came to be one rank of one replica group.
+"""How this process becomes one rank of one replica group: from arguments and environment to addresses, and to its group.
 
 There are two kinds of stores. Replica groups meet at one that rank 0 of a group hosts in its own process, at a port that the
 system chooses: it is there for as long as that group lives, and no other group's end takes it away. The ranks of one group find
 each other at `MASTER_ADDR` and `MASTER_PORT` (`group_store`): launched by `torchrun`, at its agent's store; launched by hand, at
 one that rank 0 hosts there. A group of one rank needs nobody else's store, and asks for none, whatever its environment names.
+
+Rank 0 runs the group's manager service, and any other rank connects to that (`open_link`).
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeAlias
 
 from torch.distributed import TCPStore
 
 from torchft_ckpt import config
+from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.core.meeting import Claim
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.core.messages import GroupToRank, Hello
+from torchft_ckpt.errors import ConfigError, CoordinationError
 from torchft_ckpt.manager.group_store import GroupStore
 from torchft_ckpt.network import Host, choose_host, join_host_port, leave_to_parent
 
 logger = logging.getLogger(__name__)
+
+Link: TypeAlias = GroupService | RankSession
 
 _named: set[str] = set()
 """Variables that were named already: a process says it once, however many managers it makes."""
@@ -160,3 +168,56 @@ def _host_store() -> TCPStore:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     leave_to_parent(store)
     return store
+
+
+def open_link(
+    launch: Launch,
+    rank_0: Claim | None,
+    *,
+    hello: Callable[[], Hello],
+    on_message: Callable[[GroupToRank], None],
+    on_refused: Callable[[CoordinationError], None],
+    heartbeat_interval: timedelta,
+    connect_timeout: timedelta,
+) -> Link:
+    """Connect to the group, and begin to hear. The callbacks are those of `GroupService`.
+
+    Args:
+        launch: this process.
+        rank_0: what rank 0 of this group has announced; None: this is rank 0.
+
+    Raises:
+        LighthouseUnreachableError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError,
+        GroupBrokenError: as their names say; nothing is left running.
+    """
+    if rank_0 is not None:
+        return RankSession(
+            address=rank_0.manager_address,
+            group_rank=launch.group_rank,
+            on_message=on_message,
+            token=launch.token,
+            replica_id=rank_0.replica_id,
+            heartbeat_interval=heartbeat_interval,
+            connect_timeout=connect_timeout,
+        )
+    service = GroupService(
+        world_size=launch.group_world_size,
+        lighthouse_addr=launch.lighthouse_addr,
+        hello=hello,
+        on_message=on_message,
+        on_refused=on_refused,
+        hostname=launch.host.address,
+        port=launch.manager_port,
+        job=launch.job,
+        token=launch.token,
+        replica_id=launch.replica_id,
+        heartbeat_interval=heartbeat_interval,
+        connect_timeout=connect_timeout,
+    )
+    if launch.group_store is not None:
+        try:
+            launch.group_store.announce(service.address)
+        except BaseException:
+            service.shutdown("the other ranks of its group cannot find it")
+            raise
+    return service

@@ -72,8 +72,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
-from torchft_ckpt.manager.launch import Launch
-from torchft_ckpt.manager.link import Link, open_link
+from torchft_ckpt.manager.launch import Launch, Link, open_link
 
 logger = logging.getLogger(__name__)
 
