@@ -65,7 +65,7 @@ from torchft_ckpt.errors import (
     StorageError,
     torn_where_it_raises,
 )
-from torchft_ckpt.manager.guarding import guard_steps
+from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,

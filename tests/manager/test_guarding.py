@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from torchft_ckpt.manager.guarding import guard_steps
+from torchft_ckpt.manager.optimizer_settings import guard_steps
 
 
 class Fails(torch.optim.SGD):

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 from torchft_ckpt import LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.errors import ConfigError
-from torchft_ckpt.manager.guarding import guard_steps
+from torchft_ckpt.manager.optimizer_settings import guard_steps
 
 
 class Votes:

@@ -1,18 +1,30 @@
-"""Wraps a transport that is no `CheckpointTransport`, as torchft's own are not, so that the Manager has one kind of them.
+"""Transports of other libraries: wrapped so that the Manager has one kind of them, and used over the process group.
 
 Such a transport has torchft's five methods and no more: it copies what it sends, receives from one rank of the source, and cannot
 be cancelled. What it says of itself (`needs_process_group`) counts.
+
+One that needs the process group sends to a rank, and waits for it to receive. Here a state has several sources, of which a group
+wants one. So each group that comes for a state first tells its sources by the process group which of them it takes; the others send
+nothing. All of it is done before the quorum counts as found, so who trains waits meanwhile, as long as the process group lets him.
 """
 
 from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport
+from torchft_ckpt.core.messages import QuorumFormed
+
+if TYPE_CHECKING:
+    from torchft_ckpt.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
+
+_TAG = 0x7F7
 
 
 class ForeignTransport(CheckpointTransport[Any]):
@@ -67,3 +79,36 @@ def as_ours(transport: Any, party: str) -> CheckpointTransport[Any]:
         type(transport).__qualname__,
     )
     return ForeignTransport(transport)
+
+
+def agree_who_sends(pg: ProcessGroup, formed: QuorumFormed, timeout: timedelta, *, wants: bool) -> list[int]:
+    """Tell the sources of this group, or hear from those that it is a source of, who sends to whom.
+
+    Every member calls it once a quorum, when the process group is connected. Groups beyond the quorum take no part.
+
+    Args:
+        pg: connected for this quorum.
+        formed: the quorum.
+        timeout: for each of the messages.
+        wants: whether this group, if it has sources, is about to receive from the first of them.
+
+    Returns:
+        the replica ranks that want the state from this group.
+
+    Raises:
+        ProcessGroupError: a member was lost, or did not come in time.
+    """
+    size, device = formed.replica_world_size, _device_of(pg)
+    first = formed.sources[0].replica_rank if wants and formed.sources else None
+    told = [source.replica_rank for source in formed.sources if formed.replica_rank < size]
+    heard = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in formed.destinations if rank < size}
+    works = [pg.send([torch.tensor([rank == first], dtype=torch.int64, device=device)], rank, _TAG) for rank in told]
+    works += [pg.recv([answer], rank, _TAG) for rank, answer in heard.items()]
+    for work in works:
+        work.wait(timeout)
+    return [rank for rank, answer in heard.items() if answer.item()]
+
+
+def _device_of(pg: ProcessGroup) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if "nccl" in pg.getBackendName().lower() else None
+    return accelerator or torch.device("cpu")

@@ -229,7 +229,7 @@ class Healing:
         step = wanted.version.step
         started = time.monotonic()
         logger.info("fetching step %d from %s", step, names)
-        if self._transport.needs_process_group:  # only one source sends (`over_group.py`)
+        if self._transport.needs_process_group:  # only one source sends (`foreign_transport.py`)
             first = sources[0]
             metadata = next(iter(first.checkpoint_addresses[self._rank : self._rank + 1]), "")
             if not metadata:

@@ -7,7 +7,7 @@ This file is the public surface, and builds the parts behind it, each with a sta
     step_client      coordination: what this replica is, and what it and the others tell each other
     recovery         gets the state of a quorum; healing fetches it
     serving          serves the state that is here
-    state_registry   the state, as the user registered it; own_state: the Manager's own part of it
+    state_registry   the state: what the user has registered, and the Manager's own part of it
 
 Three threads meet in these. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
 the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages to the
@@ -41,14 +41,13 @@ from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.gathering import Gathering
-from torchft_ckpt.manager.guarding import guard_steps
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.launch import Timeouts, resolve_launch
+from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
-from torchft_ckpt.manager.own_state import OwnState
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.serving import StateServing
-from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.process_group.quantization import Quantization, find_codec

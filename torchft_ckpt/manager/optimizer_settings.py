@@ -1,4 +1,4 @@
-"""Carries the settings of optimizers, learning rates above all, from the source of a state to the replica that heals.
+"""The optimizers of the user: guards their steps, and carries their settings to a replica that heals, learning rates above all.
 
 A user's `state_dict` may return them stale: torchtitan 0.3.0 returns what they were when it cached them, a step before the
 scheduler set the learning rate (https://github.com/pytorch/torchtitan/issues/4598). A replica that steps with that rate ends
@@ -7,7 +7,9 @@ unequal to its source, with equal gradients and equal moments. So they also trav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,3 +103,28 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
             here.fill_(value.item() if isinstance(value, torch.Tensor) else value)
     else:
         group[key] = value.item() if isinstance(value, torch.Tensor) else value
+
+
+def guard_steps(optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Have `before` and `after` called around each step; `after` may be called when nothing was begun.
+
+    By hooks, which everybody who steps the optimizer passes. Post-step hooks do not run where a step raises, and those that are
+    registered later run after ours and may change parameters too. So `step` is wrapped besides, as torch's learning-rate
+    schedulers do it, and `after` is called when all of them have run; wrapped again by schedulers it stays what it is.
+    """
+    is_wrapped = False
+    optimizer.register_step_pre_hook(lambda *_: before())
+    optimizer.register_step_post_hook(lambda *_: None if is_wrapped else after())
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def guarded(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_wrapped
+        is_wrapped = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            is_wrapped = False
+            after()
+
+    optimizer.step = types.MethodType(guarded, optimizer)  # type: ignore[method-assign]

@@ -18,9 +18,8 @@ from torchft_ckpt.core.messages import JoinProgress, QuorumFormed, Receives, Rol
 from torchft_ckpt.core.replica import Comparison, StepPlan
 from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.own_state import OwnState
 from torchft_ckpt.manager.serving import StateServing
-from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.still import StateToServe
 

@@ -15,8 +15,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.messages import QuorumFormed, StateVersion
 from torchft_ckpt.errors import UnsupportedValueError
-from torchft_ckpt.manager.own_state import OwnState
-from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.still import StateToServe
 
 logger = logging.getLogger(__name__)

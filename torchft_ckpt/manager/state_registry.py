@@ -1,4 +1,4 @@
-"""The state that replicas have in common, as the user has registered it: pairs of functions, and the optimizers that change it.
+"""The state that replicas have in common: what the user has registered, and the Manager's own part of it.
 
 The users' `state_dict` functions run on the training thread, or while it waits; their `load_state_dict` functions on the training
 thread alone. What is loaded is checked against what is registered before the first of them is called.
@@ -19,6 +19,7 @@ from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
+from torchft_ckpt.core.messages import StateVersion
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.manager.checking import Leaf, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
@@ -271,6 +272,47 @@ class StateRegistry:
                     load(user[key])
                 except Exception as error:
                     raise StateDictLoadError.of(key, error) from error
+
+
+class OwnState:
+    """What a Manager counts besides its steps. The training thread changes it."""
+
+    def __init__(self) -> None:
+        self.batches_committed = 0
+        """Batches that went into committed steps, over all replica groups."""
+
+    def served(self, version: StateVersion) -> dict[str, Any]:
+        """Return it as it travels with the state of that name."""
+        return {
+            "step": version.step,
+            "batches_committed": self.batches_committed,
+            "quorum_id": version.quorum_id,
+            "epoch": version.epoch,
+        }
+
+    def saved(self, step: int) -> dict[str, int]:
+        """Return it as it is saved with the state of a step."""
+        return {"step": step, "batches_committed": self.batches_committed}
+
+    def take_served(self, own: dict[str, Any]) -> None:
+        """Take what `served` returned at the source; `Healing.wait` has checked the count."""
+        self.batches_committed = own.get("batches_committed", 0)
+
+    def take_saved(self, state_dict: dict[str, int]) -> int:
+        """Take what `saved` returned, and return the step.
+
+        Raises:
+            ConfigError: it is no Manager's state.
+        """
+        try:
+            step, batches = int(state_dict["step"]), int(state_dict["batches_committed"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"this is no Manager's state dict (keys step, batches_committed): {state_dict!r}"
+            raise ConfigError(message, party="state_dict") from error
+        if step < 0 or batches < 0:
+            raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
+        self.batches_committed = batches
+        return step
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -28,15 +28,14 @@ from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedE
 from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
+from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.launch import Launch, Timeouts
 from torchft_ckpt.manager.layout import ParameterLayout
 from torchft_ckpt.manager.outcomes import StepOutcomes
-from torchft_ckpt.manager.over_group import agree_who_sends
-from torchft_ckpt.manager.own_state import OwnState
 from torchft_ckpt.manager.recovery import Prepared, Recovery
 from torchft_ckpt.manager.serving import StateServing
-from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.threads import Threads
 
