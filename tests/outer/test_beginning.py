@@ -11,7 +11,7 @@ from torch import nn
 
 from torchft_ckpt import DiLoCo, LocalSGD
 from torchft_ckpt.errors import ConfigError
-from torchft_ckpt.outer.inner_state import InnerStateBackup
+from torchft_ckpt.outer.fragment import InnerStateBackup
 
 
 class CountingManager(ScriptedManager):

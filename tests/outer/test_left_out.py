@@ -33,7 +33,7 @@ def train(model: nn.Module, inner: torch.optim.Optimizer, num_steps: int = SYNC_
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.name == "torchft_ckpt.outer.left_out"]
+    found = [record.getMessage() for record in caplog.records if record.name == "torchft_ckpt.outer.loop"]
     caplog.clear()
     return found
 
