@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.contributors import NUM_REMEMBERED, RecentContributors
+from torchft_ckpt.core.history import NUM_REMEMBERED, RecentContributors
 from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank, Up
 from torchft_ckpt.core.messages import LostAsked, LostTold, StateVersion
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.arrivals import Loading
+from torchft_ckpt.core.messages import Loading
 from torchft_ckpt.core.group import (
     GroupInstruction,
     GroupState,

@@ -23,7 +23,7 @@ from torchft_ckpt.core.messages import (
     Refused,
     StateVersion,
 )
-from torchft_ckpt.core.quorum_ids import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
+from torchft_ckpt.core.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
 from torchft_ckpt.core.replica import ReplicaSettings
 
 FAR = 2**52

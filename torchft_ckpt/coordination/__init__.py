@@ -8,7 +8,6 @@
     manager_server         torchft's manager service on top of these, and its client
     group_service          group rank 0: this group's ranks on one side, the lighthouse on the other
     rank_session           group ranks above 0: the connection to their group's service
-    versions               what is said to a party of another version that cannot be read
 
 They receive, hand to the core, carry out what it says and arm one timer. No torch is imported here.
 """

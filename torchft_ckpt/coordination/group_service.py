@@ -22,7 +22,6 @@ from aiohttp import web
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
 from torchft_ckpt.core.messages import (
     GroupToRank,
@@ -32,6 +31,7 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     Refused,
     decode_rank_to_group,
+    refuse_unreadable,
 )
 from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError

@@ -16,11 +16,11 @@ import aiohttp
 
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_session
-from torchft_ckpt.coordination.versions import SAME_EVERYWHERE, other_version
 from torchft_ckpt.core.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    SAME_EVERYWHERE,
     CallerHello,
     Dropped,
     FromLighthouse,
@@ -31,6 +31,7 @@ from torchft_ckpt.core.messages import (
     ToLighthouse,
     Welcome,
     decode_from_lighthouse,
+    other_version,
 )
 from torchft_ckpt.core.patience import reconnect_delay_s
 from torchft_ckpt.errors import (

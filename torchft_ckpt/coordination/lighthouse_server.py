@@ -21,7 +21,6 @@ from aiohttp import web
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.coordination.versions import refuse_unreadable
 from torchft_ckpt.core.jobs import Jobs
 from torchft_ckpt.core.lighthouse import (
     Close,
@@ -35,7 +34,13 @@ from torchft_ckpt.core.lighthouse import (
     Tick,
 )
 from torchft_ckpt.core.lighthouse_events import Opened
-from torchft_ckpt.core.messages import MIN_HEARTBEAT_TIMEOUT_S, CallerHello, Hello, decode_to_lighthouse
+from torchft_ckpt.core.messages import (
+    MIN_HEARTBEAT_TIMEOUT_S,
+    CallerHello,
+    Hello,
+    decode_to_lighthouse,
+    refuse_unreadable,
+)
 from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
 from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front

@@ -12,10 +12,10 @@ import aiohttp
 
 from torchft_ckpt.coordination.channel import Channel, client_session
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.coordination.versions import SAME_EVERYWHERE
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    SAME_EVERYWHERE,
     GroupBroken,
     GroupToRank,
     Heartbeat,

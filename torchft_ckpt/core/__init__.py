@@ -4,7 +4,7 @@ Between ranks, groups and lighthouse:
 messages            what travels between them: typed, bounded, validated on decode
 text                text of others, made fit for a terminal and a log
 proofs              how two parties prove that they know the token, without sending it
-quorum              who trains together next
+quorum              who trains together next, and under which id
 recovery            which state a quorum trains from, and who loads it from whom
 commit              whether the step of a quorum counts
 sequence            which collectives may start without asking, and when those of a step differ
@@ -15,9 +15,7 @@ lighthouse          one job over time: events in, instructions out
 lighthouse_events   these events and instructions, as data
 lighthouse_records  what is written down about a member and about the open step, and what follows from that alone
 roster              who is a member, over which connection, and who took whose place
-history             which states the job has had, and who may still hold them
-quorum_ids          the ids of quorums, which only rise
-contributors        which contributors to a step are gone, for the ranks that save it
+history             which states the job has had, who may still hold them, and which contributors are gone
 restart             what a restarted lighthouse learns from the members of the last quorum
 layouts             which groups can be in one quorum, by the layout of their tensors
 gathering           which groups look for a state together when none of them has one
@@ -29,7 +27,6 @@ callers             quorums of callers of `LighthouseClient.quorum`
 A replica group and its ranks:
 group               all ranks of a group take part in a step, or none does
 rank_calls          calls that all ranks of a group make, and the answer to each
-arrivals            at which place of their programs the ranks of a group load a fetched state
 replica             the life of one rank's step: what it holds, and whether it may contribute, vote and commit
 meeting             whether a rank and the rank 0 that it finds at a store are of one group
 ladder              where a rank that starts takes its state from

@@ -36,10 +36,10 @@ from torchft_ckpt.core.messages import (
     Welcome,
     clip,
     name_some,
+    refuse_version,
     size_of,
 )
-from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.quorum_ids import QuorumIds
+from torchft_ckpt.core.quorum import Asked, QuorumIds, decide_quorum
 
 PENDING_NOTICE_S = 1.0
 MAX_CALLERS = 65536
@@ -188,9 +188,7 @@ class Callers:
 
     def _hello(self, connection: str, hello: CallerHello) -> Iterator[Instruction]:
         if hello.protocol != PROTOCOL_VERSION:
-            reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, a LighthouseClient speaks {hello.protocol}"
-            refused = Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
-            yield from _refuse(connection, refused)
+            yield from _refuse(connection, refuse_version("the lighthouse", "a LighthouseClient", hello.protocol))
             return
         self._connections.add(connection)
         timeout_s = self._settings.heartbeat_timeout_s

@@ -13,7 +13,7 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - It asks where the newest state is when all of its ranks want to know; where some of them ask for a quorum instead, the
   others are told that nothing is known, and ask for one too.
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
-- Ranks that fetch a state load it at one place of their programs, or none of them does (`arrivals`).
+- Ranks that fetch a state load it at one place of their programs, or none of them does (`Arrivals`).
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
 - Whatever the ranks say, the lighthouse can take what becomes of it. Ranks whose addresses are together more than it takes
@@ -29,7 +29,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchft_ckpt.core.arrivals import Arrivals, Loading
 from torchft_ckpt.core.layouts import SEPARATOR, combine_layouts
 from torchft_ckpt.core.messages import (
     MAX_ADDRESSES_BYTES,
@@ -50,6 +49,7 @@ from torchft_ckpt.core.messages import (
     LeafDigests,
     Leave,
     LeavesWanted,
+    Loading,
     LoadState,
     LocateState,
     LostAsked,
@@ -72,6 +72,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     ToLighthouse,
     clip,
+    refuse_version,
     size_of,
 )
 
@@ -222,10 +223,7 @@ class GroupState:
     def refusal(self, rank: int, hello: RankHello) -> Refused | None:
         """Whether a rank may connect as `rank`."""
         if hello.protocol != PROTOCOL_VERSION:
-            reason = (
-                f"the manager service speaks protocol {PROTOCOL_VERSION}, group rank {rank} speaks {hello.protocol}"
-            )
-            return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
+            return refuse_version("the manager service", f"group rank {rank}", hello.protocol)
         if not 0 < rank < self.world_size:
             return Refused(code="config", reason=f"group rank {rank} is not in 1..{self.world_size - 1} of this group")
         return None
@@ -546,6 +544,49 @@ class GroupState:
                 yield Up(located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield Up(self._voted)
+
+
+class Arrivals:
+    """Knows which ranks of a group have fetched the state of the open step: all load it at one place of their programs, or none.
+
+    One that held the new state where its neighbour holds the old one would know another step, and a loop that goes by the step calls
+    other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort.
+
+    Each method returns what all ranks are to be told, if anything.
+
+    Args:
+        world_size: number of ranks in the group.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.begin()
+
+    def begin(self) -> None:
+        """Another step is open."""
+        self._here: set[int] = set()
+        self._told: Loading | None = None
+
+    def arrived(self, rank: int, failure: str) -> tuple[Loading, str] | None:
+        """A rank has all of the state, or, where there is a `failure`, will not have it."""
+        if failure:
+            return self.give_up(f"group rank {rank}: {failure}")
+        self._here.add(rank)
+        return self._tell(Loading.NOW, "") if len(self._here) == self._world_size else None
+
+    def late(self) -> tuple[Loading, str] | None:
+        """A rank does not wait for the others any longer before its forward pass."""
+        return self._tell(Loading.LATER, "") if self._told is None else None
+
+    def give_up(self, reason: str) -> tuple[Loading, str] | None:
+        """The state will not be loaded in this step."""
+        return self._tell(Loading.NEVER, reason)
+
+    def _tell(self, loading: Loading, reason: str) -> tuple[Loading, str] | None:
+        if self._told in (Loading.NOW, Loading.NEVER):
+            return None
+        self._told = loading
+        return loading, reason
 
 
 def _longest(seconds: list[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""The states that the job has had: the newest step, how the last steps were decided, and who may still hold their states.
+"""The states that the job has had: the newest step, how the last steps were decided, who may still hold their states, who made them.
 
 This file knows no quorums, connections or members' records. The lighthouse tells it what members show and how steps end. It
 asks whether a state counts, whether the job may go back to an older one, and what to tell a member that votes too late.
@@ -15,9 +15,10 @@ asks whether a state counts, whether the job may go back to an older one, and wh
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.messages import (
@@ -25,6 +26,8 @@ from torchft_ckpt.core.messages import (
     CommitVote,
     Hello,
     LocateState,
+    LostAsked,
+    LostTold,
     Outcome,
     Role,
     Source,
@@ -37,6 +40,8 @@ from torchft_ckpt.core.messages import (
 from torchft_ckpt.core.recovery import MAX_SOURCES
 from torchft_ckpt.core.restart import StepKey
 
+NUM_REMEMBERED = 8
+"""Quorums, each with the same contributors under the same numbers."""
 MAX_DECIDED = 8
 """Steps whose decision is remembered for members that vote too late."""
 MAX_AWAY = 4096
@@ -350,3 +355,49 @@ class StateHistory:
                 raise RuntimeError(f"{replica_id} holds {version}, and step {self.newest_step} is the newest")
         if len(self._decided) > MAX_DECIDED or len(self._away) > MAX_AWAY:
             raise RuntimeError("more is remembered than may be")
+
+
+class _Contributors(NamedTuple):
+    quorum_id: int
+    from_step: int
+    """The first step that they began with."""
+    replica_ids: Mapping[int, str]
+
+
+class RecentContributors:
+    """Who contributed to the last quorums, by number. Not thread-safe: one caller at a time.
+
+    The writers of a checkpoint are those who contributed to its step, each by its number among them. A writer that backs up another's
+    share asks whether that one is gone; it knows numbers, and no names, and the quorum may be another one by then.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[_Contributors] = deque(maxlen=NUM_REMEMBERED)
+
+    def note(self, quorum_id: int, step: int, replica_ids: Mapping[int, str]) -> None:
+        """Note who contributes to a step of a quorum, from the state `step` on.
+
+        Args:
+            quorum_id: of the quorum.
+            step: of the state that the step begins with.
+            replica_ids: of those who contribute, by their number among them.
+        """
+        if not self._latest or self._latest[-1][::2] != (quorum_id, replica_ids):
+            self._latest.append(_Contributors(quorum_id, step, dict(replica_ids)))
+
+    def answer(self, asked: LostAsked, epoch: str, alive: Container[str]) -> LostTold | None:
+        """Return which contributors to the step that led to a state are gone; None where it is not known who they were.
+
+        Args:
+            asked: the question.
+            epoch: of this lighthouse: other quorums are not known here.
+            alive: replica ids of the members that are connected.
+        """
+        version = asked.version
+        if version.epoch != epoch:
+            return None
+        for known in reversed(self._latest):
+            if known.quorum_id == version.quorum_id and known.from_step < version.step:
+                gone = [number for number, replica_id in sorted(known.replica_ids.items()) if replica_id not in alive]
+                return LostTold(version=version, contributors=gone)
+        return None

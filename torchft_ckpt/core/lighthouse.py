@@ -9,7 +9,7 @@ The life of a step: members ask (`QuorumRequest`), the lighthouse forms a quorum
 
 What must hold, whatever happens (the simulation in `tests/simulation` checks it):
 - A `quorum_id` names one set of members. It only rises, also when the lighthouse restarts: members report the last one that
-  they saw, and a lighthouse that hears of an earlier life goes on at the next thousand (`core.quorum_ids`).
+  they saw, and a lighthouse that hears of an earlier life goes on at the next thousand (`core.quorum.QuorumIds`).
 - A step is decided once.
 - A member that is not in the quorum, or did not approve in time, is never told to commit.
 - No quorum forms below the newest committed step that any member reports, unless the operator allows step loss; and not even
@@ -33,10 +33,9 @@ import msgspec
 
 from torchft_ckpt.core.callers import CallerMessage, Callers
 from torchft_ckpt.core.commit import CommitDecision, Tally
-from torchft_ckpt.core.contributors import RecentContributors
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.gathering import decide_gathering
-from torchft_ckpt.core.history import StateHistory, state_after
+from torchft_ckpt.core.history import RecentContributors, StateHistory, state_after
 from torchft_ckpt.core.joining import Joining
 from torchft_ckpt.core.layouts import groups_apart, is_part_of, pause_before_learning_again_s
 from torchft_ckpt.core.lighthouse_events import (
@@ -85,9 +84,9 @@ from torchft_ckpt.core.messages import (
     clip,
     group_name,
     name_some,
+    refuse_version,
 )
-from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.quorum_ids import QuorumIds
+from torchft_ckpt.core.quorum import Asked, QuorumIds, decide_quorum
 from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.restart import RestartRecovery, StepKey
 from torchft_ckpt.core.roster import Roster
@@ -451,8 +450,7 @@ class LighthouseState:
 
     def _why_refused(self, connection: str, hello: Hello) -> Refused | None:
         if hello.protocol != PROTOCOL_VERSION:
-            reason = f"the lighthouse speaks protocol {PROTOCOL_VERSION}, {hello.replica_id} speaks {hello.protocol}"
-            return Refused(code="version", reason=f"{reason}; install the same version of torchft_ckpt everywhere")
+            return refuse_version("the lighthouse", hello.replica_id, hello.protocol)
         if self._roster.on(connection) is not None or self.callers.speaks_on(connection):
             return Refused(code="hello", reason="a connection says Hello once")
         if self.callers.who:

@@ -20,17 +20,17 @@ line that somebody forged reaches no terminal and no log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from torchft_ckpt.core.arrivals import Loading
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
 PROTOCOL_VERSION = 6
+SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
 MAX_QUOTE_CHARS = 600
@@ -118,6 +118,17 @@ class OnReplicasDiffer(str, Enum):
     """The minority loads the state of the majority, where there is a strict one; else as `WARN`."""
     STOP = "stop"
     """No group trains on."""
+
+
+class Loading(str, Enum):
+    """Tells the ranks of a group when to load a state that they fetch."""
+
+    NOW = "now"
+    """All of them have it: load it. Whoever was told `LATER` before loads it before the vote."""
+    LATER = "later"
+    """One of them does not wait any longer: go on without it."""
+    NEVER = "never"
+    """One of them does not get it: none of them loads it."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -842,12 +853,6 @@ _FOR_PEOPLE = {
 _Taken = TypeVar("_Taken", bound="ToLighthouse | RankToGroup")
 
 _encoder = msgspec.json.Encoder()
-_to_lighthouse: msgspec.json.Decoder[ToLighthouse] = msgspec.json.Decoder(ToLighthouse)
-_from_lighthouse: msgspec.json.Decoder[FromLighthouse] = msgspec.json.Decoder(FromLighthouse)
-_rank_to_group: msgspec.json.Decoder[RankToGroup] = msgspec.json.Decoder(RankToGroup)
-_group_to_rank: msgspec.json.Decoder[GroupToRank] = msgspec.json.Decoder(GroupToRank)
-_to_manager_server: msgspec.json.Decoder[ToManagerServer] = msgspec.json.Decoder(ToManagerServer)
-_from_manager_server: msgspec.json.Decoder[FromManagerServer] = msgspec.json.Decoder(FromManagerServer)
 
 
 def encode(message: Message) -> str:
@@ -860,37 +865,18 @@ def size_of(part: QuorumMember | list[str]) -> int:
     return len(_encoder.encode(part))
 
 
-def decode_to_lighthouse(data: str | bytes, party: str) -> ToLighthouse:
-    """Decode what a group sent. Raises `ProtocolError` naming `party`."""
-    return _bounded(_decode(_to_lighthouse, data, party), party)
+def _decoder_of(messages: Any, *, is_sent_on: bool = False) -> Callable[[str | bytes, str], Any]:
+    """Return what decodes messages of these classes from a party, whom its `ProtocolError` names."""
+    decoder = msgspec.json.Decoder(messages)
+
+    def decode(data: str | bytes, party: str) -> Any:
+        message = _decode(decoder, data, party)
+        return _bounded(message, party) if is_sent_on else message
+
+    return decode
 
 
-def decode_from_lighthouse(data: str | bytes, party: str) -> FromLighthouse:
-    """Decode what the lighthouse sent. Raises `ProtocolError` naming `party`."""
-    return _decode(_from_lighthouse, data, party)
-
-
-def decode_rank_to_group(data: str | bytes, party: str) -> RankToGroup:
-    """Decode what a rank sent. Raises `ProtocolError` naming `party`."""
-    return _bounded(_decode(_rank_to_group, data, party), party)
-
-
-def decode_group_to_rank(data: str | bytes, party: str) -> GroupToRank:
-    """Decode what the manager service sent. Raises `ProtocolError` naming `party`."""
-    return _decode(_group_to_rank, data, party)
-
-
-def decode_to_manager_server(data: str | bytes, party: str) -> ToManagerServer:
-    """Decode what a `ManagerClient` sent. Raises `ProtocolError` naming `party`."""
-    return _decode(_to_manager_server, data, party)
-
-
-def decode_from_manager_server(data: str | bytes, party: str) -> FromManagerServer:
-    """Decode what a `ManagerServer` sent. Raises `ProtocolError` naming `party`."""
-    return _decode(_from_manager_server, data, party)
-
-
-def _decode(decoder: msgspec.json.Decoder, data: str | bytes, party: str):  # type: ignore[no-untyped-def]
+def _decode(decoder: msgspec.json.Decoder[Any], data: str | bytes, party: str) -> Any:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{party} sent {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are read", party=party)
     try:
@@ -924,6 +910,59 @@ def _bounded(message: _Taken, party: str) -> _Taken:
             party=party,
         )
     return message
+
+
+decode_to_lighthouse: Callable[[str | bytes, str], ToLighthouse] = _decoder_of(ToLighthouse, is_sent_on=True)
+decode_from_lighthouse: Callable[[str | bytes, str], FromLighthouse] = _decoder_of(FromLighthouse)
+decode_rank_to_group: Callable[[str | bytes, str], RankToGroup] = _decoder_of(RankToGroup, is_sent_on=True)
+decode_group_to_rank: Callable[[str | bytes, str], GroupToRank] = _decoder_of(GroupToRank)
+decode_to_manager_server: Callable[[str | bytes, str], ToManagerServer] = _decoder_of(ToManagerServer)
+decode_from_manager_server: Callable[[str | bytes, str], FromManagerServer] = _decoder_of(FromManagerServer)
+
+
+class _First(msgspec.Struct):
+    """A first message of any version: a JSON object with the number in `protocol`, for ever."""
+
+    protocol: Count
+    replica_id: Any = None
+
+
+_first_decoder = msgspec.json.Decoder(_First)
+
+
+def other_version(data: str | bytes) -> tuple[int, str] | None:
+    """Return the version that a first message is of, and the replica id in it, where that is not ours; else None."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        return None
+    try:
+        first = _first_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    if first.protocol == PROTOCOL_VERSION:
+        return None
+    return first.protocol, clip(first.replica_id, 200) if isinstance(first.replica_id, str) else ""
+
+
+def refuse_version(ours: str, theirs: str, protocol: int) -> Refused:
+    """Return what to answer to a party that speaks another version of the protocol; both are named, as in "the lighthouse"."""
+    reason = f"{ours} speaks protocol {PROTOCOL_VERSION}, {theirs} speaks {protocol}; {SAME_EVERYWHERE}"
+    return Refused(code="version", reason=reason)
+
+
+def refuse_unreadable(data: str | bytes, error: ProtocolError, *, ours: str, party: str) -> Refused:
+    """Return what to answer to a message that cannot be read: by both versions, where its is another.
+
+    Args:
+        data: the message.
+        error: what is wrong with it.
+        ours: who we are, as in "the lighthouse".
+        party: who sent it.
+    """
+    other = other_version(data)
+    if other is None:
+        return Refused(code="protocol", reason=str(error)[:1000])
+    version, name = other
+    return refuse_version(ours, f"{name} ({party})" if name else party, version)
 
 
 def _is_deeper(value: object, most: int) -> bool:

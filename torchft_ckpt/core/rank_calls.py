@@ -26,6 +26,7 @@ from torchft_ckpt.core.messages import (
     RankVote,
     Refused,
     ToManagerServer,
+    refuse_version,
 )
 
 
@@ -75,10 +76,7 @@ class RankCalls:
         """A rank calls. `number` names the call; no other has it."""
         rank = message.group_rank
         if message.protocol != PROTOCOL_VERSION:
-            reason = (
-                f"the manager server speaks protocol {PROTOCOL_VERSION}, group rank {rank} speaks {message.protocol}"
-            )
-            yield Answer(number, Refused(code="version", reason=f"{reason}; install the same torchft_ckpt everywhere"))
+            yield Answer(number, refuse_version("the manager server", f"group rank {rank}", message.protocol))
         elif rank >= self._world_size:
             reason = f"there is no group rank {rank}: {self._replica_id} has {self._world_size} ranks"
             yield Answer(number, Refused(code="config", reason=reason))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torchft_ckpt.core.arrivals import Loading
+from torchft_ckpt.core.messages import Loading
 from torchft_ckpt.core.meeting import Claim
 from torchft_ckpt.core.messages import (
     CollectiveCleared,
