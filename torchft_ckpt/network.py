@@ -29,7 +29,7 @@ from torchft_ckpt.core.interfaces import (
     address_by_nccl_names,
     further_addresses,
 )
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import AddressInUseError, ConfigError
 
 try:
     import resource
@@ -415,6 +415,21 @@ def _let_go_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def listen_as(what: str, host: str, port: int, backlog: int, token: str) -> list[socket.socket]:
+    """Listen for a service of ours; see `listen`, and `warn_if_open` for `what` and `token`.
+
+    Raises:
+        AddressInUseError: it is no address of this machine, or the port is taken; nothing is listened on.
+    """
+    try:
+        listeners = listen(host, port, backlog)
+    except OSError as error:
+        address = join_host_port(host, port)
+        raise AddressInUseError(f"{what} cannot listen on {address}: {in_use_hint(error)}", address) from error
+    warn_if_open(what, listeners[0].getsockname()[0], token)
+    return listeners
 
 
 def in_use_hint(error: OSError) -> str:

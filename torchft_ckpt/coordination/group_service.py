@@ -34,17 +34,10 @@ from torchft_ckpt.core.messages import (
     refuse_unreadable,
 )
 from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
-from torchft_ckpt.errors import AddressInUseError, CoordinationError, JobFinishedError, ProtocolError
+from torchft_ckpt.errors import CoordinationError, JobFinishedError, ProtocolError
 from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front
-from torchft_ckpt.network import (
-    advertised_host,
-    bind_for,
-    in_use_hint,
-    join_host_port,
-    listen,
-    warn_if_open,
-)
+from torchft_ckpt.network import advertised_host, bind_for, join_host_port, listen_as
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +109,7 @@ class GroupService:
         try:
             if world_size > 1:
                 host = advertised_host(hostname, towards=self._client.address)
-                try:
-                    listeners = listen(bind_for(host), port, _BACKLOG)
-                except OSError as error:
-                    message = f"the manager service cannot listen on port {port}: {in_use_hint(error)}"
-                    raise AddressInUseError(message) from error
-                warn_if_open("the manager service", listeners[0].getsockname()[0], token)
+                listeners = listen_as("the manager service", bind_for(host), port, _BACKLOG, token)
                 self._thread.run(self._serve(listeners, world_size + _MAX_STRANGERS))
                 self._address = join_host_port(host, listeners[0].getsockname()[1])
             self._thread.run(self._client.start())

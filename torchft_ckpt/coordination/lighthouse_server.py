@@ -41,17 +41,10 @@ from torchft_ckpt.core.messages import (
     decode_to_lighthouse,
     refuse_unreadable,
 )
-from torchft_ckpt.errors import AddressInUseError, ConfigError, ProtocolError
+from torchft_ckpt.errors import ConfigError, ProtocolError
 from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front
-from torchft_ckpt.network import (
-    advertised_host,
-    bearer_matches,
-    in_use_hint,
-    join_host_port,
-    listen,
-    warn_if_open,
-)
+from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -117,14 +110,7 @@ class LighthouseServer:
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
         advertised = advertised_host(hostname, bound=host)
-        try:
-            listeners = listen(host, port, _BACKLOG)
-        except OSError as error:
-            address = join_host_port(host, port)
-            raise AddressInUseError(
-                f"the lighthouse cannot listen on {address}: {in_use_hint(error)}", address
-            ) from error
-        warn_if_open("the lighthouse", host, self._token)
+        listeners = listen_as("the lighthouse", host, port, _BACKLOG, self._token)
         self._address = "http://" + join_host_port(advertised, listeners[0].getsockname()[1])
         self._thread = LoopThread("torchft_ckpt-lighthouse")
         self._thread.run(self._start(listeners))

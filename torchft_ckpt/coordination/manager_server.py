@@ -46,7 +46,6 @@ from torchft_ckpt.core.messages import (
 )
 from torchft_ckpt.core.rank_calls import Answer, CallInstruction, CallQuorum, RankCalls
 from torchft_ckpt.errors import (
-    AddressInUseError,
     AuthenticationError,
     CallTimeoutError,
     ConfigError,
@@ -59,14 +58,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.serving import Front
-from torchft_ckpt.network import (
-    bearer_matches,
-    choose_host,
-    in_use_hint,
-    join_host_port,
-    listen,
-    warn_if_open,
-)
+from torchft_ckpt.network import bearer_matches, choose_host, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
 
 logger = logging.getLogger(__name__)
@@ -141,12 +133,7 @@ class ManagerServer:
             heartbeat_interval=heartbeat_interval,
         )
         advertised = choose_host(hostname, bound=host, towards=self._calls.address).address
-        try:
-            listeners = listen(host, port, _BACKLOG)
-        except OSError as error:
-            message = f"the manager server of {replica_id} cannot listen on {join_host_port(host, port)}"
-            raise AddressInUseError(f"{message}: {in_use_hint(error)}", join_host_port(host, port)) from error
-        warn_if_open(f"the manager server of {replica_id}", host, self._token)
+        listeners = listen_as(f"the manager server of {replica_id}", host, port, _BACKLOG, self._token)
         self._address = f"http://{join_host_port(advertised, listeners[0].getsockname()[1])}"
         self._thread = LoopThread("torchft_ckpt-coordination")
         try:
