@@ -81,7 +81,7 @@ class MortalManager(Manager):
             raise Died
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        is_again = self._steps.is_decided
+        is_again = self._steps._is_committed is not None
         committed = super().should_commit(timeout)
         if not is_again:
             self.life.note_vote(self, committed)

@@ -32,17 +32,12 @@ _PAUSE_S = 0.2
 
 
 class BetweenSteps:
-    """What one rank does while no step is open. On the training thread; each method but `offer_state` abandons an open step.
+    """Carries out the methods of `Manager` of the same names, between two steps.
+
+    On the training thread; each method but `offer_state` abandons an open step.
 
     Args:
-        client: coordinates.
-        steps: of this rank.
-        registry: the state.
-        serving: serves it.
-        healing: fetches it.
-        recovery: loads it.
-        launch: this process.
-        address: of its transport.
+        address: of this rank's transport.
         in_place: receive into the tensors that are here, where there is no state of worth.
         can_fetch: the transport reaches others outside of quorums.
     """
@@ -73,18 +68,11 @@ class BetweenSteps:
         self._can_fetch = can_fetch
 
     def catch_up(self, limit: timedelta, *, moving: bool = False) -> bool:
-        """Fetch and load the newest state that anybody is known to hold.
+        """Fetch and load the newest state that anybody is known to hold; return whether all ranks of this group hold it now.
 
         Args:
             limit: of all attempts together.
             moving: also where steps of optimizers change the state: somebody stands still to hand it over.
-
-        Returns:
-            whether all ranks of this group hold it now. If not, there is none to be had.
-
-        Raises:
-            TransferTimeoutError: it could not be had in time.
-            Also as `Manager.should_commit`.
         """
         self._steps.leave()
         if not self._can_fetch or not (self._registry.is_kept_still or moving):
@@ -135,12 +123,7 @@ class BetweenSteps:
         return None
 
     def hand_over(self, limit: timedelta) -> bool:
-        """Serve the state of now until another group holds it that did not at the beginning; return whether one came.
-
-        Raises:
-            UnsupportedValueError: the state holds something that cannot be carried.
-            GroupBrokenError, RefusedError: this group cannot go on.
-        """
+        """Serve the state of now until another group holds it that did not at the beginning; return whether one came."""
         self._steps.leave()
         client, now = self._client, self._client.view()
         if not now.version.proven or now.is_behind:
@@ -168,26 +151,18 @@ class BetweenSteps:
             self._serving.offer(now.version)
 
     def newest_step_of_peers(self, limit: timedelta) -> int | None:
-        """Return the newest step that another living group is known to hold; None: none does, or nobody answered.
-
-        Raises:
-            GroupBrokenError, RefusedError: this group cannot go on.
-        """
+        """Return the newest step that another living group is known to hold; None: none does, or nobody answered."""
         self._steps.leave()
         located = self._client.locate(time.monotonic() + limit.total_seconds())
         return located.version.step if located is not None and located.sources else None
 
     def gather(self, limit: timedelta) -> Gathering | None:
-        """Meet the groups that start without a state as this one does; None: they did not come together in time.
-
-        Raises:
-            GroupBrokenError, RefusedError: this group cannot go on.
-        """
+        """Meet the groups that start without a state as this one does; None: they did not come together in time."""
         self._steps.leave()
         return gather(self._client, self._launch, address=self._address, limit=limit)
 
     def finish(self, limit: timedelta) -> bool:
-        """Say that this group has made its last step; return whether the job is finished. See `Manager.finish`."""
+        """Say that this group has made its last step; return whether the job is finished."""
         self._steps.leave()
         client, limit_s = self._client, limit.total_seconds()
         located = client.locate(time.monotonic() + limit_s, has_finished=True)

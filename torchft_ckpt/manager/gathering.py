@@ -52,19 +52,11 @@ class Gathering:
 
 
 def gather(client: StepClient, launch: Launch, *, address: str, limit: timedelta) -> Gathering | None:
-    """Ask who gathers, and connect to where they meet. On the training thread; no step is open.
+    """Ask who gathers, and connect to where they meet. On the training thread; no step is open. None: not learnt in time.
 
     Args:
-        client: coordinates.
-        launch: what this process is.
         address: of this rank's transport.
         limit: of all of it.
-
-    Returns:
-        who is here; None where that was not to be learnt in time.
-
-    Raises:
-        GroupBrokenError, RefusedError: this group cannot go on.
     """
     until = time.monotonic() + limit.total_seconds()
     facts = StepFacts(store_address=launch.store_address, gathers=True)

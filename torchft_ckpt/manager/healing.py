@@ -48,10 +48,8 @@ class Healing:
     """One fetch at a time, on a thread of its own, from all sources that the quorum names.
 
     Args:
-        transport: fetches.
         timeout: overall deadline of a fetch.
-        rank: of this process in its replica group.
-        world_size: of the replica group.
+        rank, world_size: in the replica group.
     """
 
     def __init__(self, transport: CheckpointTransport[Any], timeout: timedelta, *, rank: int, world_size: int) -> None:
@@ -215,7 +213,6 @@ class Healing:
         return not isinstance(error, CheckpointError) or error.state_overwritten
 
     def shutdown(self) -> None:
-        """Cancel, and end the thread."""
         self.cancel()
         self._worker.shutdown(timeout_s=5.0)
 

@@ -39,9 +39,7 @@ class StepOutcomes:
         """A step has ended.
 
         Args:
-            vote: of this replica.
-            outcome: how it ended here.
-            reason: why.
+            vote, outcome, reason: of this replica.
             now: what the replica is after it.
             took_s: since `start_quorum`.
 

@@ -48,11 +48,6 @@ class Recovery:
     """Gets the state of a quorum, if it is another one than that which is here.
 
     Args:
-        healing: fetches.
-        registry: what is received and loaded.
-        serving: what of it is served.
-        own: the Manager's part of the state.
-        client: says what the quorum is, and is told how it went.
         is_alone: this group has one rank.
         limit: within which all ranks of the group have to have fetched the state.
         in_place: receive into the tensors that are here, where the training thread waits.
@@ -88,13 +83,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------------- on the quorum thread
 
     def begin(self, plan: StepPlan, prepared: Prepared, timeout: timedelta | None = None) -> None:
-        """Begin to fetch what a quorum wants this rank to load or to compare, if it does.
-
-        Args:
-            plan: of the quorum.
-            prepared: for it.
-            timeout: of the fetch, instead of `transfer_timeout`.
-        """
+        """Begin to fetch what a quorum wants this rank to load or to compare, if it does; `timeout`: not `transfer_timeout`."""
         formed = plan.formed
         if not plan.load:
             if formed.role in (Role.JOINER, Role.INLINE) and not self._is_alone:
@@ -141,10 +130,7 @@ class Recovery:
     # ----------------------------------------------------------------------------------------- on the training thread
 
     def load_in_time(self) -> None:
-        """Load before the forward pass what has to be loaded there, and what is there in time.
-
-        Raises: as `load`, for what has to be loaded.
-        """
+        """Load before the forward pass what has to be loaded there, and what is there in time. Raises as `load`."""
         plan = self._client.plan()
         if not self.is_pending or plan is None:
             return

@@ -25,12 +25,9 @@ _OFFER_FOR = timedelta(days=30)
 
 
 class StateServing:
-    """What this rank serves.
+    """Serves this rank's state.
 
     Args:
-        transport: serves.
-        registry: the state.
-        own: the Manager's part of it.
         lock: under which the state is changed.
         lease: how long a state is served to those that a quorum names.
         party: this replica, for the log.
@@ -66,7 +63,7 @@ class StateServing:
 
         Args:
             formed: names the state.
-            captured: the state; None: it is captured now.
+            captured: None: it is captured now.
             destinations: the replica ranks that come for it.
             counted: versions of parameters as the step began, where the state was not captured then.
 
@@ -108,7 +105,6 @@ class StateServing:
         It does so where only the owner of the state changes it, between two steps.
 
         Args:
-            version: names the state.
             moving: also where steps of optimizers change it, the first of which ends the offer.
 
         Raises:

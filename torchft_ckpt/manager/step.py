@@ -58,21 +58,7 @@ class _Late:
 class Steps:
     """The steps of this rank, of which one at most is open. Methods belong to the training thread, unless they say otherwise.
 
-    Args:
-        process_group: across replica groups.
-        transport: moves the state.
-        client: coordinates.
-        launch: this process.
-        timeouts: of each wait.
-        registry: the state that the user has registered.
-        own: the Manager's part of it.
-        serving: serves it.
-        healing: fetches it.
-        recovery: gets it where this replica is behind.
-        check: compares it with that of the other groups.
-        outcomes: counts how steps end.
-        use_async_quorum: find quorums beside the forward pass.
-        quorum_retries: attempts at a quorum after the first; None: no end.
+    The arguments are the parts of a `Manager`, and two of its own (`quorum_retries` None: there is no end of attempts).
     """
 
     def __init__(
@@ -138,9 +124,7 @@ class Steps:
     def start(self, wishes: StepWishes, limit: timedelta) -> None:
         """Begin a step, or go on with the open one where nothing has happened in it. See `Manager.start_quorum`.
 
-        Args:
-            wishes: what it is asked for with.
-            limit: of one attempt at a quorum.
+        `limit` is that of one attempt at a quorum.
         """
         self._last_wishes = wishes
         if self._may_keep(wishes):
@@ -236,9 +220,7 @@ class Steps:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
         if has_to_wait:
             self.wait_quorum()
-            if (
-                not self._has_computed
-            ):  # else what it computed is not of the state that arrives, which is loaded at the vote
+            if not self._has_computed:  # else that was not of the state that arrives, which is loaded at the vote
                 self._recovery.load_in_time()
 
     def wishes_before_forward(self) -> StepWishes | None:
@@ -290,10 +272,7 @@ class Steps:
         return self._quorum is not None
 
     def wait_quorum(self) -> None:
-        """Wait until the quorum is there and the process group is connected. Any thread.
-
-        Raises: as `Manager.start_quorum`.
-        """
+        """See `Manager.wait_quorum`. Any thread."""
         if self._quorum is None:
             raise NoQuorumError(
                 "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
@@ -301,7 +280,6 @@ class Steps:
         self._quorum.result()
 
     def _run_quorum(self, prepared: Prepared, limit: timedelta) -> None:
-        """On the quorum thread."""
         plan = self._client.await_plan(limit, self._quorum_retries)
         formed = plan.formed
         budget_s = formed.join_budget_s
@@ -367,7 +345,7 @@ class Steps:
     # ---------------------------------------------------------------------------------------------------- collectives
 
     def allreduce(self, tensor: torch.Tensor, codec: Codec | None, reduce_op: ReduceOp.RedOpType) -> Work:
-        """Reduce a tensor in place over the replica groups. See `Manager.allreduce`. Any thread."""
+        """See `Manager.allreduce`. Any thread."""
         client = self._client
         if client.error() is None:
             self.wait_quorum()
@@ -406,16 +384,10 @@ class Steps:
 
     # ------------------------------------------------------------------------------------------------------ the step ends
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the step that was begun last has been decided."""
-        return self._is_committed is not None
-
     def commit(self, limit: timedelta) -> bool:
         """End the step: vote, wait for the decision, and return whether the step counts. See `Manager.should_commit`.
 
-        Args:
-            limit: for the decision; longer where the members are further apart.
+        `limit` for the decision is extended where the members are further apart.
         """
         self.wait_quorum()
         if self._is_committed is not None:
@@ -442,7 +414,7 @@ class Steps:
         return is_committed
 
     def cast_vote(self) -> None:
-        """Vote already, if all collectives are done. See `Manager.cast_vote`. Any thread."""
+        """See `Manager.cast_vote`. Any thread."""
         self.wait_quorum()
         if not self._recovery.is_pending and self._vote is None:
             # The caller's stream has waited; the device may be busy with the next step.
@@ -477,11 +449,7 @@ class Steps:
         self._outcomes.ended(vote, outcome, reason, now, time.monotonic() - self._started_at)
 
     def shutdown(self, timeout_s: float) -> None:
-        """End the threads.
-
-        Args:
-            timeout_s: how long to wait for each.
-        """
+        """End the threads; wait so long for each at most."""
         self._worker.shutdown(timeout_s=timeout_s)
         self._healing.shutdown()
         self._check.shutdown(timeout_s=timeout_s)

@@ -83,11 +83,7 @@ GIVE_UP_GRACE_S = 5.0
 
 
 class _Replica:
-    """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` says what came of that, without the lock.
-
-    Args:
-        settings: of the replica.
-    """
+    """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` says what came of that, without the lock."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._state = ReplicaState(settings)
@@ -103,10 +99,10 @@ class _Replica:
 class StepClient:
     """One rank's side of the coordination. Every method may be called from any thread.
 
+    Where one raises `GroupBrokenError` or another error of this group alone, no later step can mend it.
+
     Args:
-        settings: of this replica.
-        replica_id: of its group, for log and errors.
-        job: its name, for the log.
+        replica_id, job: for log and errors.
         abort: called when collectives in flight cannot finish.
         cancel: called when what is being fetched is of no use any more.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
@@ -180,19 +176,13 @@ class StepClient:
     # ------------------------------------------------------------------------------------------------- the step begins
 
     def wants(self) -> tuple[bool, bool]:
-        """Return whether the next quorum has to be waited for, and whether the state has to be captured before it.
-
-        Raises: what this group cannot go on after.
-        """
+        """Return whether the next quorum has to be waited for, and whether the state has to be captured before it."""
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
             return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
-        """Return whether the step that is asked for can be the open one.
-
-        Raises: what this group cannot go on after.
-        """
+        """See `ReplicaState.may_keep_step`."""
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
             return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
@@ -216,9 +206,6 @@ class StepClient:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
 
         An open step is abandoned. `has_finished`: say that it was the last.
-
-        Raises:
-            GroupBrokenError, RefusedError: this group cannot go on.
         """
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
@@ -230,12 +217,7 @@ class StepClient:
         return self._located
 
     def lost_contributors(self, version: StateVersion, *, asks: bool) -> list[int]:
-        """Return which contributors to the step that led to a state are gone, as far as the lighthouse has told. Never waits.
-
-        Args:
-            version: of the state.
-            asks: ask the lighthouse as well; the answer is there a moment later.
-        """
+        """See `Manager.lost_contributors`."""
         if asks:
             self.send(LostAsked(version=version))
         told = self._lost
@@ -261,7 +243,6 @@ class StepClient:
 
         Raises:
             QuorumTimeoutError: no attempt is left.
-            GroupBrokenError, RefusedError: this group cannot go on.
         """
         started = time.monotonic()
         give_up_at = float("inf") if retries is None else started + limit.total_seconds() * (retries + 1)
@@ -428,19 +409,11 @@ class StepClient:
     def ask_to_start(self, issued: Issued, timeout: timedelta) -> None:
         """Ask the lighthouse whether a collective may start, and wait until it may.
 
-        Raises: as `await_clearance`.
-        """
-        is_open = self.report_wait(issued, deviates=True)
-        self.await_clearance(issued, timeout if is_open else timedelta(0))
-
-    def await_clearance(self, issued: Issued, timeout: timedelta) -> None:
-        """Wait until the lighthouse lets a collective start.
-
         Raises:
             CollectiveFailedError: the step has failed meanwhile, or the others did not come in time.
-            GroupBrokenError, RefusedError: this group cannot go on.
         """
-        give_up_at = time.monotonic() + timeout.total_seconds()
+        is_open = self.report_wait(issued, deviates=True)
+        give_up_at = time.monotonic() + (timeout.total_seconds() if is_open else 0.0)
         with self._changed:
             while self._cleared != issued.index:
                 self._raise_if_fatal()
@@ -496,9 +469,6 @@ class StepClient:
         """Wait for the decision on what was voted on; returns how the step ended here, and why.
 
         No rank stops to wait on its own: at the limit the group is asked, and what it answers holds for all its ranks.
-
-        Raises:
-            GroupBrokenError, RefusedError: this group cannot go on.
         """
         give_up_at = time.monotonic() + limit.total_seconds()
         if not self._wait_for(lambda: self._answer is not None, give_up_at):
@@ -525,10 +495,7 @@ class StepClient:
         return Outcome.DISCARD, vote.reason or "the decision is not known"
 
     def _wait_for(self, is_heard: Callable[[], bool], until: float) -> bool:
-        """Wait at most until a moment on the monotonic clock; return whether it was heard.
-
-        Raises: what this group cannot go on after.
-        """
+        """Wait at most until a moment on the monotonic clock; return whether it was heard."""
         with self._changed:
             while not is_heard():
                 self._raise_if_fatal()
