@@ -18,7 +18,8 @@ import aiohttp
 import msgspec
 from a_lighthouse import running
 
-from torchft_ckpt.core.lighthouse import LighthouseSettings, LighthouseState, Received, Send
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse_events import LighthouseSettings, Received, Send
 from torchft_ckpt.core.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,

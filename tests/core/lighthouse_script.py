@@ -15,17 +15,8 @@ import itertools
 
 import msgspec
 
-from torchft_ckpt.core.lighthouse import (
-    Close,
-    ConnectionClosed,
-    Event,
-    LighthouseSettings,
-    LighthouseState,
-    Log,
-    Received,
-    Send,
-    Tick,
-)
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, Event, LighthouseSettings, Log, Received, Send, Tick
 from torchft_ckpt.core.messages import (
     AllowStepLoss,
     CollectiveCleared,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.lighthouse import ConnectionClosed, LighthouseState, Log, Received, Send
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse_events import ConnectionClosed, Log, Received, Send
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     Heartbeat,

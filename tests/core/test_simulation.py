@@ -20,7 +20,8 @@ from torchft_ckpt.core.commit import Tally
 from torchft_ckpt.core.equality import Equality
 from torchft_ckpt.core.group import GroupState
 from torchft_ckpt.core.history import StateHistory
-from torchft_ckpt.core.lighthouse import Instruction, LighthouseState
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse_events import Instruction
 from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.core.patience import JoinAllowance

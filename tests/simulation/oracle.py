@@ -24,7 +24,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from torchft_ckpt.core.commit import CommitDecision
-from torchft_ckpt.core.lighthouse import Event, Instruction, LighthouseState, Received, Send
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse_events import Event, Instruction, Received, Send
 from torchft_ckpt.core.lighthouse_records import Round
 from torchft_ckpt.core.messages import (
     AllowStepLoss,

@@ -39,16 +39,13 @@ class RWLock:
         self._acquire(self._writer, "write")
 
     def w_release(self) -> None:
-        """Let the write side go."""
         self._writer.release()
 
     def w_locked(self) -> bool:
-        """Whether somebody holds the write side."""
         return self._writer.locked()
 
     @contextmanager
     def r_lock(self) -> Iterator[None]:
-        """Hold the read side."""
         self.r_acquire()
         try:
             yield
@@ -57,7 +54,6 @@ class RWLock:
 
     @contextmanager
     def w_lock(self) -> Iterator[None]:
-        """Hold the write side."""
         self.w_acquire()
         try:
             yield

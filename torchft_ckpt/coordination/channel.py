@@ -31,7 +31,6 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 def request_socket(request: web.Request) -> socket.socket | None:
-    """Return the connection that a request came in on."""
     return request.transport.get_extra_info("socket") if request.transport is not None else None
 
 
@@ -41,7 +40,6 @@ def client_of(request: web.Request) -> str:
 
 
 def refuse_token(request: web.Request, front: Front) -> web.Response:
-    """Answer a request that does not carry the token."""
     front.log.warning("refused %s: wrong or missing token", client_of(request))
     return web.json_response({"error": "wrong or missing token"}, status=401)
 

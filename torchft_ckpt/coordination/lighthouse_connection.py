@@ -120,7 +120,6 @@ class LighthouseConnection:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a connection at the moment."""
         return self._channel is not None
 
     async def start(self) -> None:
@@ -168,7 +167,6 @@ class LighthouseConnection:
             self._channel.abort()
 
     def release(self) -> None:
-        """Connect again."""
         self._may_connect.set()
 
     async def stop(self, reason: str) -> None:
@@ -186,7 +184,6 @@ class LighthouseConnection:
             await self._session.close()
 
     async def _connect(self) -> Channel:
-        """Open one connection and be welcomed on it."""
         if self._session is None:
             raise RuntimeError("internal error: not started")
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}

@@ -22,17 +22,8 @@ from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.jobs import Jobs
-from torchft_ckpt.core.lighthouse import (
-    Close,
-    ConnectionClosed,
-    Event,
-    LighthouseSettings,
-    LighthouseState,
-    Log,
-    Received,
-    Send,
-    Tick,
-)
+from torchft_ckpt.core.lighthouse import LighthouseState
+from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, Event, LighthouseSettings, Log, Received, Send, Tick
 from torchft_ckpt.core.lighthouse_events import Opened
 from torchft_ckpt.core.messages import (
     MIN_HEARTBEAT_TIMEOUT_S,
@@ -212,7 +203,6 @@ class LighthouseServer:
 
 
 def _in_short(state: LighthouseState) -> dict[str, object]:
-    """Describe a job in a few words."""
     return {
         "kind": "callers" if state.callers.who else "managers" if state.members or state.round else "",
         "groups": sorted([*state.members, *state.callers.members]),
@@ -224,7 +214,6 @@ def _in_short(state: LighthouseState) -> dict[str, object]:
 
 
 def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
-    """Describe a job with all of its groups."""
     members = [
         {
             "replica_id": member.replica_id,

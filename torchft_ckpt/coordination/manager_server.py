@@ -341,7 +341,6 @@ class ManagerClient:
         return self._take(status, data, kind)
 
     def _ask(self, call: ToManagerServer, timeout_s: float) -> tuple[int, bytes]:
-        """Ask once; return the status and body of the answer."""
         until = time.monotonic() + timeout_s
         connection = self._connect(min(self._connect_timeout_s, timeout_s))
         try:

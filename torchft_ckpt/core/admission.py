@@ -89,7 +89,6 @@ class Admission:
         return connection in self._known
 
     def leave(self, connection: Hashable) -> None:
-        """Count a connection out. May be called again."""
         client = self._strangers.pop(connection, None)
         if client is not None:
             del self._strangers_of[client][connection]

@@ -23,7 +23,6 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """How many elements it has."""
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
@@ -32,7 +31,6 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box of all elements of a shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 

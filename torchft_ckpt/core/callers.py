@@ -104,11 +104,9 @@ class Callers:
         return name_some(sorted(self.members) or last)
 
     def speaks_on(self, connection: str) -> bool:
-        """Whether callers speak on a connection."""
         return connection in self._connections
 
     def longest_silent(self) -> Caller | None:
-        """Return the caller that has been silent for longest."""
         return next(iter(self.members.values()), None)
 
     def hear_all(self, now: float) -> None:
@@ -124,11 +122,7 @@ class Callers:
         return min(deadlines, default=None)
 
     def validate(self) -> None:
-        """Check the invariants; for tests. It costs a pass over the callers.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the callers."""
         if self._waiting.keys() != {name for name, caller in self.members.items() if caller.call is not None}:
             raise RuntimeError(f"{list(self._waiting)} wait, and others have an open call")
         if not self._last.keys() <= self.members.keys():
@@ -146,7 +140,6 @@ class Callers:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def received(self, connection: str, message: CallerMessage, now: float) -> Iterator[Instruction]:
-        """Take a message of a connection that is of callers."""
         if isinstance(message, CallerHello):
             yield from self._hello(connection, message)
         elif isinstance(message, CallGivenUp):
@@ -168,7 +161,6 @@ class Callers:
         yield from self._reconsider(now)
 
     def tick(self, now: float) -> Iterator[Instruction]:
-        """Time has passed."""
         timeout_s = self._settings.heartbeat_timeout_s
         was_lost = False
         while self.members:

@@ -152,11 +152,7 @@ class Tally:
         return vote is not None and wait.index >= num_issued(vote, wait.group_rank)
 
     def validate(self) -> None:
-        """Check the invariants; for tests. It costs a pass over the members.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
         if not (self.votes.keys() | self.lost | self.apart) <= self.roles.keys():
             raise RuntimeError(f"others than the members {self.roles} voted, were lost or differ: {self}")
         if self.first_approval is not None and not self.votes[self.first_approval].approve:
@@ -180,7 +176,6 @@ class Tally:
                 raise RuntimeError(f"{replica_id} is against the step, and it is not discarded: {self}")
 
     def _has_other_collectives(self, vote: CommitVote) -> bool:
-        """Whether it issued others than the voter that approved first."""
         return self.first_approval is not None and vote.collectives != self.votes[self.first_approval].collectives
 
     def _settle(self, replica_id: str) -> None:

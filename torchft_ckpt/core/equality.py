@@ -226,11 +226,7 @@ class Equality:
             self._apart.popitem(last=False)
 
     def validate(self) -> None:
-        """Check the invariants; for tests.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
         for replica_id, version in self._apart.items():
             member = self._members.get(replica_id)
             if member is not None and member.version == version:
@@ -262,7 +258,6 @@ class Equality:
             yield Send(self._members[replica_id].connection, wanted)
 
     def answered(self, replica_id: str, message: LeafDigests) -> Iterator[Instruction]:
-        """A member says which leaves its state has."""
         question = self._question
         if (
             question is None

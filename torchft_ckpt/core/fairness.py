@@ -36,7 +36,6 @@ class FairQueue(Generic[T]):
         self._next_number = 0
 
     def put(self, client: str, turn: T, *, is_long: bool) -> None:
-        """Have a turn wait."""
         kinds = self._waiting.setdefault(client, (deque(), deque()))
         kinds[is_long].append((self._number(), turn))
 
@@ -62,7 +61,6 @@ class FairQueue(Generic[T]):
         return client, turn, is_long
 
     def end(self, client: str, *, is_long: bool) -> None:
-        """Note that a turn is over."""
         self._begun[client] -= 1
         self._num_long_begun -= is_long
         if not self._begun[client]:

@@ -48,7 +48,6 @@ MAX_AWAY = 4096
 
 
 def state_after(key: StepKey) -> StateVersion:
-    """Return the name of the state that comes of a committed step."""
     quorum_id, epoch, step = key
     return StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
 
@@ -271,13 +270,11 @@ class StateHistory:
     # ------------------------------------------------------------------------------------------------------ decisions
 
     def remember(self, key: StepKey, tally: Tally | None, outcome: Outcome, reason: str) -> None:
-        """Note how a step was decided."""
         self._decided[key] = (tally, outcome, clip(reason))
         while len(self._decided) > MAX_DECIDED:
             self._decided.popitem(last=False)
 
     def remembers(self, key: StepKey) -> bool:
-        """Whether the decision on a step is still known."""
         return key in self._decided
 
     def committed(self, key: StepKey, followers: Collection[str], *, others_may_know: bool = False) -> None:
@@ -334,14 +331,7 @@ class StateHistory:
     # ------------------------------------------------------------------------------------------------------ invariants
 
     def validate(self, held: Mapping[str, StateVersion]) -> None:
-        """Check the invariants; for tests. It costs a pass over the members.
-
-        Args:
-            held: by replica id, what the connected members hold.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. `held`: by replica id, the members' states."""
         if not 0 <= self._reported_step <= self._own_step:
             raise RuntimeError(f"step {self._reported_step} was reported, and {self._own_step} is the newest")
         if self._beyond and not self._has_begun:

@@ -147,7 +147,6 @@ class Joining:
     # ---------------------------------------------------------------------------------------------------- in the step
 
     def most_s(self, budget_s: float, now: float) -> float:
-        """Return the longest that a step may wait for joiners from now on."""
         return min(self._allowance.most_s(budget_s, now), LONGEST_S)
 
     def keeps_waiting(self, current: Round, now: float) -> bool:
@@ -171,7 +170,6 @@ class Joining:
 
     @staticmethod
     def _comes_first(current: Round, replica_id: str) -> bool:
-        """Whether the state comes before the forward pass of a member."""
         reach = current.reach.get(replica_id)
         loads_first = reach is not None and reach.does is Receives.LOAD_FIRST
         return loads_first or current.tally.roles[replica_id] is Role.INLINE
@@ -228,7 +226,6 @@ class Joining:
             self._allowance.spend(min(self._stood_s(current, now), current.join_wait_s), now)
 
     def _stood_s(self, current: Round, now: float) -> float:
-        """Return how long the others have stood still for the joiners of a step."""
         at_the_vote_s = 0.0 if current.all_approved_at is None else now - current.all_approved_at
         return self._first_s(current, now) + at_the_vote_s
 
@@ -259,7 +256,6 @@ class Joining:
             self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
 
     def joined(self, replica_id: str) -> None:
-        """A member holds the state of those who train."""
         self._backoff.pop(group_name(replica_id), None)
 
 

@@ -47,7 +47,6 @@ from torchft_ckpt.core.lighthouse_events import (
     Log,
     Received,
     Send,
-    Tick,
 )
 from torchft_ckpt.core.lighthouse_records import Member, Reach, Round
 from torchft_ckpt.core.messages import (
@@ -97,21 +96,6 @@ OWN_ID = (
     " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
 )
 """Two groups of one id, each started again when it ends, end each other in turn."""
-
-__all__ = [
-    "Close",
-    "ConnectionClosed",
-    "Event",
-    "Instruction",
-    "LighthouseSettings",
-    "LighthouseState",
-    "Log",
-    "Member",
-    "Received",
-    "Round",
-    "Send",
-    "Tick",
-]
 
 
 class LighthouseState:
@@ -220,12 +204,10 @@ class LighthouseState:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether nobody is connected."""
         return not self.members and not self.callers.members
 
     @property
     def had_quorum(self) -> bool:
-        """Whether there is anything to remember."""
         return self.quorum_id > 0 or self.newest_step > 0 or bool(self.callers.who)
 
     def _held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
@@ -257,11 +239,7 @@ class LighthouseState:
             yield Log(line, is_warning=True)
 
     def validate(self) -> None:
-        """Check what must hold after every event; for tests. It costs a pass over the members.
-
-        Raises:
-            RuntimeError: an invariant of this class, or of one of its parts, is broken.
-        """
+        """Check the invariants of this class and its parts, for tests; a `RuntimeError` says which one is broken."""
         self._roster.validate()
         self.callers.validate()
         self._history.validate(dict(self._held()))
@@ -1134,7 +1112,6 @@ class LighthouseState:
         yield Send(member.connection, answer)
 
     def _answer_late(self, member: Member, vote: CommitVote) -> CommitDecided:
-        """Decide what to tell a member that votes after the decision."""
         answer = self._history.answer_late(member.replica_id, vote)
         if answer.outcome is Outcome.COMMIT:
             self._note_held([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
@@ -1174,7 +1151,6 @@ class LighthouseState:
             current.tally.close(current.gave_up)
 
     def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
-        """Take how long a joiner still needs."""
         current = self.round
         if (
             current is None
@@ -1259,7 +1235,6 @@ class LighthouseState:
         return replica_id in self.members and self.members[replica_id].is_in_step
 
     def _joiners(self, tally: Tally) -> list[str]:
-        """Joiners of a quorum that have not been lost."""
         return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
 
     def _note_failed_join(

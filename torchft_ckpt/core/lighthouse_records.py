@@ -193,11 +193,7 @@ class Round:
             self.tally.reason += f"; {name_some(late)} had not come to a collective that the others wait in"
 
     def validate(self) -> None:
-        """Check the invariants; for tests. It costs a pass over the members.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
         if dict(self.tally.roles) != {part.replica_id: part.role for part in self.assignment.parts}:
             raise RuntimeError(f"{self.tally.roles} are not the roles of {self.assignment}")
         if self.step != self.assignment.version.step:

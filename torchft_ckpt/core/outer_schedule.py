@@ -74,7 +74,6 @@ class OuterSchedule:
 
     @property
     def period(self) -> int:
-        """Inner steps of a round."""
         return self.sync_every // self.num_fragments
 
     def fragment_of(self, num_committed: int) -> int:

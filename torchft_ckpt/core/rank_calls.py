@@ -103,13 +103,11 @@ class RankCalls:
             yield GiveUpQuorum()
 
     def formed(self, quorum: Quorum) -> Iterator[CallInstruction]:
-        """The group is in a quorum."""
         asked, self._asked = self._asked, {}
         for rank, (number, call) in asked.items():
             yield Answer(number, recovery_of(quorum, self._replica_id, rank, init_sync=call.init_sync))
 
     def refused(self, reason: str) -> Iterator[CallInstruction]:
-        """There will be no quorum for the group."""
         asked, self._asked = self._asked, {}
         for number, _ in asked.values():
             yield Answer(number, Refused(code="lighthouse", reason=reason))

@@ -48,7 +48,6 @@ class TokenBucket:
         return max(-level, 0.0) / self.rate_per_s
 
     def level(self, now: float) -> float:
-        """Return how many tokens there are."""
         return min(self.burst, self.tokens + max(now - self.at, 0.0) * self.rate_per_s)
 
 

@@ -145,7 +145,6 @@ def assign_recovery(
 def _first_state(
     members: Sequence[Holder], equals: Sequence[Holder], step: int, quorum_id: int, epoch: str
 ) -> Assignment:
-    """Nothing is proven: name the first state."""
     version = StateVersion(step=step, quorum_id=quorum_id, epoch=epoch)
     sync = any(member.init_sync for member in members)
     holders = {equals[0].replica_id} if sync else {member.replica_id for member in equals}

@@ -285,7 +285,6 @@ class ReplicaState:
 
     @property
     def num_participants(self) -> int:
-        """How many replica groups contribute gradients in this step."""
         if self.quorum is None:
             return 0
         count = self.quorum.num_contributors
@@ -302,7 +301,6 @@ class ReplicaState:
         return rank
 
     def view(self) -> ReplicaView:
-        """Return what this replica is now."""
         return ReplicaView._make(getattr(self, name) for name in ReplicaView._fields)
 
     # -------------------------------------------------------------------------------------------------------- events

@@ -78,7 +78,6 @@ class RestartRecovery:
         return {**self._training, **self._between}
 
     def heard(self, hello: Hello, now: float) -> None:
-        """A member of an earlier life's quorum is here."""
         if self.is_over:
             return
         self._hellos[hello.replica_id] = hello
@@ -176,14 +175,7 @@ class RestartRecovery:
         return broken
 
     def validate(self, connected: Collection[str]) -> None:
-        """Check the invariants; for tests.
-
-        Args:
-            connected: replica ids of the connected members.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. `connected`: replica ids of the members."""
         if not self._training.keys().isdisjoint(self._between):
             raise RuntimeError(f"{self._training.keys() & self._between.keys()} are in a step, and between two")
         if not self._here.keys() <= set(connected):

@@ -44,7 +44,6 @@ class Roster:
     # ------------------------------------------------------------------------------------------------- who is a member
 
     def on(self, connection: str) -> Member | None:
-        """Return the member that speaks on a connection."""
         replica_id = self._by_connection.get(connection)
         return None if replica_id is None else self._members[replica_id]
 
@@ -107,7 +106,6 @@ class Roster:
     # --------------------------------------------------------------------------------------------------------- silence
 
     def hear(self, member: Member, now: float) -> None:
-        """Note that a member said something."""
         member.last_seen = now
         self._members.move_to_end(member.replica_id)
 
@@ -117,17 +115,12 @@ class Roster:
             member.last_seen = now
 
     def longest_silent(self) -> Member | None:
-        """Return the member that has been silent for longest."""
         return next(iter(self._members.values()), None)
 
     # ------------------------------------------------------------------------------------------------------ invariants
 
     def validate(self) -> None:
-        """Check the invariants; for tests. It costs a pass over the members.
-
-        Raises:
-            RuntimeError: one is broken.
-        """
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
         members = self._members
         if self._by_connection != {member.connection: replica_id for replica_id, member in members.items()}:
             raise RuntimeError(f"connections {self._by_connection} are not those of the members {members}")

@@ -74,7 +74,6 @@ class Writers(NamedTuple):
 
     @property
     def num_members(self) -> int:
-        """How many ranks save."""
         return self.num_replicas * self.num_ranks
 
     @property

@@ -71,7 +71,6 @@ class KnownSequences:
 
     @property
     def count(self) -> int:
-        """How many collectives the step has so far."""
         return len(self._digests)
 
     @property

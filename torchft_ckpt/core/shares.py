@@ -40,7 +40,6 @@ class Item(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it has."""
         return self.box.volume * self.itemsize
 
 

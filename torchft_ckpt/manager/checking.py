@@ -209,5 +209,4 @@ class EqualityCheck:
         return LeafDigests(version=wanted.version, group_rank=wanted.group_rank, leaves=runs)
 
     def shutdown(self, timeout_s: float) -> None:
-        """End the thread."""
         self._worker.shutdown(timeout_s=timeout_s)

@@ -74,7 +74,6 @@ class Clearing:
 
     @property
     def count(self) -> int:
-        """How many collectives the step has so far."""
         return self._sequences.count
 
     def issued(self, index: int) -> Issued | None:
@@ -85,7 +84,6 @@ class Clearing:
     def issue(
         self, tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType, divisor: int | None, codec: Codec | None
     ) -> Issued:
-        """Note a collective."""
         kind = "average" if divisor is not None else getattr(op, "name", None) or op.op.name  # type: ignore[union-attr]
         how = f" in {codec.name}" if codec is not None else ""
         what = f"{str(kind).lower()} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{how}"

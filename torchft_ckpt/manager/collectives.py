@@ -90,11 +90,9 @@ class ManagedWork(Work):
         return self._future
 
     def synchronize(self) -> None:
-        """Make the current stream wait for the tensor."""
         self._future.wait()
 
     def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """Make the current stream wait for the tensor."""
         self._future.wait()
 
 
@@ -112,7 +110,6 @@ class _Reduction:
     is_failed: bool = False
 
     def has_failed(self) -> bool:
-        """Whether this collective, or its step, has failed."""
         return self.is_failed or self.step_has_failed()
 
 
@@ -294,7 +291,6 @@ class Collectives:
         return settled(work, functools.partial(self._divide, reduction))
 
     def _run_later(self, reduction: _Reduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
-        """As a job of the queue: start what completes the future."""
         try:
             self._clear(reduction, is_clear=is_clear)
             self._begin(reduction).add_done_callback(lambda _: later.set_result(reduction.tensor))
@@ -319,7 +315,6 @@ class Collectives:
         later.set_result(self._end(reduction, failure))
 
     def _clear(self, reduction: _Reduction, *, is_clear: bool) -> None:
-        """Return when the collective may start."""
         if is_clear:
             return
         issued = reduction.issued

@@ -47,7 +47,6 @@ class Gathering:
 
     @property
     def num_members(self) -> int:
-        """Ranks of all groups."""
         return self.num_replicas * self.group_world_size
 
 

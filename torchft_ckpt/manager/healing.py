@@ -131,7 +131,6 @@ class Healing:
 
     @property
     def load_s(self) -> float:
-        """Seconds that loading took the last time."""
         return self._reception.load_s
 
     def _note(self, progress: TransferProgress) -> None:

@@ -114,7 +114,6 @@ class Recovery:
             self._healing.start(formed, receiving, in_place, timeout, on_end=on_end, tell=tell)
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
-        """Say that this rank cannot receive the state in this step."""
         self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
         self.say_fetched(formed, why)
 
@@ -278,7 +277,6 @@ class Recovery:
             )
 
     def _take_own(self, own: dict[str, Any]) -> None:
-        """Take what the source's Manager says of itself."""
         self._own.take_served(own)
         settings = self._registry.take_settings(own.get("settings"))
         if settings:

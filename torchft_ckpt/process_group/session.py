@@ -103,7 +103,6 @@ class Session:
 
     @property
     def phase(self) -> SessionPhase:
-        """The phase of its life that the session is in."""
         return self._phase
 
     @property

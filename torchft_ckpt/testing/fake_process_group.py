@@ -120,15 +120,12 @@ class FakeWork(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future with the list of tensors."""
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
         return self._over.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is over and succeeded."""
         return self._over.is_set() and self._error is None
 
 
@@ -251,7 +248,6 @@ class FakeProcessGroup(ProcessGroup):
         return self._world_size
 
     def rank(self) -> int:
-        """Return this member's rank."""
         return self._rank
 
     def getBackendName(self) -> str:
@@ -337,7 +333,6 @@ def _reduction(op: object) -> Reduction:
 
 
 def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum, added up in the list's order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

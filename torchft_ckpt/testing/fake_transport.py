@@ -37,7 +37,6 @@ class FakeNetwork(Generic[T]):
         self._numbers = itertools.count()
 
     def transport(self) -> FakeTransport[T]:
-        """Return a new transport on this network."""
         return FakeTransport(self, f"fake://{next(self._numbers)}")
 
 
@@ -75,7 +74,6 @@ class FakeTransport(CheckpointTransport[T]):
         return self._metadata
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Serve a state."""
         with self._network.changed:
             if self._shut_down:
                 raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
@@ -116,13 +114,11 @@ class FakeTransport(CheckpointTransport[T]):
                 self._cancelled.discard(number)
 
     def cancel_recv(self) -> None:
-        """Give up the receives in progress."""
         with self._network.changed:
             self._cancelled |= self._receiving
             self._network.changed.notify_all()
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the network."""
         with self._network.changed:
             self._shut_down = True
             self._read_state = None

@@ -51,11 +51,9 @@ class TransportPair:
         self._executor = ThreadPoolExecutor(max_workers=1)
 
     def receive(self, step: int, timeout: timedelta = LONG) -> State:
-        """Receive here."""
         return self.destination.recv_checkpoint(0, self.source.metadata(), step, timeout)
 
     def start_receive(self, step: int, timeout: timedelta = LONG) -> Future[State]:
-        """Receive on another thread."""
         started = threading.Event()
 
         def work() -> State:
@@ -67,7 +65,6 @@ class TransportPair:
         return future
 
     def close(self) -> None:
-        """Shut both down."""
         self.source.shutdown(wait=True)
         self.destination.shutdown(wait=True)
         self._executor.shutdown(wait=True)
@@ -75,7 +72,6 @@ class TransportPair:
 
 @contextmanager
 def transport_pair(make: MakeTransport) -> Iterator[TransportPair]:
-    """Make a pair of transports and shut them down."""
     source = make()
     try:
         pair = TransportPair(source, make())
@@ -134,14 +130,12 @@ def differences(left: object, right: object, path: str = "state") -> list[str]:
 
 
 def check_a_state_arrives_equal_in_every_bit(make: MakeTransport) -> None:
-    """What is received equals what was sent."""
     with transport_pair(make) as pair:
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
         _require(differences(pair.receive(3), example_state(3)) == [], "the received state differs from the one sent")
 
 
 def check_a_received_state_is_the_receivers_own(make: MakeTransport) -> None:
-    """Changing the received state does not change the sender's."""
     with transport_pair(make) as pair:
         state = example_state(3)
         pair.source.send_checkpoint([1], 3, state, LONG)
@@ -165,7 +159,6 @@ def check_a_state_mutated_after_disallow_is_still_the_old_one(make: MakeTranspor
 
 
 def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> None:
-    """A receiver may come before `send_checkpoint`."""
     with transport_pair(make) as pair:
         future = pair.start_receive(3)
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
@@ -174,7 +167,6 @@ def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> No
 
 
 def check_a_step_that_never_comes_is_an_error_at_the_deadline(make: MakeTransport) -> None:
-    """Waiting ends."""
     with transport_pair(make) as pair:
         _require_raises(
             TransferTimeoutError, lambda: pair.receive(3, SHORT), "a receive of a step that is never served"
@@ -189,7 +181,6 @@ def check_a_step_that_is_over_is_refused(make: MakeTransport) -> None:
 
 
 def check_the_newest_state_of_a_step_is_received(make: MakeTransport) -> None:
-    """One transport serves one step after another."""
     with transport_pair(make) as pair:
         for step in range(4):
             pair.source.send_checkpoint([1], step, example_state(step), LONG)
@@ -198,7 +189,6 @@ def check_the_newest_state_of_a_step_is_received(make: MakeTransport) -> None:
 
 
 def check_cancel_ends_a_receive(make: MakeTransport) -> None:
-    """`cancel_recv` makes the receive in progress raise."""
     with transport_pair(make) as pair:
         future = pair.start_receive(3)
         while not future.done():  # the receive may begin a moment after its thread
@@ -208,7 +198,6 @@ def check_cancel_ends_a_receive(make: MakeTransport) -> None:
 
 
 def check_cancel_does_not_touch_the_next_receive(make: MakeTransport) -> None:
-    """`cancel_recv` is not remembered."""
     with transport_pair(make) as pair:
         pair.destination.cancel_recv()
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
