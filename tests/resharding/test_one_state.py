@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.resharding import transfer as transfer_module
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.core.boxes import MAX_CELLS, Box, refine
 from torchft_ckpt.errors import SourceRefusedError, StateMismatchError, UnsupportedValueError
-from torchft_ckpt.manager.layout import ParameterLayout
+from torchft_ckpt.manager.checking import ParameterLayout
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 ROWS = Layout((2,), ((0, 0),))

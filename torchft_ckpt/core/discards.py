@@ -68,7 +68,7 @@ class DiscardRun:
             reason: why, as the lighthouse or this rank says it, with the name of the group.
         """
         advice = next((advice for what, advice in _ADVICE if what in reason), "")
-        cause = advice or _kind(reason)
+        cause = advice or _OF_ONE_LIFE.sub("", reason)
         self._count = self._count + 1 if cause == self._cause else 1
         self._cause = cause
         if self._is_said or self._count < NUM_BEFORE_WARNING:
@@ -77,7 +77,3 @@ class DiscardRun:
         return f"{self._count} steps in a row did not count here for one cause: {reason}" + (
             f". {advice}" if advice else ""
         )
-
-
-def _kind(reason: str) -> str:
-    return _OF_ONE_LIFE.sub("", reason)

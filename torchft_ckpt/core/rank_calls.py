@@ -122,7 +122,8 @@ class RankCalls:
             return
         calls = [call for _, call in self._asked.values()]
         if len({call.step for call in calls}) > 1:
-            steps = ", ".join(f"rank {call.group_rank} step {call.step}" for call in sorted(calls, key=_rank))
+            in_order = sorted(calls, key=lambda call: call.group_rank)
+            steps = ", ".join(f"rank {call.group_rank} step {call.step}" for call in in_order)
             yield from self.refused(f"the ranks of {self._replica_id} are not at one step: {steps}"[:4000])
             return
         yield CallQuorum(
@@ -180,10 +181,6 @@ def recovery_of(quorum: Quorum, replica_id: str, group_rank: int, *, init_sync: 
         commit_failures=max(member.commit_failures for member in members),
         replica_ids=replica_ids,
     )
-
-
-def _rank(call: RankQuorumCall) -> int:
-    return call.group_rank
 
 
 def _called_again(rank: int) -> Refused:

@@ -14,7 +14,7 @@ count, because the job has gone on without it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchft_ckpt.core.commit import CommitDecision, decide_forgotten
@@ -38,11 +38,6 @@ class Settled:
     """Not all members have been heard: others may hold what was committed."""
 
 
-@dataclass(slots=True)
-class _Doubt:
-    votes: dict[str, CommitVote] = field(default_factory=dict)
-
-
 class RestartRecovery:
     """What the members of earlier lives' quorums have reported.
 
@@ -61,7 +56,8 @@ class RestartRecovery:
         """Connected members that are still in a step of an earlier life."""
         self._between: dict[str, StepKey] = {}
         """Connected members whose last step of an earlier life is over, and that have not asked for the next."""
-        self._doubts: dict[StepKey, _Doubt] = {}
+        self._doubts: dict[StepKey, dict[str, CommitVote]] = {}
+        """The votes on steps that are in doubt, by replica id."""
         self._committed: list[StepKey] = []
         """What was decided here so far: of two quorums that were in doubt about one step, one is enough."""
         self._last: tuple[int, str, int] = (0, "", 0)
@@ -92,7 +88,7 @@ class RestartRecovery:
         """A vote in doubt. Returns who must be told that which quorum's collectives are broken."""
         key = (vote.quorum_id, vote.epoch, vote.step)
         self._training.pop(replica_id, None)
-        self._doubts.setdefault(key, _Doubt()).votes[replica_id] = vote
+        self._doubts.setdefault(key, {})[replica_id] = vote
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
         return self._break_off(key[:2]) if vote.broken else []
@@ -112,11 +108,11 @@ class RestartRecovery:
 
     def settle(self, now: float) -> Iterator[Settled]:
         """Decide what can be decided by now; each step is yielded once."""
-        for key, doubt in list(self._doubts.items()):
+        for key, votes in list(self._doubts.items()):
             everyone = self._everyone_heard(key[:2])
             committed, refused = self._testimony(key)
             verdict = decide_forgotten(
-                doubt.votes.values(),
+                votes.values(),
                 committed_somewhere=committed,
                 refused_somewhere=refused,
                 someone_still_training=key in self._training.values() and not self._is_patience_spent_twice(now),
@@ -128,8 +124,8 @@ class RestartRecovery:
             del self._doubts[key]
             if verdict is CommitDecision.COMMIT:
                 self._committed.append(key)
-            approvers = tuple(replica_id for replica_id, vote in doubt.votes.items() if vote.approve)
-            yield Settled(key, verdict, tuple(doubt.votes), approvers, not everyone)
+            approvers = tuple(replica_id for replica_id, vote in votes.items() if vote.approve)
+            yield Settled(key, verdict, tuple(votes), approvers, not everyone)
 
     def expire(self, now: float) -> list[tuple[str, int]]:
         """Time has passed. Returns who must be told that which quorum's collectives are broken, once."""

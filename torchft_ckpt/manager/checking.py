@@ -1,4 +1,6 @@
-"""Digests the state of a step beside its forward pass, so that the lighthouse can compare it with that of other replica groups.
+"""Says what the lighthouse compares of replica groups: their parameters, and digests of the state of a step beside its forward pass.
+
+Before groups train together the lighthouse compares the layout of each rank's parameters, in words and as a digest (`layout_of`).
 
 What has to be equal in all of them is the memory that optimizers own, their settings, and the plain values of a state. What
 no optimizer owns is each group's own: of BatchNorm's running statistics every group has another, as it sees other data. So are
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +28,7 @@ from torchft_ckpt.checkpointing.state.containers import SEQUENCES
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
 from torchft_ckpt.core.equality import runs_of
+from torchft_ckpt.core.layouts import SEPARATOR
 from torchft_ckpt.core.messages import LeafDigests, LeavesWanted, StateVersion
 from torchft_ckpt.errors import StateChangedError
 from torchft_ckpt.manager.comparing import bits_of, value_in_words
@@ -37,6 +41,8 @@ Found: TypeAlias = "tuple[str, torch.Tensor | str]"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _NUM_PYTHON_WORDS = 625
 _LEAF_CHARS = 16
+_MAX_TEXT_CHARS = 3000
+_MAX_FROZEN_CHARS = 150
 
 
 class Leaf(NamedTuple):
@@ -210,3 +216,66 @@ class EqualityCheck:
 
     def shutdown(self, timeout_s: float) -> None:
         self._worker.shutdown(timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """Shapes, dtypes and boxes of the parameters that one rank trains."""
+
+    digest: str = ""
+    """Equal exactly where the parameters are alike; empty where nothing is known of them."""
+    text: str = ""
+    """The same in words, one item a parameter, as far as there is room."""
+    is_sharded: bool = False
+
+
+def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: bool) -> ParameterLayout:
+    """Describe parameters.
+
+    Args:
+        parameters: with what each is called.
+        only_sharded: look at those that are sharded alone: which of the others have to be alike is not known.
+
+    Raises:
+        UnsupportedValueError: what is here of a parameter is no box.
+    """
+    hasher = xxhash.xxh3_64()
+    items: list[str] = []
+    num_chars = 0
+    is_sharded = False
+    for name, parameter in parameters:
+        adapter = adapter_of(parameter)
+        if adapter is None and only_sharded:
+            continue
+        shape = "x".join(map(str, parameter.shape)) or "scalar"
+        item = f"{name}: {shape} {str(parameter.dtype).removeprefix('torch.')}"
+        if adapter is not None:
+            is_sharded = True
+            item += f" [{' '.join(map(str, adapter.boxes(parameter, name)))}]"
+        hasher.update(f"{item};".encode())
+        num_chars += len(item) + len(SEPARATOR)
+        if num_chars <= _MAX_TEXT_CHARS:
+            items.append(item)
+    return ParameterLayout(hasher.hexdigest() if num_chars else "", SEPARATOR.join(items), is_sharded)
+
+
+def frozen_in_words(flags: Sequence[bool]) -> str:
+    """Say which parameters need no gradient: equal texts exactly for equal flags. Empty where there is no parameter.
+
+    Args:
+        flags: whether each parameter needs a gradient.
+    """
+    if not flags:
+        return ""
+    runs: list[list[int]] = []
+    for number, trains in enumerate(flags):
+        if trains:
+            continue
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
+    if len(text) > _MAX_FROZEN_CHARS:
+        text = f"{text[:_MAX_FROZEN_CHARS]}... ({xxhash.xxh3_64_hexdigest(bytes(flags))})"
+    return f"frozen parameters: {text or 'none'}"

@@ -21,9 +21,8 @@ from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.messages import StateVersion
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
-from torchft_ckpt.manager.checking import Leaf, leaves_to_compare
+from torchft_ckpt.manager.checking import Leaf, ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
-from torchft_ckpt.manager.layout import ParameterLayout, frozen_in_words, layout_of
 from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
 from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, owned_by, tensors_in
 

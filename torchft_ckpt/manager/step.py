@@ -25,13 +25,12 @@ from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
 from torchft_ckpt.core.optimizers import SharedStep
 from torchft_ckpt.core.replica import ReplicaView, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
-from torchft_ckpt.manager.checking import EqualityCheck
+from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
 from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.launch import Launch, Timeouts
-from torchft_ckpt.manager.layout import ParameterLayout
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.recovery import Prepared, Recovery
 from torchft_ckpt.manager.serving import StateServing

@@ -180,23 +180,12 @@ class PseudoGradientFragment(Fragment):
     def __init__(
         self,
         module: nn.Module,
-        inner_optimizer: torch.optim.Optimizer,
-        buffers: FlatBuffers,
-        *,
+        *arguments: Any,
         outer_optimizer: torch.optim.Optimizer,
         update_alpha: float,
-        backup_device: torch.device,
-        pin_memory: bool,
-        keep_inner_state: bool,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            module,
-            inner_optimizer,
-            buffers,
-            backup_device=backup_device,
-            pin_memory=pin_memory,
-            keep_inner_state=keep_inner_state,
-        )
+        super().__init__(module, *arguments, **options)
         self._outer_optimizer = outer_optimizer
         self._update_alpha = update_alpha
         owned = {id(param) for group in outer_optimizer.param_groups for param in group["params"]}

@@ -238,20 +238,7 @@ def check_shutdown_and_disallow_may_be_called_again(make: MakeTransport) -> None
         )
 
 
-CHECKS: list[Check] = [
-    check_a_state_arrives_equal_in_every_bit,
-    check_a_received_state_is_the_receivers_own,
-    check_a_state_mutated_after_disallow_is_still_the_old_one,
-    check_a_step_that_is_not_served_yet_is_waited_for,
-    check_a_step_that_never_comes_is_an_error_at_the_deadline,
-    check_a_step_that_is_over_is_refused,
-    check_the_newest_state_of_a_step_is_received,
-    check_cancel_ends_a_receive,
-    check_cancel_does_not_touch_the_next_receive,
-    check_a_source_that_is_gone_is_an_error,
-    check_metadata_of_nobody_is_an_error,
-    check_shutdown_and_disallow_may_be_called_again,
-]
+CHECKS: list[Check] = [check for name, check in list(globals().items()) if name.startswith("check_")]
 """Every check, for a parametrized test."""
 
 
