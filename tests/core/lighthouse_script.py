@@ -16,7 +16,16 @@ import itertools
 import msgspec
 
 from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, Event, LighthouseSettings, Log, Received, Send, Tick
+from torchft_ckpt.core.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    Log,
+    Received,
+    Send,
+    Tick,
+)
 from torchft_ckpt.core.messages import (
     AllowStepLoss,
     CollectiveCleared,

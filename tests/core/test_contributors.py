@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.history import NUM_REMEMBERED, RecentContributors
 from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank, Up
+from torchft_ckpt.core.history import NUM_REMEMBERED, RecentContributors
 from torchft_ckpt.core.messages import LostAsked, LostTold, StateVersion
 
 EPOCH = "life"

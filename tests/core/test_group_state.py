@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.messages import Loading
 from torchft_ckpt.core.group import (
     GroupInstruction,
     GroupState,
@@ -26,6 +25,7 @@ from torchft_ckpt.core.messages import (
     GiveUpWaiting,
     GroupBroken,
     Leave,
+    Loading,
     LoadState,
     LocateState,
     Outcome,

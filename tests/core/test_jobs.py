@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from torchft_ckpt.core import jobs as jobs_module
 from torchft_ckpt.core.jobs import FinishedJob, Jobs
 from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, Instruction, LighthouseSettings, Log, Received, Send, Tick
-from torchft_ckpt.core.lighthouse_events import Opened
+from torchft_ckpt.core.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    Instruction,
+    LighthouseSettings,
+    Log,
+    Opened,
+    Received,
+    Send,
+    Tick,
+)
 from torchft_ckpt.core.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,

@@ -25,8 +25,7 @@ from torchft_ckpt.core.lighthouse_events import Instruction
 from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
 from torchft_ckpt.core.outer_schedule import OuterSchedule
 from torchft_ckpt.core.patience import JoinAllowance
-from torchft_ckpt.core.quorum import Asked
-from torchft_ckpt.core.quorum import QuorumIds
+from torchft_ckpt.core.quorum import Asked, QuorumIds
 from torchft_ckpt.core.replica import Comparison, ReplicaState
 from torchft_ckpt.core.roster import Roster
 

@@ -10,7 +10,16 @@ from simulation.clock import Action, Clock, Process
 from simulation.network import Connection
 from simulation.oracle import Oracle
 from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, Event, LighthouseSettings, Log, Received, Send, Tick
+from torchft_ckpt.core.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    Log,
+    Received,
+    Send,
+    Tick,
+)
 
 
 class Lighthouse:

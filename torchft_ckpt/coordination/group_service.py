@@ -50,14 +50,11 @@ class GroupService:
     """The manager service of one replica group.
 
     Args:
-        world_size: ranks in this group.
-        lighthouse_addr: where the lighthouse is.
-        hello: makes the first message of each connection to it.
+        hello: makes the first message of each connection to the lighthouse.
         on_message: gets rank 0's messages, on the event-loop thread; must not block.
         on_refused: called when the lighthouse will not have this group any more.
         hostname: address to advertise to the other ranks, None: the interface that routes to the lighthouse.
         port: for the other ranks, 0 for any.
-        job: its name.
         token: shared secret, empty for none.
         replica_id: of the group; the other ranks prove under it that they know the token.
         heartbeat_interval, connect_timeout: towards the lighthouse.

@@ -48,10 +48,6 @@ class OpenCalls:
     Use on one event loop only.
 
     Args:
-        address: of the lighthouse.
-        job: its name.
-        token: shared secret, empty for none.
-        connect_timeout: of the first connection.
         alive: a caller that lives for as long as this process does; others live while they call.
         heartbeat_interval: how often to say who lives; the lighthouse's patience may ask for more often.
     """

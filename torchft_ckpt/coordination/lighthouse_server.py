@@ -23,8 +23,17 @@ from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.jobs import Jobs
 from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, Event, LighthouseSettings, Log, Received, Send, Tick
-from torchft_ckpt.core.lighthouse_events import Opened
+from torchft_ckpt.core.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    Log,
+    Opened,
+    Received,
+    Send,
+    Tick,
+)
 from torchft_ckpt.core.messages import (
     MIN_HEARTBEAT_TIMEOUT_S,
     CallerHello,

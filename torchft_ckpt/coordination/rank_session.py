@@ -37,13 +37,9 @@ class RankSession:
 
     Args:
         address: of the manager service, `host:port`.
-        group_rank: this rank.
         on_message: gets the messages, on the event-loop thread; must not block.
         token: shared secret, empty for none. It is proved to the service, and by it, and not sent: anybody may have written down
             the address.
-        replica_id: of the group.
-        heartbeat_interval: how often to say that this rank lives.
-        connect_timeout: for the one attempt.
 
     Raises:
         GroupBrokenError: rank 0 cannot be reached.

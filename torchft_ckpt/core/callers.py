@@ -67,13 +67,7 @@ class Caller:
 
 
 class Callers:
-    """All that the lighthouse knows of the callers. Not thread-safe: one caller at a time.
-
-    Args:
-        settings: what the operator chose.
-        epoch: a text that no other life of this lighthouse has.
-        unix_time_of_zero: what the wall clock shows when `now` is 0.
-    """
+    """All that the lighthouse knows of the callers, with the arguments of `LighthouseState`. Not thread-safe: one at a time."""
 
     def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float) -> None:
         self.quorum: Quorum | None = None

@@ -30,11 +30,7 @@ class CommitDecision(Enum):
 
 @dataclass(slots=True)
 class Tally:
-    """The votes of one step of one quorum.
-
-    Args:
-        roles: every member's role.
-    """
+    """The votes of one step of one quorum."""
 
     roles: Mapping[str, Role]
     verdict: CommitDecision = CommitDecision.PENDING

@@ -62,10 +62,10 @@ class DiscardRun:
         self._cause, self._count, self._is_said = "", 0, False
 
     def discarded(self, reason: str) -> str | None:
-        """Note a step that does not count; return what to warn of, once in a run, else None.
+        """Note a step that does not count, for a reason in the lighthouse's or this rank's words.
 
-        Args:
-            reason: why, as the lighthouse or this rank says it, with the name of the group.
+        Returns:
+            a warning, once in a run.
         """
         advice = next((advice for what, advice in _ADVICE if what in reason), "")
         cause = advice or _OF_ONE_LIFE.sub("", reason)

@@ -56,10 +56,9 @@ def is_checked(step: int, every: int) -> bool:
 
 
 def alike(digests: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return the groups that hold equal states, those that are the most first, of equally many those of the first name.
+    """Return the groups that hold equal states, by the digests of each group's ranks.
 
-    Args:
-        digests: of each group's ranks, by replica id.
+    Those that are the most come first, of equally many those of the first name.
     """
     by_state: dict[tuple[str, ...], list[str]] = {}
     for replica_id in sorted(digests):
@@ -68,11 +67,7 @@ def alike(digests: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 def minority(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Return who does not hold the state of a strict majority; nobody where there is no such majority.
-
-    Args:
-        groups: as `alike` returns them.
-    """
+    """Return who, of `alike`'s groups, does not hold the state of a strict majority; nobody where there is no such majority."""
     others = [replica_id for those in groups[1:] for replica_id in those]
     return others if groups and len(groups[0]) > len(others) else []
 
@@ -125,11 +120,7 @@ class _Question:
 
 
 class Equality:
-    """The groups of one job that are known to hold another state than its name says. Part of the lighthouse's state.
-
-    Args:
-        members: by replica id, those that are connected; read only.
-    """
+    """The groups of one job that are known to hold another state than its name says. It only reads the members."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members

@@ -127,11 +127,7 @@ GroupInstruction: TypeAlias = ToRank | Up
 
 
 class GroupState:
-    """The open request and vote of a group. Not thread-safe: one caller at a time.
-
-    Args:
-        world_size: number of ranks in the group.
-    """
+    """The open request and vote of a group of `world_size` ranks. Not thread-safe: one caller at a time."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -549,13 +545,10 @@ class GroupState:
 class Arrivals:
     """Knows which ranks of a group have fetched the state of the open step: all load it at one place of their programs, or none.
 
-    One that held the new state where its neighbour holds the old one would know another step, and a loop that goes by the step calls
-    other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort.
+    One that held the new state where its neighbour holds the old one would know another step, and a loop that goes by the step
+    calls other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort.
 
     Each method returns what all ranks are to be told, if anything.
-
-    Args:
-        world_size: number of ranks in the group.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -563,7 +556,6 @@ class Arrivals:
         self.begin()
 
     def begin(self) -> None:
-        """Another step is open."""
         self._here: set[int] = set()
         self._told: Loading | None = None
 

@@ -1,4 +1,4 @@
-"""The states that the job has had: the newest step, how the last steps were decided, who may still hold their states, who made them.
+"""The states that the job has had: the newest step, how the last steps were decided, who made them, and who may still hold them.
 
 This file knows no quorums, connections or members' records. The lighthouse tells it what members show and how steps end. It
 asks whether a state counts, whether the job may go back to an older one, and what to tell a member that votes too late.
@@ -176,12 +176,7 @@ class StateHistory:
         self._away.pop(name, None)
 
     def holders(self, held: Iterable[tuple[str, StateVersion]], step: int) -> list[str]:
-        """Return which members hold a state that counts, of this step or a later one.
-
-        Args:
-            held: members, each with the state that it holds.
-            step: the least step.
-        """
+        """Return which members hold a state that counts, of this step or a later one."""
         return [replica_id for replica_id, version in held if version.step >= step and self.is_valid(version)]
 
     def why_not_back(
@@ -331,7 +326,7 @@ class StateHistory:
     # ------------------------------------------------------------------------------------------------------ invariants
 
     def validate(self, held: Mapping[str, StateVersion]) -> None:
-        """Check the invariants, for tests; a `RuntimeError` says which one is broken. `held`: by replica id, the members' states."""
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. `held`: the members' states."""
         if not 0 <= self._reported_step <= self._own_step:
             raise RuntimeError(f"step {self._reported_step} was reported, and {self._own_step} is the newest")
         if self._beyond and not self._has_begun:
@@ -357,31 +352,22 @@ class _Contributors(NamedTuple):
 class RecentContributors:
     """Who contributed to the last quorums, by number. Not thread-safe: one caller at a time.
 
-    The writers of a checkpoint are those who contributed to its step, each by its number among them. A writer that backs up another's
-    share asks whether that one is gone; it knows numbers, and no names, and the quorum may be another one by then.
+    The writers of a checkpoint are those who contributed to its step, each by its number among them. A writer that backs up
+    another's share asks whether that one is gone; it knows numbers, and no names, and the quorum may be another one by then.
     """
 
     def __init__(self) -> None:
         self._latest: deque[_Contributors] = deque(maxlen=NUM_REMEMBERED)
 
     def note(self, quorum_id: int, step: int, replica_ids: Mapping[int, str]) -> None:
-        """Note who contributes to a step of a quorum, from the state `step` on.
-
-        Args:
-            quorum_id: of the quorum.
-            step: of the state that the step begins with.
-            replica_ids: of those who contribute, by their number among them.
-        """
+        """Note who contributes to a step of a quorum, from the state `step` on, by their numbers among those who contribute."""
         if not self._latest or self._latest[-1][::2] != (quorum_id, replica_ids):
             self._latest.append(_Contributors(quorum_id, step, dict(replica_ids)))
 
     def answer(self, asked: LostAsked, epoch: str, alive: Container[str]) -> LostTold | None:
         """Return which contributors to the step that led to a state are gone; None where it is not known who they were.
 
-        Args:
-            asked: the question.
-            epoch: of this lighthouse: other quorums are not known here.
-            alive: replica ids of the members that are connected.
+        `epoch`: of this lighthouse, which knows no other quorums. `alive`: replica ids of the connected members.
         """
         version = asked.version
         if version.epoch != epoch:

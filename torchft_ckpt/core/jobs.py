@@ -57,13 +57,7 @@ class FinishedJob:
 
 
 class Jobs:
-    """All that the lighthouse knows. Not thread-safe: one caller at a time.
-
-    Args:
-        settings: what the operator chose; they hold for each job by itself.
-        epoch: a text that no other life of this lighthouse has.
-        unix_time_of_zero: what the wall clock shows when `now` is 0, for the time that callers' quorums carry.
-    """
+    """All that the lighthouse knows, with the arguments of `LighthouseState`. Not thread-safe: one caller at a time."""
 
     def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float = 0.0) -> None:
         self.settings = settings

@@ -59,7 +59,6 @@ class Reception:
         Args:
             left_bytes: are not known to be here and right yet.
             done_bytes: came, verified or not, or were found to be here already.
-            elapsed_s: since it began.
         """
         self._at_first = left_bytes if self._at_first is None else self._at_first
         self._left = left_bytes or self._at_first  # the next state is another one
@@ -186,11 +185,8 @@ class Joining:
         """Say why a joiner is not waited for any longer; empty: it is.
 
         Args:
-            current: the step.
-            replica_id: of the joiner.
             stands_since: since when the others have nothing else to do.
             stood_s: how much longer the step takes for joiners, by now.
-            now: the time.
         """
         budget_s = current.join_budget_s or 0.0
         waited_s = max(0.0, now - stands_since)

@@ -1337,9 +1337,6 @@ class LighthouseState:
         """Remove a member, and tell at once those that share a collective with it.
 
         Args:
-            replica_id: a member.
-            reason: why, for the others and the operator.
-            now: the time.
             is_on_purpose: whether it leaves, or is refused; else it may come back with its state.
             is_closed: whether its connection is closed.
             is_back: whether it is here again in an instant, so that nothing needs to be looked at before.

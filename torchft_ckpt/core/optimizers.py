@@ -30,9 +30,7 @@ class SharedStep:
     def clears(self, optimizer: Hashable, *, is_decided: bool) -> bool:
         """An optimizer clears its gradients. Return whether a step begins with that.
 
-        Args:
-            optimizer: who.
-            is_decided: no step is open: the last one was decided, or there was none.
+        `is_decided`: no step is open: the last one was decided, or there was none.
         """
         if not is_decided and self._joined and optimizer not in self._joined:
             self._joined.add(optimizer)

@@ -133,13 +133,10 @@ def decide_quorum(
 class QuorumIds:
     """The quorum ids of one job in one life of the lighthouse: they only rise, also when it restarts and remembers nothing.
 
-    A member reports the latest quorum that it saw. A lighthouse that hears of a quorum of an earlier life gives none of that life's
-    ids again: it goes on at the next thousand. A member may report anything, and ids have to stay far below what a message
-    carries. So all that a lighthouse hears in one life moves its ids a bounded way, however often somebody reports more.
-    Not thread-safe.
-
-    Args:
-        epoch: names this life.
+    A member reports the latest quorum that it saw. A lighthouse that hears of a quorum of an earlier life gives none of that
+    life's ids again: it goes on at the next thousand. A member may report anything, and ids have to stay far below what a message
+    carries. So all that a lighthouse hears in one life, which its epoch names, moves its ids a bounded way, however often
+    somebody reports more. Not thread-safe.
     """
 
     def __init__(self, epoch: str) -> None:

@@ -56,12 +56,7 @@ CallInstruction: TypeAlias = Answer | CallQuorum | GiveUpQuorum
 
 
 class RankCalls:
-    """The open calls of a group's ranks. Not thread-safe: one caller at a time.
-
-    Args:
-        replica_id: of the group.
-        world_size: number of its ranks.
-    """
+    """The open calls of a group's ranks. Not thread-safe: one caller at a time."""
 
     def __init__(self, replica_id: str, world_size: int) -> None:
         self._replica_id = replica_id
@@ -149,12 +144,6 @@ def recovery_of(quorum: Quorum, replica_id: str, group_rank: int, *, init_sync: 
 
     Those recover who do not have the newest step. Where that is 0 and `init_sync` holds, all recover but one, so that all begin
     with its weights. The recovering take the others in turn, and each rank of a group begins with another one.
-
-    Args:
-        quorum: its members in the order of their replica ids, this group among them.
-        replica_id: of the group.
-        group_rank: of the rank.
-        init_sync: states of step 0 are not equal.
     """
     members = quorum.participants
     replica_ids = [member.replica_id for member in members]

@@ -169,11 +169,7 @@ class ReplicaView(NamedTuple):
 
 
 class ReplicaState:
-    """One rank's state over its steps. Not thread-safe: the caller serialises.
-
-    Args:
-        settings: what the user chose.
-    """
+    """One rank's state over its steps. Not thread-safe: the caller serialises."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self.settings = settings

@@ -39,11 +39,7 @@ class Settled:
 
 
 class RestartRecovery:
-    """What the members of earlier lives' quorums have reported.
-
-    Args:
-        patience_s: how long to wait for members that are not back.
-    """
+    """The reports of members of earlier lives' quorums. `patience_s`: how long to wait for members that are not back."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s

@@ -82,13 +82,7 @@ class Roster:
         self._lost.pop(member.replica_id, None)
 
     def remove(self, replica_id: str, reason: str, *, is_closed: bool) -> Member:
-        """Remove a member.
-
-        Args:
-            replica_id: a member.
-            reason: why, for the operator.
-            is_closed: whether its connection is closed. Else it is given up until it closes.
-        """
+        """Remove a member; `reason` is for the operator. Unless its connection `is_closed`, that is given up until it closes."""
         member = self._members.pop(replica_id)
         del self._by_connection[member.connection]
         if not is_closed:

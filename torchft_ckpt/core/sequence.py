@@ -56,11 +56,7 @@ class KnownSequences:
         self._num_voted = None
 
     def issue(self, signature: str) -> Clearance:
-        """Note a collective, and return what has to happen before it starts.
-
-        Args:
-            signature: its shape, dtype and reduction.
-        """
+        """Note a collective by its shape, dtype and reduction, and return what has to happen before it starts."""
         before = self.digest
         after = hashlib.blake2b(f"{before};{signature}".encode(), digest_size=8).hexdigest()
         self._digests.append(after)

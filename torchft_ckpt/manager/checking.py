@@ -1,9 +1,9 @@
-"""Says what the lighthouse compares of replica groups: their parameters, and digests of the state of a step beside its forward pass.
+"""Makes what the lighthouse compares of replica groups: the layout of their parameters, and digests of their state at a step.
 
 Before groups train together the lighthouse compares the layout of each rank's parameters, in words and as a digest (`layout_of`).
 
-What has to be equal in all of them is the memory that optimizers own, their settings, and the plain values of a state. What
-no optimizer owns is each group's own: of BatchNorm's running statistics every group has another, as it sees other data. So are
+Digests are of the memory that optimizers own, of their settings, and of the plain values of a state: these have to be equal in
+all groups. What no optimizer owns is each group's own, as BatchNorm's running statistics are, since each sees other data. So are
 the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors count.
 
 Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,

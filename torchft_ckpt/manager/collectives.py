@@ -9,9 +9,9 @@ A collective starts when it is clear that all groups issue the same one (`cleari
 member waits in for longer than usual is reported, so that nobody waits for a group that will not come.
 
 Collectives reach the process group in the order of the calls, and one that consists of several starts all its parts before the
-next call's first. That depends on the program alone, never on what has finished when; so ranks that make the same calls in the same
-order start the same collectives in the same order, however fast each of them is. Who calls from several threads has to order the
-calls himself.
+next call's first. That depends on the program alone, never on what has finished when; so ranks that make the same calls in the
+same order start the same collectives in the same order, however fast each of them is. Who calls from several threads has to order
+the calls himself.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class CollectiveQueue:
     """Starts jobs in order, on a thread that lives only while there is something to do. Any thread may call it.
 
     While the thread has anything to do, all that is called later queues behind it. While it has nothing to do every earlier call
-    has started all its parts, so a simple collective may start right where it was called. What bypasses the queue (an operation on
-    the process group itself) must wait for the jobs before it. A job knows nothing of the step that it belongs to.
+    has started all its parts, so a simple collective may start right where it was called. An operation on the process group
+    itself, which bypasses the queue, must wait for the jobs before it. A job knows nothing of the step that it belongs to.
     """
 
     def __init__(self) -> None:
@@ -187,8 +187,6 @@ class Collectives:
     """The open collectives of the step.
 
     Args:
-        process_group: reduces.
-        clearing: says when a collective may start.
         on_error: called on any thread with what went wrong.
         schedule: calls a function later, on a thread that must not be blocked.
         on_stall: called, on that thread, when a collective waits longer for a joiner than it may.
@@ -242,9 +240,7 @@ class Collectives:
         """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one.
 
         Args:
-            tensor: to reduce.
             op: the reduction; a sum where there is a codec.
-            divisor: of the result.
             timeout: of the collective, once it is its turn.
             failed: whether the step has failed.
             codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.

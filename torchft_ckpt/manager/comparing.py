@@ -35,12 +35,9 @@ class Differences(NamedTuple):
 
 
 def compare_states(here: object, there: object, optimizers: Iterable[torch.optim.Optimizer]) -> Differences:
-    """Compare two states.
+    """Compare the state here, whose tensors are not written to meanwhile, with that of the sources.
 
-    Args:
-        here: what is here; its tensors are not written to meanwhile.
-        there: what came from the sources.
-        optimizers: all that change the state here; without one all that differs is taken for theirs.
+    `optimizers` are all that change the state here; without one all that differs is taken for theirs.
     """
     found = _Search(owned_by(optimizers))
     found.compare(here, there, "")
@@ -67,12 +64,7 @@ def not_returned(here: object, loaded: object) -> Differences:
 
 
 class _Search:
-    """One comparison.
-
-    Args:
-        owned: addresses of the memory that optimizers own.
-        max_bytes: larger tensors are taken for equal; None: none is.
-    """
+    """One comparison. `owned`: addresses of optimizers' memory. Tensors larger than `max_bytes` are taken for equal."""
 
     def __init__(self, owned: Collection[int], max_bytes: int | None = None) -> None:
         self._owned = owned

@@ -4,8 +4,9 @@ Such a transport has torchft's five methods and no more: it copies what it sends
 be cancelled. What it says of itself (`needs_process_group`) counts.
 
 One that needs the process group sends to a rank, and waits for it to receive. Here a state has several sources, of which a group
-wants one. So each group that comes for a state first tells its sources by the process group which of them it takes; the others send
-nothing. All of it is done before the quorum counts as found, so who trains waits meanwhile, as long as the process group lets him.
+wants one. So each group that comes for a state first tells its sources by the process group which of them it takes; the others
+send nothing. All of it is done before the quorum counts as found, so those that train wait meanwhile, as long as the process
+group lets them.
 """
 
 from __future__ import annotations

@@ -16,13 +16,7 @@ TOO_FEW_LOG_S = 10.0
 
 
 class StepOutcomes:
-    """How the steps ended. Used by the training thread.
-
-    Args:
-        party: this replica, for the log.
-        min_replica_size: the fewest contributing groups with which a step counts.
-        max_retries: raise after more than so many discarded steps in a row; None: never.
-    """
+    """Counts how the steps ended, by the settings of `Manager`. Used by the training thread."""
 
     def __init__(self, party: str, *, min_replica_size: int, max_retries: int | None) -> None:
         self.counts = {outcome: 0 for outcome in Outcome}
@@ -36,12 +30,7 @@ class StepOutcomes:
         self._has_warned_of_none = False
 
     def ended(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
-        """A step has ended.
-
-        Args:
-            vote, outcome, reason: of this replica.
-            now: what the replica is after it.
-            took_s: since `start_quorum`.
+        """A step of this replica has ended, `took_s` after `start_quorum`; `now`: what the replica is after it.
 
         Raises:
             MaxRetriesExceededError: with `max_retries` set.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torchft_ckpt.core.messages import Loading
 from torchft_ckpt.core.meeting import Claim
 from torchft_ckpt.core.messages import (
     CollectiveCleared,
@@ -30,6 +29,7 @@ from torchft_ckpt.core.messages import (
     JoinerWaiting,
     LeafDigests,
     LeavesWanted,
+    Loading,
     LoadState,
     LocateState,
     LostAsked,
@@ -83,7 +83,7 @@ GIVE_UP_GRACE_S = 5.0
 
 
 class _Replica:
-    """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` says what came of that, without the lock."""
+    """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` is the result, without the lock."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._state = ReplicaState(settings)

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """At most one round is in flight. `start` and `wait` are the training thread's.
-
-    Args:
-        manager: averages, and takes the vote.
-        should_quantize: as for `Manager.allreduce`.
-    """
+    """At most one round is in flight. `start` and `wait` are the training thread's."""
 
     def __init__(self, manager: OuterManager, should_quantize: bool | Quantization) -> None:
         self._manager = manager

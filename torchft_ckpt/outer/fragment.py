@@ -232,8 +232,8 @@ class PseudoGradientFragment(Fragment):
 class InnerStateBackup:
     """What the inner optimizer remembered of some parameters when their round began (Adam's moments, say), to go back to it.
 
-    An optimizer may be made of others (one for each part of the model, or a wrapper around one): these hold the state then, and are
-    found where it refers to them. Used by the training thread.
+    An optimizer may be made of others (one for each part of the model, or a wrapper around one): these hold the state then, and
+    are found where it refers to them. Used by the training thread.
 
     Args:
         optimizer: whose state is kept; its hyperparameters are not.

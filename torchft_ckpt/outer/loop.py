@@ -466,12 +466,8 @@ def _refuse_shared_parameters(fragments: Sequence[Fragment]) -> None:
 class LeftOut:
     """Names the parameters that are trained here and never exchanged: the replica groups come apart in them.
 
-    An outer loop exchanges the parameters of its modules that need a gradient when it is made. Others can be trained beside these:
-    the inner optimizer has some that are in none of the modules, or some that were frozen are unfrozen later.
-
-    Args:
-        fragments: of the outer loop.
-        inner_optimizer: trains them, and maybe more.
+    An outer loop exchanges the parameters of its modules that need a gradient when it is made. Others can be trained beside
+    these: the inner optimizer has some that are in none of the modules, or some that were frozen are unfrozen later.
     """
 
     def __init__(self, fragments: Sequence[Fragment], inner_optimizer: torch.optim.Optimizer) -> None:

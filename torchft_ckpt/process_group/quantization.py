@@ -1,16 +1,16 @@
 """An allreduce that sends a byte for an element, and the codecs that make it.
 
 It is an all-to-all of quantised chunks, a sum at each chunk's owner, and an all-gather. With W ranks each sends (W-1)/W of the
-tensor twice, as a ring does, but in bytes: about a quarter of what fp32 takes. The owner sums in fp32, in rank order, and quantises
-the result; everybody, the owner too, decodes the same bytes, so all ranks end with the same bits.
+tensor twice, as a ring does, but in bytes: about a quarter of what fp32 takes. The owner sums in fp32, in rank order, and
+quantises the result; everybody, the owner too, decodes the same bytes, so all ranks end with the same bits.
 
 For int8, where the sum is divided by D, an element's error is at most
 
     sum over ranks of scale_r / 2 / D  +  scale_out / 2
 
-and fp32 rounding (`ERROR_SLACK` of these scales, times W), with `scale_r` of the element's block at rank r, a 127th of the block's
-largest magnitude, and `scale_out` of the same block of the result. A rank that gives zeros adds no error. A tensor of lower
-precision than fp32 is rounded once more at the end.
+and fp32 rounding (`ERROR_SLACK` of these scales, times W), with `scale_r` of the element's block at rank r, a 127th of the
+block's largest magnitude, and `scale_out` of the same block of the result. A rank that gives zeros adds no error. A tensor of
+lower precision than fp32 is rounded once more at the end.
 
 A message holds one chunk of a flat tensor: first an fp32 scale for each block, then a byte for each element, block by block.
 
