@@ -138,7 +138,8 @@ class Callers:
             yield from self._hello(connection, message)
         elif isinstance(message, CallGivenUp):
             caller = self.members.get(message.replica_id)
-            if caller is not None and (caller.connection, self._request_id(caller)) == (connection, message.request_id):
+            call = caller.call if caller is not None else None
+            if caller and call and (caller.connection, call.request_id) == (connection, message.request_id):
                 self._withdraw(message.replica_id, caller)
                 yield from self._reconsider(now)
         elif isinstance(message, CallerHeartbeat):
@@ -236,10 +237,6 @@ class Callers:
         self._withdraw(replica_id, self.members.pop(replica_id))
         self._last.pop(replica_id, None)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} callers live")
-
-    @staticmethod
-    def _request_id(caller: Caller) -> int | None:
-        return caller.call.request_id if caller.call is not None else None
 
     # --------------------------------------------------------------------------------------------------------- quorum
 

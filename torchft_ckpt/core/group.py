@@ -384,6 +384,8 @@ class GroupState:
         text = clip(f"{self.world_size} ranks{SEPARATOR}{first.layout_text or ''}", MAX_TEXT_CHARS)
         news = None if text == self._layout_told else text
         self._layout_told = text
+        frozen = [request.frozen for request in requests]
+        word = combine_layouts(frozen)
         return msgspec.structs.replace(
             first,
             request_id=self._request_id,
@@ -413,13 +415,9 @@ class GroupState:
             load_s=max(request.load_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
             layout_text=news,
-            frozen=first.frozen if len({request.frozen for request in requests}) == 1 else self._frozen(requests),
+            frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",
             checkpoint_addresses=told,
         )
-
-    def _frozen(self, requests: list[QuorumRequest]) -> str:
-        """The ranks of a group train different parameters: a word for what each of them has frozen."""
-        return f"frozen parameters: not the same on all ranks ({combine_layouts([r.frozen for r in requests])})"
 
     def _votes_on(self, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:
         if self._quorum is None or _key_of(self._quorum) != _key(vote) or self._voted is not None:
@@ -485,7 +483,8 @@ class GroupState:
                 if self._quorum is None or _key_of(self._quorum) != _key(message):
                     return
                 # It was decided without this group's vote.
-                self._voted = _late_vote(message)
+                key, why = _key(message), "decided without it"
+                self._voted = CommitVote(quorum_id=key[0], epoch=key[1], step=key[2], approve=False, reason=why)
             self._remember(message)
             if message.outcome is Outcome.DISCARD:
                 yield from self._break_off(message.quorum_id, clip(message.reason))
@@ -589,12 +588,6 @@ def _longest(seconds: list[float | None]) -> float | None:
 
 def _unequal(numbers: list[int]) -> list[int]:
     return numbers if len(set(numbers)) > 1 else []
-
-
-def _late_vote(message: CommitDecided) -> CommitVote:
-    return CommitVote(
-        quorum_id=message.quorum_id, epoch=message.epoch, step=message.step, approve=False, reason="decided without it"
-    )
 
 
 def _key(message: CommitVote | CommitDecided | CommitUnknown | GiveUpWaiting) -> tuple[int, str, int]:

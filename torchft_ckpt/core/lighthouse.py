@@ -147,7 +147,8 @@ class LighthouseState:
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
         """When to look again whether a quorum can be formed. Set while anybody waits for one."""
-        self._reason = ""
+        self.reason = ""
+        """Why there is no quorum at the moment, or why the last was formed."""
         self._now = 0.0
         """The time of the last event. Never falls."""
 
@@ -221,11 +222,6 @@ class LighthouseState:
 
     def _holds_newest(self, version: StateVersion) -> bool:
         return self._history.is_valid(version) and version.step >= self.newest_step
-
-    @property
-    def reason(self) -> str:
-        """Why there is no quorum at the moment, or why the last was formed."""
-        return self._reason
 
     def _excuse_silence_while_paused(self, now: float) -> Iterator[Instruction]:
         """If the lighthouse itself was paused, it could not hear: what the members said meanwhile is yet to be read."""
@@ -518,8 +514,10 @@ class LighthouseState:
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, request.version, now)
         self._waiting[replica_id] = None
-        if self._should_warm_up(member):
-            yield self._let_warm_up(member)
+        if self.round is not None and self._should_warm_up(member):
+            member.has_warmed_up = True
+            why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
+            yield self._answer_outside_quorum(member, self.round, 0, why)
             return
         if member.has_warmed_up:
             member.has_warmed_up = False
@@ -530,7 +528,7 @@ class LighthouseState:
     def _should_warm_up(self, member: Member) -> bool:
         """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
         request = member.asked
-        if not request.warms_up or not request.allow_heal or not request.can_load or self.round is None:
+        if not request.warms_up or not request.allow_heal or not request.can_load:
             return False
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
@@ -872,8 +870,8 @@ class LighthouseState:
         """Tell the members that wait why, now and then; the operator hears each new reason."""
         if deadline is not None:
             self._evaluate_at = min(now + PENDING_NOTICE_S, deadline)
-        if reason != self._reason:
-            self._reason = reason
+        if reason != self.reason:
+            self.reason = reason
             yield Log(f"no quorum: {reason}", is_warning=is_warning)
         for replica_id in self._waiting:
             if replica_id in exclude:
@@ -903,7 +901,7 @@ class LighthouseState:
         self._contributors.note(
             quorum_id, current.step, {rank: who for rank, who in numbers.items() if rank is not None}
         )
-        self._reason = reason
+        self.reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
         self._evaluate_at = None
         self._choose_store_hosts(roles)
@@ -1007,13 +1005,6 @@ class LighthouseState:
                 if member.asked.reach_s is not None
             }
         return current
-
-    def _let_warm_up(self, member: Member) -> Instruction:
-        if self.round is None:
-            raise RuntimeError("internal error: nobody is at work")
-        member.has_warmed_up = True
-        reason = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-        return self._answer_outside_quorum(member, self.round, 0, reason)
 
     def _answer_outside_quorum(
         self, member: Member, current: Round, place: int, reason: str, *, sources: list[Source] | None = None

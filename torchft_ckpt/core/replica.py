@@ -548,6 +548,7 @@ class ReplicaState:
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
+        is_known_holder = formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
         self.phase = Phase.VOTED
         self._vote = CommitVote(
             quorum_id=formed.quorum_id,
@@ -559,17 +560,12 @@ class ReplicaState:
             num_voters=formed.num_voters,
             collectives=collectives,
             num_collectives=num_collectives,
-            state_digests=[state_digest] if state_digest and approve and self._is_known_holder else [],
+            state_digests=[state_digest] if state_digest and approve and is_known_holder else [],
             reason=reason[:1000],
         )
         if self._vote.broken:
             self.collectives_failed()
         return self._vote
-
-    @property
-    def _is_known_holder(self) -> bool:
-        formed = self.quorum
-        return formed is not None and formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
 
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts."""

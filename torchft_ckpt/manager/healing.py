@@ -258,26 +258,15 @@ class Healing:
         has_written = False
         with torn_where_it_raises(f"fetching step {step}", "local_state", lambda: has_written):
             while True:
+                options: dict[str, Any] = {
+                    "local_state": local_state,
+                    "in_place": self._is_in_place,
+                    "on_progress": self._note,
+                }
                 try:
                     if is_alike:
-                        return self._transport.fetch_checkpoint(
-                            addresses,
-                            step,
-                            limit,
-                            local_state=local_state,
-                            in_place=self._is_in_place,
-                            on_progress=self._note,
-                        )
-                    return self._transport.fetch_sharded(
-                        groups,
-                        self._rank,
-                        self._world_size,
-                        step,
-                        limit,
-                        local_state=local_state,
-                        in_place=self._is_in_place,
-                        on_progress=self._note,
-                    )
+                        return self._transport.fetch_checkpoint(addresses, step, limit, **options)
+                    return self._transport.fetch_sharded(groups, self._rank, self._world_size, step, limit, **options)
                 except StateMismatchError as error:
                     # Of sources that differ an earlier one may have sent something.
                     has_written = has_written or error.state_overwritten

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -289,13 +288,10 @@ class Steps:
             self._move_over_group(plan, prepared)
             return
         if plan.serve or (prepared.is_wished_for and formed.role is Role.HEALTHY and not plan.load):
-            self._serve(formed, prepared, formed.destinations)
+            self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
         if plan.configure:
             self._configure(formed)
-
-    def _serve(self, formed: QuorumFormed, prepared: Prepared, destinations: Sequence[int]) -> None:
-        self._serving.serve(formed, prepared.captured, destinations, prepared.counted)
 
     def _move_over_group(self, plan: StepPlan, prepared: Prepared) -> None:
         """Connect, then serve and receive by a transport that uses the process group. On the quorum thread, to the end."""
@@ -312,7 +308,7 @@ class Steps:
             self._client.note_collective_error(error)
             destinations, can_receive = [], False
         if destinations:
-            self._serve(formed, prepared, destinations)
+            self._serving.serve(formed, prepared.captured, destinations, prepared.counted)
         if plan.load and not can_receive:
             self._recovery.refuse(formed, "its state cannot be received over the process group in this step")
             return

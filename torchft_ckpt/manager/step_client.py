@@ -127,7 +127,8 @@ class StepClient:
         self._changed = threading.Condition(self._lock)
         self._replica = _Replica(settings)
         self._group_world_size = 1
-        self._link: Link
+        self.link: Link
+        """The connection, once `connect` has returned."""
         self._plan: StepPlan | None = None
         self._answer: CommitDecided | CommitUnknown | None = None
         self._pending: QuorumPending | None = None
@@ -150,7 +151,7 @@ class StepClient:
         Raises: as `open_link`.
         """
         self._group_world_size = launch.group_world_size
-        self._link = open_link(
+        self.link = open_link(
             launch,
             rank_0,
             hello=self._hello,
@@ -160,14 +161,9 @@ class StepClient:
             connect_timeout=connect_timeout,
         )
 
-    @property
-    def link(self) -> Link:
-        """The connection, once `connect` has returned."""
-        return self._link
-
     def send(self, message: RankToGroup) -> None:
         """Send a message to the group; return at once."""
-        self._link.send(message)
+        self.link.send(message)
 
     def view(self) -> ReplicaView:
         """Return what this replica is."""
@@ -251,7 +247,7 @@ class StepClient:
             while self._plan is None:
                 self._raise_if_fatal()
                 now = time.monotonic()
-                reason = self._pending.reason if self._pending is not None else self._link.waiting_for()
+                reason = self._pending.reason if self._pending is not None else self.link.waiting_for()
                 if now >= give_up_at:
                     raise QuorumTimeoutError(
                         f"no quorum within {now - started:.1f} s ({reason}); quorum_timeout is"

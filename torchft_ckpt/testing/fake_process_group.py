@@ -175,10 +175,8 @@ class FakeProcessGroup(ProcessGroup):
         replica_id: str,
         rank: int,
         world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
+        *_: Any,
+        **__: Any,
     ) -> None:
         with self._fabric.changed:
             finished = self._leave(ProcessGroupAbortedError("the fake group was configured anew"))
