@@ -1,4 +1,4 @@
-"""Where torchft 0.2.0's names are here, and what to use instead of those that do not exist.
+"""The places of torchft 0.2.0's names here, and advice for those that do not exist.
 
 Every module of torchft's that is no test, benchmark or example can be imported here from the same place, and so can every public
 name that is defined in it. What is here under the same name is not in the table. A module of torchft's that is no file here is
@@ -171,7 +171,7 @@ TABLE: dict[str, dict[str, Entry]] = {
 
 
 class Absent:
-    """What stands for a name of torchft's that does not exist here; using it raises.
+    """Stands for a name of torchft's that does not exist here; using it raises.
 
     It may be imported, compared, named in annotations and given to isinstance (nothing is one). Calling it, deriving from it, and
     asking it for an attribute raise `AbsentNameError`.

@@ -76,7 +76,7 @@ class LoopThread:
             self.stop()
 
     def finish_soon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """As `finish`, without waiting: for finalizers, which run in any thread, this one too."""
+        """Finish without waiting: for finalizers, which run in any thread, this one too."""
         if os.getpid() == self._owner:
             self.call_soon(self._finish_here, last)
 

@@ -109,7 +109,7 @@ class Callers:
             caller.last_seen = now
 
     def next_deadline(self) -> float | None:
-        """When `tick` is due, if nothing else happens before. It never needs to be early."""
+        """Return when `tick` is due, if nothing else happens before. It never needs to be early."""
         deadlines = [] if self._evaluate_at is None else [self._evaluate_at]
         if (silent := self.longest_silent()) is not None:
             deadlines.append(silent.last_seen + self._settings.heartbeat_timeout_s)

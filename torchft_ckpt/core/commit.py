@@ -135,7 +135,7 @@ class Tally:
         ]
 
     def outcome(self, replica_id: str) -> Outcome:
-        """How the decided step ends for one member; who is not a member was left behind by a commit."""
+        """Return how the decided step ends for one member; a commit leaves all behind that are no members."""
         if self.verdict is not CommitDecision.COMMIT:
             return Outcome.DISCARD
         vote = self.votes.get(replica_id)

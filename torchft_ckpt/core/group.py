@@ -1,4 +1,4 @@
-"""One replica group towards the lighthouse: all of its ranks take part in a step, or none does.
+"""Speaks for one replica group to the lighthouse: all of its ranks take part in a step, or none does.
 
 It gathers the ranks' requests into the group's request and their votes into the group's vote, and hands what the
 lighthouse says to each of them. It runs at group rank 0. It knows no sockets and no clock.

@@ -350,7 +350,7 @@ class _Contributors(NamedTuple):
 
 
 class RecentContributors:
-    """Who contributed to the last quorums, by number. Not thread-safe: one caller at a time.
+    """The contributors to the last quorums, by number. Not thread-safe: one caller at a time.
 
     The writers of a checkpoint are those who contributed to its step, each by its number among them. A writer that backs up
     another's share asks whether that one is gone; it knows numbers, and no names, and the quorum may be another one by then.

@@ -49,7 +49,7 @@ def is_job_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """What is left of a job that is over, when its groups are gone."""
+    """The rest of a job that is over, when its groups are gone."""
 
     step: int
     finished_at: float
@@ -96,7 +96,7 @@ class Jobs:
         return self._tell(name, event, now)
 
     def next_deadline(self) -> float | None:
-        """When `Tick` is due, if nothing else happens before."""
+        """Return when `Tick` is due, if nothing else happens before."""
         return min(self._deadlines.values(), default=None)
 
     def _tell(self, name: str, event: Event, now: float) -> list[Instruction]:

@@ -21,7 +21,7 @@ from torchft_ckpt.core.messages import Receives, Role, group_name
 from torchft_ckpt.core.patience import JoinAllowance, JoinBackoff
 
 RETRY_S = 300.0
-"""Who has waited outside for so long is admitted once more: its link may have become faster."""
+"""A group that has waited outside for so long is admitted once more: its link may have become faster."""
 LONGEST_S = 600.0
 """Without a limit a step waits for joiners for so long at most: those who train may wait for a lighthouse that is gone."""
 SILENT_S = 1.0
@@ -93,7 +93,7 @@ class Reception:
 
 
 class Joining:
-    """What those who join have cost, may cost, and how they failed. One for each job; not thread-safe."""
+    """The cost of those who join: what it was, what it may be, and how they failed. One for each job; not thread-safe."""
 
     def __init__(self) -> None:
         self._allowance = JoinAllowance()
@@ -149,7 +149,7 @@ class Joining:
         return min(self._allowance.most_s(budget_s, now), LONGEST_S)
 
     def keeps_waiting(self, current: Round, now: float) -> bool:
-        """All have approved, but for those who join: whether one of them is waited for. Else `current.gave_up` says why not."""
+        """Whether one of those who join is waited for, when all others have approved. Else `current.gave_up` says why not."""
         approved_at = now if current.all_approved_at is None else current.all_approved_at
         waited_for = current.tally.joiners_waited_for()
         stood_s = self._first_s(current, now) + now - approved_at
@@ -157,7 +157,7 @@ class Joining:
         return self._may_wait(current, reasons, now)
 
     def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
-        """Those who hold the state wait in a collective for these members: whether they may, because these receive it."""
+        """Whether those who hold the state may wait in a collective for these members, because these receive it."""
         stands_since = current.formed_at + self._usual_s
         # One that receives and loads beside its forward pass is late for another reason.
         receiving = [replica_id for replica_id in members if self._comes_first(current, replica_id)]

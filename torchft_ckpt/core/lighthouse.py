@@ -167,7 +167,7 @@ class LighthouseState:
         return self._on_tick(now)
 
     def next_deadline(self) -> float | None:
-        """When `Tick` is due, if nothing else happens before. It never needs to be early."""
+        """Return when `Tick` is due, if nothing else happens before. It never needs to be early."""
         deadlines = []
         if (silent := self._roster.longest_silent()) is not None:
             deadlines.append(silent.last_seen + self.settings.heartbeat_timeout_s)

@@ -1,4 +1,4 @@
-"""What goes into the lighthouse's state and what comes out of it, as data. Nothing is decided here."""
+"""The events that go into the lighthouse's state and the instructions that come out of it. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchft_ckpt.core.messages import FromLighthouse, ToLighthouse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LighthouseSettings:
-    """What the operator chose. Durations in seconds."""
+    """The operator's choices. Durations in seconds."""
 
     min_replicas: int
     join_timeout_s: float = 60.0

@@ -1,4 +1,4 @@
-"""What the lighthouse writes down about each member and about the step that is open, and what follows from that alone."""
+"""The lighthouse's records of each member and of the step that is open, and what follows from these alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Member:
         return self.request is None and not self.has_left_step
 
     def num_issued(self, group_rank: int) -> int:
-        """In how many collectives of its step the others can meet one of its ranks, now that it has gone on from it.
+        """Return in how many collectives of its step the others can meet one of its ranks, now that it has gone on from it.
 
         0 where its process group cannot be used, or it looks for a state.
         """
@@ -83,7 +83,7 @@ class Member:
 
 
 class Reach(NamedTuple):
-    """How long a member that joins needs until it holds the state."""
+    """The time that a member that joins needs until it holds the state."""
 
     seconds: float
     at: float

@@ -1,4 +1,4 @@
-"""What travels between ranks, groups and the lighthouse: typed, bounded, validated on decode.
+"""The messages between ranks, groups and the lighthouse: typed, bounded, validated on decode.
 
 Every message is a JSON object whose `type` names its class. A message that does not decode is a `ProtocolError` of the
 peer that sent it, never an exception of another kind. Integers, texts and lists are bounded, so that no peer can make
@@ -86,7 +86,7 @@ class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
 
 
 class Role(str, Enum):
-    """What a member of a quorum is in this step."""
+    """The part of a member of a quorum in this step."""
 
     HEALTHY = "healthy"
     """Holds the newest state, contributes, and its vote counts."""
@@ -102,7 +102,7 @@ class Role(str, Enum):
 
 
 class Outcome(str, Enum):
-    """How a step ended for one member."""
+    """The end of a step for one member."""
 
     COMMIT = "commit"
     DISCARD = "discard"
@@ -111,7 +111,7 @@ class Outcome(str, Enum):
 
 
 class OnReplicasDiffer(str, Enum):
-    """What becomes of replica groups that hold different states under one name."""
+    """The policy for replica groups that hold different states under one name."""
 
     WARN = "warn"
     HEAL = "heal"
@@ -240,8 +240,9 @@ class Receives(str, Enum):
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Of a member that receives and loads the state of a quorum: how long it still needs. 0: it has received all of it, and loads
-    it later; or it has loaded it.
+    """A member that receives and loads the state of a quorum says how long it still needs.
+
+    0: it has received all of it, and loads it later; or it has loaded it.
     """
 
     quorum_id: Count
@@ -251,7 +252,7 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Where is the newest state? Asked between steps, outside of quorums; a step that is open is abandoned."""
+    """Asks where the newest state is, between steps and outside of quorums; a step that is open is abandoned."""
 
     request_id: Count
     version: StateVersion
@@ -372,13 +373,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the operator asked for is done. `text`: what follows from it."""
+    """The operator's request is carried out. `text`: what follows from it."""
 
     text: Text
 
 
 class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Why there is no quorum yet."""
+    """Says why there is no quorum yet."""
 
     reason: Text
     waited_s: Seconds
@@ -574,7 +575,7 @@ class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """When all ranks of the group load the state that they fetch."""
+    """Tells all ranks of the group when to load the state that they fetch."""
 
     request_id: Count
     loading: Loading
@@ -635,7 +636,7 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quorum(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is together until the next quorum; the same for all callers that are in it.
+    """The callers that are together until the next quorum; the same for all that are in it.
 
     Args:
         quorum_id: names this set of callers. It rises whenever another set is formed, or one of them was gone in between.
@@ -717,7 +718,7 @@ class RankVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MetadataCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What did that rank say when it last asked for a quorum? Answered by `RankMetadata`, at once."""
+    """Asks what that rank said when it last asked for a quorum. Answered by `RankMetadata`, at once."""
 
     protocol: Count
     group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]

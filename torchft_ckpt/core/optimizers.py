@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 
 class SharedStep:
-    """Who takes part in the step that was begun last. An optimizer is any hashable that identifies it."""
+    """The optimizers that take part in the step that was begun last. An optimizer is any hashable that identifies it."""
 
     def __init__(self) -> None:
         self._joined: set[Hashable] = set()

@@ -20,14 +20,14 @@ from torchft_ckpt.errors import ConfigError
 
 
 class Action(Enum):
-    """What to do after an inner step."""
+    """The work after an inner step."""
 
     PREPARE = "prepare"
     SYNC = "sync"
 
 
 class Verdict(Enum):
-    """What becomes of a round."""
+    """The fate of a round that was voted on."""
 
     APPLY = "apply"
     """It is committed."""
@@ -41,7 +41,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OuterSchedule:
-    """When which fragment is exchanged.
+    """Says when which fragment is exchanged.
 
     Args:
         sync_every: inner steps in which every fragment is exchanged once.

@@ -18,7 +18,7 @@ _TIMES_SLOW = 2
 
 
 class Use(Enum):
-    """What becomes of a path."""
+    """The state of a path."""
 
     USED = "used"
     SLOW = "dropped as slow"

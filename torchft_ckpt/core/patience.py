@@ -17,7 +17,7 @@ def reconnect_delay_s(attempt: int, jitter: float) -> float:
 
 @dataclass(slots=True)
 class JoinBackoff:
-    """How long a joiner that was left behind stays out, so that a hopeless one cannot tax the others at every step.
+    """Keeps a joiner out that was left behind, so that a hopeless one cannot tax the others at every step.
 
     An attempt costs the others what they waited, or the step that they discarded. It stays out for `factor` times that:
     failing again and again, it costs them about a tenth of their time. A failure that cost nobody anything (the source
@@ -51,7 +51,7 @@ class JoinBackoff:
 
 @dataclass(slots=True)
 class JoinAllowance:
-    """How long the survivors of a job may stand still for those who join: a purse of seconds, one for the job.
+    """The time that the survivors of a job may stand still for those who join: a purse of seconds, one for the job.
 
     It is full at first, a share of the time that passes fills it, and each second that survivors stand still empties it. A need
     fits where the purse holds it, or where it is at most the join budget and the purse is not below zero. So in any T seconds
@@ -132,7 +132,7 @@ class StallWatch:
         self._entered_at = None
 
     def deadline(self) -> float | None:
-        """When to report a stall, unless `finished` comes first."""
+        """Return when to report a stall, unless `finished` comes first."""
         if self._budget_s is None or self._entered_at is None:
             return None
         return self._entered_at + self._budget_s + self.usual_s

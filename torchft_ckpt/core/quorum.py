@@ -31,7 +31,7 @@ MAX_FIRST_ID = 1 << 52
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One member's wish to be in the next quorum."""
+    """A member's wish to be in the next quorum."""
 
     at: float
     shrink_only: bool = False

@@ -42,7 +42,7 @@ it nothing while it is not mutated, and is withdrawn when the step is committed,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What one member of a quorum holds and wants."""
+    """A member of a quorum, with what it holds and wants."""
 
     replica_id: str
     version: StateVersion
@@ -60,7 +60,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRole:
-    """What one member does in the step. Ranks are positions in `Assignment.parts`."""
+    """The part of one member in the step. Ranks are positions in `Assignment.parts`."""
 
     replica_id: str
     role: Role
@@ -71,7 +71,7 @@ class MemberRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What each member of a quorum does; `parts` in the order of replica ranks."""
+    """The parts of all members of a quorum, in the order of their replica ranks."""
 
     version: StateVersion
     parts: tuple[MemberRole, ...]

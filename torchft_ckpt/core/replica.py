@@ -61,7 +61,7 @@ compared, beside the forward pass."""
 
 
 class Comparison(Enum):
-    """What came out when a state was compared with that of the sources."""
+    """The result of comparing a state with that of the sources."""
 
     EQUAL = "equal"
     BUFFERS_DIFFER = "buffers differ"
@@ -71,7 +71,7 @@ class Comparison(Enum):
 
 
 class Phase(Enum):
-    """Where in a step the replica is."""
+    """The phases of a step."""
 
     IDLE = "idle"
     ASKING = "asking"
@@ -81,7 +81,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What the user chose for this replica."""
+    """The user's choices for this replica."""
 
     min_replica_size: int
     init_sync: bool = True
@@ -129,7 +129,7 @@ class StepFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What to do with a quorum that was formed."""
+    """The work that follows from a quorum."""
 
     formed: QuorumFormed
     configure: bool
@@ -146,7 +146,7 @@ class StepPlan:
 
 
 class ReplicaView(NamedTuple):
-    """What a replica was at one moment, all of it at the same. The names are those of `ReplicaState`."""
+    """A replica at one moment, all of it at the same. The names are those of `ReplicaState`."""
 
     version: StateVersion
     quorum: QuorumFormed | None
@@ -462,7 +462,7 @@ class ReplicaState:
         return was_on_probation
 
     def _transfer_wait_s(self, formed: QuorumFormed, compare: bool) -> float:
-        """Those that contribute wait for this replica's collectives; half of what they grant is left for those themselves."""
+        """Return how long to wait; contributors wait for this replica's collectives, for which half of their grant is left."""
         most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
         return min(FIRST_WAIT_S, most_s) if not compare or self._last_comparison is None else most_s
 
@@ -639,7 +639,7 @@ class ReplicaState:
         self._stay_joiner()
 
     def hello(self, replica_id: str, group_world_size: int) -> Hello:
-        """What a lighthouse that hears of this replica for the first time has to know."""
+        """Return what a lighthouse has to know that hears of this replica for the first time."""
         formed = None if self.is_learner else self.quorum  # a learner has no part in how that step ends
         return Hello(
             protocol=PROTOCOL_VERSION,

@@ -135,7 +135,7 @@ class RestartRecovery:
         return broken
 
     def hold(self, now: float) -> tuple[str, float | None] | None:
-        """Why no quorum may be formed yet, and until when at most; None: it may."""
+        """Say why no quorum may be formed yet, and until when at most; None: it may."""
         if self.is_over:
             return None
         if self._doubts:
@@ -147,7 +147,7 @@ class RestartRecovery:
         return reason, self._patient_until
 
     def deadline(self, now: float) -> float | None:
-        """When something changes by time alone."""
+        """Return when something changes by time alone."""
         if self._patient_until is None or self.is_over:
             return None
         if not self._is_patience_spent:

@@ -23,7 +23,7 @@ MAX_LOST = 64
 
 
 class Roster:
-    """Who is a member. Not thread-safe: one caller at a time."""
+    """The members. Not thread-safe: one caller at a time."""
 
     def __init__(self) -> None:
         self._members: OrderedDict[str, Member] = OrderedDict()

@@ -40,7 +40,7 @@ _ANSWERED_IN_S = 0.1
 
 
 class Act(Enum):
-    """What to do."""
+    """The next act of a writer."""
 
     WAIT = "wait"
     TAKE_OVER = "take over"
@@ -63,7 +63,7 @@ PartKey = tuple[int, int, int]
 
 
 class Writers(NamedTuple):
-    """Who saves: so many replica groups of so many ranks, and how many groups can write each share."""
+    """The writers of a save: so many replica groups of so many ranks, and how many groups can write each share."""
 
     num_replicas: int
     num_ranks: int
@@ -78,7 +78,7 @@ class Writers(NamedTuple):
 
     @property
     def num_holders(self) -> int:
-        """How many groups can write each share: the owner's, and the backups'."""
+        """The number of groups that can write each share: the owner's, and the backups'."""
         return max(min(self.redundancy, self.num_replicas), 1)
 
     def holder_of(self, share: Member, number: int) -> Member:
@@ -95,7 +95,7 @@ class Writers(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the directory shows, and what the lighthouse says."""
+    """The contents of the directory, and the lighthouse's word."""
 
     is_closed: bool
     """Its metadata are there."""
@@ -110,7 +110,7 @@ class Seen(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What to do, and why; `look_in_s`: when to look again; `number`: which of the holders of a share takes it over."""
+    """An act, and why; `look_in_s`: when to look again; `number`: which of the holders of a share takes it over."""
 
     act: Act
     look_in_s: float = 0.0

@@ -30,7 +30,7 @@ MAX_KNOWN = 65536
 
 
 class Clearance(Enum):
-    """What has to happen before a collective starts."""
+    """The condition on which a collective starts."""
 
     KNOWN = "known"
     COMPARE = "compare"

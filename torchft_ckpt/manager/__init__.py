@@ -1,4 +1,4 @@
-"""Where coordination, transport and process group meet: the training loop's one partner.
+"""The training loop's one partner, and the only place where coordination, transport and process group meet.
 
 manager        the public class
 step           one step: quorum, allreduce, commit

@@ -1,4 +1,4 @@
-"""What happens between two steps, when none is open: getting the newest state outside of quorums, giving it, and asking for it.
+"""The work of a rank while no step is open: it gets the newest state outside of quorums, gives it, and asks for it.
 
 The others, who train, do not notice. A state can be got so where it changes only at moments that its owner announces
 (`StateRegistry.is_kept_still`): then it can be offered from one of them to the next, to nobody in particular, and whoever is
@@ -111,7 +111,7 @@ class BetweenSteps:
         raise failed
 
     def _fetch(self, located: StateLocated, in_place: bool, until: float) -> Exception | None:
-        """One attempt; returns why it failed, if another one may help."""
+        """Try once; return the failure, if another attempt may help."""
         left = timedelta(seconds=max(0.0, until - time.monotonic()))
         self._healing.start(located, self._registry.capture_to_receive(), in_place, left)
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _DIGEST_CHARS = 16
 _HEX = re.compile(rb"[0-9a-f]*")
 _HEADER_BYTES = 192
-"""What members compare: the digest, then the name of the group and the collective in words, as UTF-8, filled up with zeros."""
+"""Members compare the digest, then the name of the group and the collective in words, as UTF-8, filled up with zeros."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,7 +294,7 @@ class Collectives:
             later.set_result(self._end(reduction, error))
 
     def _run_quantized(self, reduction: _Reduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
-        """As a job of the queue: reduce to the end, and complete the future."""
+        """Reduce to the end, and complete the future; as a job of the queue."""
         codec, failure = reduction.codec, None
         try:
             self._clear(reduction, is_clear=is_clear)
@@ -320,7 +320,7 @@ class Collectives:
         self._clearing.clear(issued, reduction.tensor.device, reduction.timeout)
 
     def _divide(self, reduction: _Reduction, error: Exception | None) -> torch.Tensor:
-        """Where the sum is there, or has failed: on any thread."""
+        """Divide the sum, unless it has failed. On any thread."""
         if error is None and reduction.divisor is not None:
             try:
                 reduction.tensor.div_(reduction.divisor)

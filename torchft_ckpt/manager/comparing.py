@@ -24,7 +24,7 @@ MAX_NAMED = 5
 
 
 class Differences(NamedTuple):
-    """What differs between two states."""
+    """The differences between two states."""
 
     comparison: Comparison
     paths: tuple[str, ...]

@@ -40,7 +40,7 @@ class ForeignTransport(CheckpointTransport[Any]):
 
     @property
     def needs_process_group(self) -> bool:
-        """What the transport says; where it says nothing it may use the process group."""
+        """Whether the transport says so; where it says nothing it may use the process group."""
         return bool(getattr(self._inner, "needs_process_group", True))
 
     @property

@@ -1,4 +1,4 @@
-"""How replica groups that start without a state meet, to look for one together: each learns its place, and where they meet.
+"""Lets replica groups that start without a state meet, to look for one together: each learns its place, and the store.
 
 The lighthouse decides who gathers (`core/gathering.py`). No quorum is formed, no state is named, nothing is fetched or served
 and no process group connected: the step that follows knows nothing of it.
@@ -27,7 +27,7 @@ _MIN_CONNECT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathering:
-    """Who looks for a state together, and this rank's place among them."""
+    """The groups that look for a state together, and this rank's place among them."""
 
     replica_rank: int
     num_replicas: int

@@ -1,4 +1,4 @@
-"""How this process becomes one rank of one replica group: from arguments and environment to addresses, and to its group.
+"""Makes this process one rank of one replica group: finds its addresses in arguments and environment, and its group.
 
 There are two kinds of stores. Replica groups meet at one that rank 0 of a group hosts in its own process, at a port that the
 system chooses: it is there for as long as that group lives, and no other group's end takes it away. The ranks of one group find
@@ -50,7 +50,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What this process is, and where its partners are."""
+    """The place of this process in the job, and the addresses of its partners."""
 
     name: str
     """Of the replica group, as it was given; empty: it has none."""

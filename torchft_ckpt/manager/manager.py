@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class WorldSizeMode(Enum):
-    """What the gradients are divided by when there are more replica groups than `min_replica_size`."""
+    """The divisor of the gradients when there are more replica groups than `min_replica_size`."""
 
     DYNAMIC = 0
     """All replica groups that are there contribute; the divisor is their number."""
@@ -72,7 +72,7 @@ class WorldSizeMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerStatistics:
-    """What happened so far in this process. Durations in seconds."""
+    """Counts of the events in this process so far. Durations in seconds."""
 
     step: int
     quorum_id: int
@@ -778,7 +778,7 @@ class Manager:
 
     @property
     def group_world_size(self) -> int:
-        """How many ranks its replica group has."""
+        """The number of ranks in this rank's replica group."""
         return self._launch.group_world_size
 
     @property
@@ -796,7 +796,7 @@ class Manager:
 
     @property
     def transport(self) -> CheckpointTransport[Any]:
-        """What moves the state."""
+        """The transport that moves the state."""
         return self._transport
 
     @property

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the training thread has prepared for the quorum that it asks for."""
+    """The training thread's preparations for the quorum that it asks for."""
 
     captured: StateToServe | None
     """The state, to serve it."""
@@ -164,7 +164,7 @@ class Recovery:
             self._load(plan, before_forward, is_required=True)
 
     def _load(self, plan: StepPlan, before_forward: bool, *, is_required: bool) -> None:
-        """As `load`; where it is not required yet, raise what a transport raises."""
+        """Load as `load` does; where that is not required yet, raise what a transport raises."""
         self.is_pending = False
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -1,4 +1,4 @@
-"""What a Manager says and gives of itself for a durable checkpoint: which state this is, who saves it, and the state itself.
+"""A Manager's part in a durable checkpoint: the name of its state, the ranks that save it, and the state itself.
 
 Nobody is asked: all of it follows from the quorum in which the last step was committed, which every member knows.
 """

@@ -151,7 +151,7 @@ class StateRegistry:
         return with_inner([*self._optimizers, *self._unguarded])
 
     def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> dict[str, Any]:
-        """As `capture`, as what a state is received for: what arrives takes the layout of the tensors that are here.
+        """Capture the state that another one is received for: what arrives takes the layout of the tensors that are here.
 
         Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread, or while
         it waits; `beside_steps`: it does not, so guarded optimizers, which it may be stepping, are left alone.
@@ -170,7 +170,7 @@ class StateRegistry:
         self._layout = None
 
     def capture_to_serve(self) -> StateToServe:
-        """As `capture`, with copies of the small tensors that a forward pass may change while they are served.
+        """Capture the state with copies of the small tensors that a forward pass may change while they are served.
 
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example. Whatever changed
         without the lock while it was served before is copied as well.
@@ -274,7 +274,7 @@ class StateRegistry:
 
 
 class OwnState:
-    """What a Manager counts besides its steps. The training thread changes it."""
+    """The Manager's own part of the state, besides its steps. The training thread changes it."""
 
     def __init__(self) -> None:
         self.batches_committed = 0

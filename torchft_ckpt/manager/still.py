@@ -47,7 +47,7 @@ class StateToServe(NamedTuple):
 
 
 class Unsteady:
-    """What was found to have changed without the lock while it was served; asked by address on the host.
+    """The memory that was found to have changed without the lock while it was served, by address on the host.
 
     When that is found a second time everything is taken for it: a loop that puts its weights back by `p.data = kept` has them
     elsewhere in each step.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """At most one round is in flight. `start` and `wait` are the training thread's."""
+    """Averages one round at a time, beside the inner steps. The training thread calls `start` and `wait`."""
 
     def __init__(self, manager: OuterManager, should_quantize: bool | Quantization) -> None:
         self._manager = manager

@@ -22,7 +22,7 @@ from torchft_ckpt.outer.memory import FlatBuffers, copy_for, local_of, shaped_li
 
 
 class Fragment(ABC):
-    """What is averaged of some parameters, and what becomes of the average, is a subclass's to say.
+    """Some parameters that are exchanged as one. A subclass says what is averaged of them, and what becomes of the average.
 
     Parameters that need no gradient are in the backup, and are not averaged. A replica's shards of DTensors are averaged
     with the same rank's shards of the other replica groups. Used by the training thread.
@@ -230,7 +230,7 @@ class PseudoGradientFragment(Fragment):
 
 
 class InnerStateBackup:
-    """What the inner optimizer remembered of some parameters when their round began (Adam's moments, say), to go back to it.
+    """A copy of the inner optimizer's state (Adam's moments, say) of some parameters when their round began, to go back to it.
 
     An optimizer may be made of others (one for each part of the model, or a wrapper around one): these hold the state then, and
     are found where it refers to them. Used by the training thread.

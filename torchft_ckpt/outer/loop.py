@@ -390,7 +390,7 @@ class OuterLoop(Generic[F]):
         return is_held
 
     def _go_to_backup(self) -> None:
-        """What is local belongs to no round that counts."""
+        """Replace the local parameters, which belong to no round that counts."""
         self._was_loaded = False
         self._num_loads += 1
         with self._changing_model():
@@ -446,7 +446,7 @@ class OuterLoop(Generic[F]):
 
 
 def _synchronize() -> None:
-    """What is served is read by other threads: it has to be there."""
+    """Wait for the device: other threads read what is served."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 

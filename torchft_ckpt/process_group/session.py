@@ -165,7 +165,7 @@ class Session:
         self._parts.append(part)
 
     def raise_if_ended(self) -> None:
-        """For `connect`, between its steps.
+        """Let `connect` ask between its steps.
 
         Raises:
             ProcessGroupAbortedError: the session has ended.
@@ -429,7 +429,7 @@ class SessionWork(Work):
 
 
 def settled(work: Work, settle: Callable[[Exception | None], _T]) -> torch.futures.Future[_T]:
-    """As `SessionWork.settled`, of any work."""
+    """Return what `SessionWork.settled` returns, of any work."""
     if isinstance(work, SessionWork):
         return work.settled(settle)
     return work.get_future().then(lambda done: settle(_error_of(done)))

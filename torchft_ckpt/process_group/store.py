@@ -77,7 +77,7 @@ class StoreConnection:
 
 
 class _Pending:
-    """One attempt to connect, on a thread that ends within six seconds where nobody listens, and else with the attempt."""
+    """An attempt to connect, on a thread that ends within six seconds where nobody listens, and else with the attempt."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._host = host

@@ -60,7 +60,7 @@ class FakeFabric:
 
 
 class _Operation:
-    """One collective: what each rank put in and where it gets what, and the futures to complete."""
+    """A collective: each rank's inputs, outputs and result, and the works to complete."""
 
     def __init__(self) -> None:
         self.exchanges: dict[int, Exchange] = {}
@@ -130,7 +130,7 @@ class FakeWork(Work):
 
 
 class FakeProcessGroup(ProcessGroup):
-    """One member on the fabric. Any thread may call it.
+    """A member on the fabric. Any thread may call it.
 
     Args:
         fabric: shared by all members.

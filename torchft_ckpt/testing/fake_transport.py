@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class FakeNetwork(Generic[T]):
-    """What a set of fake transports share. Transports of different networks cannot reach each other."""
+    """A network of fake transports. Those of different networks cannot reach each other."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -41,7 +41,7 @@ class FakeNetwork(Generic[T]):
 
 
 class FakeTransport(CheckpointTransport[T]):
-    """One replica's end. Made by `FakeNetwork.transport`.
+    """A replica's end of the network. `FakeNetwork.transport` makes it.
 
     The served state is deep-copied when it may be about to change, or when it is received, whichever comes first.
     """

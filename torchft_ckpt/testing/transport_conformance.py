@@ -1,4 +1,4 @@
-"""What every `CheckpointTransport` must do, as checks that can be run on any implementation.
+"""Checks of the promises of a `CheckpointTransport`, for any implementation.
 
     from torchft_ckpt.testing.transport_conformance import CHECKS, TransportPair
 
