@@ -98,7 +98,8 @@ class BetweenSteps:
             in_place = self._in_place and not now.version.proven
             failure = self._fetch(located, in_place, until)
             if failure is None:
-                client.caught_up(located.version)
+                with client.replica as replica:
+                    replica.caught_up(located.version)
                 logger.info("%s caught up with step %d", client.replica_id, located.version.step)
                 continue
             why = failure

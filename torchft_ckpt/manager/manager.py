@@ -386,7 +386,8 @@ class Manager:
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
-        self._client.state_changes()
+        with self._client.replica as replica:
+            replica.state_changed()
         self._serving.end_offer()
         self._state_dict_lock.acquire_write()
 
@@ -440,7 +441,9 @@ class Manager:
         Raises:
             ConfigError: it is no manager's state.
         """
-        self._client.restored(self._own.take_saved(state_dict))
+        step = self._own.take_saved(state_dict)
+        with self._client.replica as replica:
+            replica.restore(step)
 
     def state_dict(self) -> dict[str, int]:
         """Return what has to be saved with a checkpoint: the step and the batches committed."""

@@ -184,7 +184,8 @@ class Recovery:
             logger.warning("%s: healing to step %d failed: %s", self._client.replica_id, step, error)
             self._client.note_error(error)
             return
-        self._client.loaded(plan.formed, before_forward=before_forward)
+        with self._client.replica as replica:
+            replica.load_finished(plan.formed.version, before_forward=before_forward)
         logger.info("%s healed to step %d", self._client.replica_id, step)
 
     def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
@@ -207,7 +208,8 @@ class Recovery:
             self._serving.withdraw()  # what this replica may have served under that name
             self._load_received(state, before_forward)
             self.num_corrected += 1
-        is_exact = self._client.compared(found.comparison, before_forward=before_forward)
+        with self._client.replica as replica:
+            is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)
         if found.comparison is not Comparison.EQUAL:
             logger.warning(
                 "%s came to another state of step %d than %s: its training loop used what was here before it healed, or has"

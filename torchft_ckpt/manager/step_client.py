@@ -48,7 +48,6 @@ from torchft_ckpt.core.messages import (
     StateVersion,
 )
 from torchft_ckpt.core.replica import (
-    Comparison,
     Phase,
     ReplicaSettings,
     ReplicaState,
@@ -82,18 +81,21 @@ GIVE_UP_GRACE_S = 5.0
 """How long the group's rank 0 may take to say that the decision is not known."""
 
 
-class _Replica:
+class SharedReplica:
     """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` is the result, without the lock."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
+        self.lock = threading.Lock()
         self._state = ReplicaState(settings)
         self.view = self._state.view()
 
     def __enter__(self) -> ReplicaState:
+        self.lock.acquire()
         return self._state
 
     def __exit__(self, *_: object) -> None:
         self.view = self._state.view()
+        self.lock.release()
 
 
 class StepClient:
@@ -123,9 +125,8 @@ class StepClient:
         self._abort = abort
         self._cancel = cancel
         self._answer_leaves = answer_leaves
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._replica = _Replica(settings)
+        self.replica = SharedReplica(settings)
+        self._changed = threading.Condition(self.replica.lock)
         self._group_world_size = 1
         self.link: Link
         """The connection, once `connect` has returned."""
@@ -167,25 +168,25 @@ class StepClient:
 
     def view(self) -> ReplicaView:
         """Return what this replica is."""
-        return self._replica.view
+        return self.replica.view
 
     # ------------------------------------------------------------------------------------------------- the step begins
 
     def wants(self) -> tuple[bool, bool]:
         """Return whether the next quorum has to be waited for, and whether the state has to be captured before it."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             self._raise_if_fatal()
             return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
         """See `ReplicaState.may_keep_step`."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             self._raise_if_fatal()
             return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
 
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             self._forget_step()
             return replica.begin(wishes, facts)
 
@@ -203,7 +204,7 @@ class StepClient:
 
         An open step is abandoned. `has_finished`: say that it was the last.
         """
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
@@ -218,11 +219,6 @@ class StepClient:
             self.send(LostAsked(version=version))
         told = self._lost
         return [*told.contributors] if told is not None and told.version == version else []
-
-    def caught_up(self, version: StateVersion) -> None:
-        """The newest state was loaded, outside of a quorum."""
-        with self._lock, self._replica as replica:
-            replica.caught_up(version)
 
     def pause(self, seconds: float) -> None:
         """Wait until something is heard, or so long."""
@@ -274,14 +270,9 @@ class StepClient:
 
     def configured(self, formed: QuorumFormed) -> None:
         """The process group is ready for a quorum, unless the step has failed meanwhile."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
                 replica.configure_finished()
-
-    def loaded(self, formed: QuorumFormed, *, before_forward: bool) -> None:
-        """The state of a quorum is in place."""
-        with self._lock, self._replica as replica:
-            replica.load_finished(formed.version, before_forward=before_forward)
 
     def loads_before_forward(self, formed: QuorumFormed, within_s: float) -> bool:
         """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
@@ -312,25 +303,10 @@ class StepClient:
     def _last_heard(self) -> Loading:
         return self._loading[-1].loading if self._loading else Loading.LATER
 
-    def state_changes(self) -> None:
-        """Somebody is about to change the state."""
-        with self._lock, self._replica as replica:
-            replica.state_changed()
-
-    def compared(self, comparison: Comparison, *, before_forward: bool) -> bool:
-        """The state was compared with that of the sources. Returns whether it is known now that this step began with it."""
-        with self._lock, self._replica as replica:
-            return replica.comparison_finished(comparison, before_forward=before_forward)
-
     def load_torn(self) -> None:
         """Loading failed half-way."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             replica.load_torn()
-
-    def restored(self, step: int) -> None:
-        """The user loaded a checkpoint."""
-        with self._lock, self._replica as replica:
-            replica.restore(step)
 
     # ----------------------------------------------------------------------------------------------- what goes wrong
 
@@ -350,18 +326,18 @@ class StepClient:
         """
         if not self.has_failed():
             return False
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             replica.collectives_failed()
         return True
 
     def note_error(self, error: Exception) -> None:
         """Something went wrong that ends the step."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             self._note_error(replica, error)
 
     def note_collective_error(self, error: Exception) -> None:
         """A collective failed: the process group cannot be used again, and a step that was not voted on yet cannot count."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             is_first = self._error is None
             self._note_error(replica, error)
             replica.collectives_failed()
@@ -448,7 +424,7 @@ class StepClient:
             num_collectives: how many they are.
             state_digest: as in `ReplicaState.vote`.
         """
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             self._raise_if_fatal()
             vote = replica.vote(collectives, num_collectives, state_digest)
             is_learner = replica.is_learner
@@ -458,7 +434,7 @@ class StepClient:
 
     def learned(self) -> tuple[Outcome, str]:
         """End a step beside the quorum, which nobody else knows of; returns how, and why."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             return replica.learned(), replica.error or ""
 
     def await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:
@@ -470,7 +446,7 @@ class StepClient:
         if not self._wait_for(lambda: self._answer is not None, give_up_at):
             self.send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
             self._wait_for(lambda: self._answer is not None, give_up_at + GIVE_UP_GRACE_S)
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             answer = self._answer
             if isinstance(answer, CommitDecided):
                 # What this rank saw, a collective that failed, may follow from what the others decided for.
@@ -505,12 +481,12 @@ class StepClient:
 
     def _hello(self) -> Hello:
         """Return what a lighthouse has to know that hears of this group for the first time."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             return replica.hello(self.replica_id, self._group_world_size)
 
     def _hear(self, message: GroupToRank) -> None:
         """Note a message; abort or cancel where it says so. Never blocks."""
-        with self._lock, self._replica as replica:
+        with self.replica as replica:
             abort, cancel = self._note(replica, message)
             self._changed.notify_all()
         if abort:
