@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import weakref
@@ -133,7 +134,7 @@ class OpenCalls:
 
     async def _ask(self, message: QuorumCall | CallerHeartbeat, timeout_s: float) -> Any:
         if self._refusal is not None:
-            raise _again(self._refusal)
+            raise copy.copy(self._refusal)
         number = message.request_id
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[number] = message, answer
@@ -161,7 +162,7 @@ class OpenCalls:
         self._refusal = error
         for _, answer in self._open.values():
             if not answer.done():
-                answer.set_exception(_again(error))
+                answer.set_exception(copy.copy(error))
 
     def _beats(self) -> list[CallerHeartbeat]:
         calling = {call.member.replica_id for call, _ in self._open.values() if isinstance(call, QuorumCall)}
@@ -277,8 +278,3 @@ class LighthouseClient:
 
     def __repr__(self) -> str:
         return f"LighthouseClient(addr={self._calls.address!r})"
-
-
-def _again(error: CoordinationError) -> CoordinationError:
-    """Another one alike, to be raised in another place."""
-    return type(error)(str(error), error.party)

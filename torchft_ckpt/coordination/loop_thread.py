@@ -84,10 +84,10 @@ class LoopThread:
         self._last = self.loop.create_task(last())  # a loop keeps no task alive
         self._last.add_done_callback(lambda _: self.loop.stop())
 
-    def stop(self, wait: bool = True) -> None:
-        """End the loop and its thread; may be called twice. `wait` False: do not wait for the thread."""
+    def stop(self) -> None:
+        """End the loop and its thread; may be called twice."""
         self.call_soon(self.loop.stop)
-        if wait and threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
     def _run(self) -> None:

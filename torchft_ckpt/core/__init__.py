@@ -27,11 +27,10 @@ callers             quorums of callers of `LighthouseClient.quorum`
 A replica group and its ranks:
 group               all ranks of a group take part in a step, or none does
 rank_calls          calls that all ranks of a group make, and the answer to each
-replica             the life of one rank's step: what it holds, and whether it may contribute, vote and commit
+replica             the life of one rank's step: what it holds, whether it may contribute, vote and commit; who shares the step
 meeting             whether a rank and the rank 0 that it finds at a store are of one group
 ladder              where a rank that starts takes its state from
 discards            what would help where steps are discarded again and again
-optimizers          which optimizers of a loop share a step
 outer_schedule      when an outer loop exchanges a fragment, and what becomes of its round
 
 Transfers and services:

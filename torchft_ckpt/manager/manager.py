@@ -515,7 +515,7 @@ class Manager:
     def begins_step(self, optimizer: object) -> bool:
         """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
 
-        Several that are wrapped share a step: the rule is in `core.optimizers`.
+        Several that are wrapped share a step: the rule is `core.replica.SharedStep`.
         """
         return self._steps.clears_gradients(optimizer)
 

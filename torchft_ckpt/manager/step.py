@@ -21,8 +21,7 @@ from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
-from torchft_ckpt.core.optimizers import SharedStep
-from torchft_ckpt.core.replica import ReplicaView, StepFacts, StepPlan, StepWishes
+from torchft_ckpt.core.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
