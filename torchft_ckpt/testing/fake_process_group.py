@@ -169,15 +169,7 @@ class FakeProcessGroup(ProcessGroup):
 
     # ------------------------------------------------------------------------------------------------ the group's contract
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *_: Any, **__: Any) -> None:
         with self._fabric.changed:
             finished = self._leave(ProcessGroupAbortedError("the fake group was configured anew"))
         _finish(finished)
