@@ -27,7 +27,8 @@ def client() -> StepClient:
 def test_a_view_that_is_held_does_not_change() -> None:
     one = client()
     before = one.view()
-    one.restored(7)
+    with one.replica as replica:
+        replica.restore(7)
     after = one.view()
     assert (before.version.step, before.restored, after.version.step, after.restored) == (0, False, 7, True)
 
@@ -39,7 +40,8 @@ def test_who_reads_beside_a_writer_sees_one_moment() -> None:
 
     def write() -> None:
         for number in range(3000):
-            one.restored(number + 1)
+            with one.replica as replica:
+                replica.restore(number + 1)
             one.load_torn()
         has_ended.set()
 
