@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.scripted_fs import DEATHS, Disk, Fault, ProcessDied, ScriptedSystem
 
-from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem, System
+from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 
 NUM_OPERATIONS = 60
 KINDS = ["new", "write", "read", "close", "rename", "mkdir", "list", "kind", "size", "unlink", "rmdir", "sync"]
@@ -24,7 +24,7 @@ def outcome(action: Callable[..., object], *arguments: object) -> object:
         return errno.errorcode[error.errno or 0]
 
 
-def content(system: System, path: str) -> bytes:
+def content(system: OsSystem, path: str) -> bytes:
     handle = system.open_existing(path)
     memory = memoryview(bytearray(system.length(handle)))
     done = 0
@@ -34,7 +34,7 @@ def content(system: System, path: str) -> bytes:
     return bytes(memory)
 
 
-def write(system: System, path: str, data: bytes, *, fsync: bool = False) -> None:
+def write(system: OsSystem, path: str, data: bytes, *, fsync: bool = False) -> None:
     handle = system.open_new(path)
     system.write(handle, memoryview(data))
     if fsync:
@@ -42,7 +42,7 @@ def write(system: System, path: str, data: bytes, *, fsync: bool = False) -> Non
     system.close(handle)
 
 
-def random_sequence(dice: random.Random, system: System, root: str) -> list[object]:
+def random_sequence(dice: random.Random, system: OsSystem, root: str) -> list[object]:
     """Carry out one random sequence, the same one for the same dice, and return what came of each operation."""
     names = ["a", "b", "d", "d/a", "d/e", "d/e/a", "a/x", "d/"]
     seen: list[object] = []
@@ -101,6 +101,12 @@ def test_without_faults_it_does_what_the_real_one_does(seed: int, tmp_path: Path
     files = {f"/root/{path.relative_to(tmp_path)}": path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert scripted.files() == files
     assert scripted.num_open == 0
+
+
+def test_no_operation_reaches_the_real_one() -> None:
+    operations = {name for name in vars(OsSystem) if not name.startswith("_")}
+    assert operations
+    assert operations <= vars(ScriptedSystem).keys()
 
 
 def test_a_sequence_that_was_fsynced_survives_every_crash() -> None:

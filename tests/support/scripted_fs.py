@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from torchft_ckpt.checkpointing.durable.storage.local_storage import System
+from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 
 CRASH_BLOCK_BYTES = 512
 
@@ -200,7 +200,7 @@ class Disk:
         return sum(len(content) for _, content in _walk(self.root, ""))
 
 
-class ScriptedSystem(System):
+class ScriptedSystem(OsSystem):
     """A process that uses a disk.
 
     Args:
@@ -268,6 +268,9 @@ class ScriptedSystem(System):
                 raise _error(errno.ENOSPC, path)
             file.content += data[:count]
             return count
+
+    def begin_writeback(self, handle: int, start: int, length: int) -> None:
+        """Nothing: it is a hint."""
 
     def read_into(self, handle: int, memory: memoryview, start: int) -> int:
         path, file = self._opened(handle)

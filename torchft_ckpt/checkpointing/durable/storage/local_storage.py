@@ -2,7 +2,7 @@
 
 A file is written beside its name, fsynced, renamed, and its directory fsynced. An fsync that failed is never tried again: what
 was to be written may be gone from memory by then, and a second one would say that all is well. The raw operations are those
-of a `System`, so that tests can put one in their place that fails where they say.
+of an `OsSystem`, so that tests can put one in its place that fails where they say.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import stat
-from abc import ABC, abstractmethod
 from typing import cast
 
 from torchft_ckpt.checkpointing.durable.names import may_be_removed
@@ -39,114 +38,50 @@ _NO_DIRECTORY = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
 _REMOVE_ATTEMPTS = 3
 
 
-class System(ABC):
-    """The operations of an operating system that `LocalStorage` is made of. Each raises OSError as those of `os` do."""
+class OsSystem:
+    """The operations of the operating system that `LocalStorage` is made of. Each raises OSError as those of `os` do."""
 
-    @abstractmethod
     def open_new(self, path: str) -> int:
         """Make an empty file, open it to write and return its handle; FileExistsError where there is one."""
-
-    @abstractmethod
-    def open_existing(self, path: str) -> int:
-        """Open a file to read and return its handle."""
-
-    @abstractmethod
-    def write(self, handle: int, data: memoryview) -> int:
-        """Write behind what was written; may write less than all of it."""
-
-    def begin_writeback(self, handle: int, start: int, length: int) -> None:  # noqa: B027 - a hint that may be left out
-        """Have the disk begin with what was written there, so that `fsync` has less to wait for. Promises nothing."""
-
-    @abstractmethod
-    def read_into(self, handle: int, memory: memoryview, start: int) -> int:
-        """Read from `start` on; may read less than there is, and 0 bytes at the end only."""
-
-    @abstractmethod
-    def length(self, handle: int) -> int:
-        """Return the length of an open file."""
-
-    @abstractmethod
-    def fsync(self, handle: int) -> None:
-        """Make the content of a file outlive a crash of the machine."""
-
-    @abstractmethod
-    def close(self, handle: int) -> None:
-        """Close a file. The handle is gone, also where this raises."""
-
-    @abstractmethod
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name in its directory, in place of what has that name."""
-
-    @abstractmethod
-    def fsync_directory(self, path: str) -> None:
-        """Make the entries of a directory outlive a crash of the machine."""
-
-    @abstractmethod
-    def mkdir(self, path: str) -> None:
-        """Make a directory; FileExistsError where there is something."""
-
-    @abstractmethod
-    def open_directory(self, path: str) -> int:
-        """Open a directory and return its handle; NotADirectoryError of anything else, a link to a directory included."""
-
-    @abstractmethod
-    def listdir(self, directory: str | int) -> list[str]:
-        """Return the names in a directory, in any order. It is given by its path or its handle."""
-
-    @abstractmethod
-    def is_file(self, path: str, directory: int | None = None) -> bool:
-        """Whether this is a file (a link to one is none); FileNotFoundError where there is nothing.
-
-        `directory`, the handle of an open one, is what a relative path begins at; so for `unlink`.
-        """
-
-    @abstractmethod
-    def file_size(self, path: str) -> int | None:
-        """Return the length of a file, None of anything else; FileNotFoundError where there is nothing."""
-
-    @abstractmethod
-    def unlink(self, path: str, directory: int | None = None) -> None:
-        """Remove a file, or a link and not what it leads to."""
-
-    @abstractmethod
-    def rmdir(self, path: str) -> None:
-        """Remove an empty directory."""
-
-
-class OsSystem(System):
-    """The operating system itself."""
-
-    def open_new(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def open_existing(self, path: str) -> int:
+        """Open a file to read and return its handle."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def write(self, handle: int, data: memoryview) -> int:
+        """Write behind what was written; may write less than all of it."""
         return os.write(handle, data)
 
     def begin_writeback(self, handle: int, start: int, length: int) -> None:
+        """Have the disk begin with what was written there, so that `fsync` has less to wait for. Promises nothing."""
         # Linux starts to write dirty pages when it is told that they are not needed, and returns at once.
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, handle: int, memory: memoryview, start: int) -> int:
+        """Read from `start` on; may read less than there is, and 0 bytes at the end only."""
         return os.preadv(handle, [memory], start)
 
     def length(self, handle: int) -> int:
+        """Return the length of an open file."""
         return os.fstat(handle).st_size
 
     def fsync(self, handle: int) -> None:
+        """Make the content of a file outlive a crash of the machine."""
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
+        """Close a file. The handle is gone, also where this raises."""
         os.close(handle)
 
     def rename(self, old: str, new: str) -> None:
+        """Give a file another name in its directory, in place of what has that name."""
         os.rename(old, new)
 
     def fsync_directory(self, path: str) -> None:
+        """Make the entries of a directory outlive a crash of the machine."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -158,25 +93,35 @@ class OsSystem(System):
             os.close(handle)
 
     def mkdir(self, path: str) -> None:
+        """Make a directory; FileExistsError where there is something."""
         os.mkdir(path)
 
     def open_directory(self, path: str) -> int:
+        """Open a directory and return its handle; NotADirectoryError of anything else, a link to a directory included."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def listdir(self, directory: str | int) -> list[str]:
+        """Return the names in a directory, in any order. It is given by its path or its handle."""
         return os.listdir(directory)
 
     def is_file(self, path: str, directory: int | None = None) -> bool:
+        """Whether this is a file (a link to one is none); FileNotFoundError where there is nothing.
+
+        `directory`, the handle of an open one, is what a relative path begins at; so for `unlink`.
+        """
         return stat.S_ISREG(os.stat(path, dir_fd=directory, follow_symlinks=False).st_mode)
 
     def file_size(self, path: str) -> int | None:
+        """Return the length of a file, None of anything else; FileNotFoundError where there is nothing."""
         found = os.stat(path)
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def unlink(self, path: str, directory: int | None = None) -> None:
+        """Remove a file, or a link and not what it leads to."""
         os.unlink(path, dir_fd=directory)
 
     def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
         os.rmdir(path)
 
 
@@ -188,7 +133,7 @@ class LocalStorage(Storage):
         system: what carries out the operations.
     """
 
-    def __init__(self, location: str | os.PathLike[str], system: System | None = None) -> None:
+    def __init__(self, location: str | os.PathLike[str], system: OsSystem | None = None) -> None:
         self.location = os.path.abspath(os.fspath(location))
         self._system = OsSystem() if system is None else system
 
@@ -341,7 +286,7 @@ class LocalStorage(Storage):
 
 
 class _LocalOutputFile(OutputFile):
-    def __init__(self, location: str, path: str, full: str, system: System) -> None:
+    def __init__(self, location: str, path: str, full: str, system: OsSystem) -> None:
         super().__init__(location, path)
         self._final = full
         self._temporary = temporary_path(full)
