@@ -43,7 +43,7 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
     close_checkpoint,
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes

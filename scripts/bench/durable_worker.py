@@ -31,7 +31,7 @@ from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode, SaveTask, SaveWorker
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.durable.together.finding import read_newest
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import Checkpointer, PeerReader, load_checkpoint
 from torchft_ckpt.checkpointing.durable.reading import loading
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.durable.together import shared_read
 from torchft_ckpt.checkpointing.durable.together.finding import read_newest
 from torchft_ckpt.checkpointing.resharding import plan

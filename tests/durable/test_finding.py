@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torchft_ckpt import Checkpointer, HTTPTransport
 from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError

@@ -1,4 +1,4 @@
-"""Every kind of place keeps one contract: a directory, fsspec's files and memory, and an object store, which is played here."""
+"""Every kind of place keeps one contract: a directory, fsspec's memory, and stores that rename or upload, which are played here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from support.scripted_fs import ScriptedSystem
 from torchft_ckpt.checkpointing.durable.names import TEMPORARY
 from torchft_ckpt.checkpointing.durable.storage import fsspec_storage, local_storage
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import FsspecStorage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import FsspecStorage, open_storage
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
 from torchft_ckpt.errors import ConfigError, StorageError
 
-KINDS = ["directory", "scripted", "file", "memory", "objects"]
+KINDS = ["directory", "scripted", "renaming", "memory", "objects"]
 
 
 class ClientFailure(Exception):
@@ -116,22 +115,28 @@ class Upload(AbstractBufferedFile):
 fsspec.register_implementation("objects", ObjectStore, clobber=True)
 
 
+def renaming(path: Path) -> FsspecStorage:
+    """Return what fsspec knows as local files: they stand for a remote file system that renames."""
+    return FsspecStorage(f"file://{path}")
+
+
 @pytest.fixture(params=KINDS)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     if request.param == "scripted":
         yield LocalStorage("/c", ScriptedSystem())
+    elif request.param == "renaming":
+        yield renaming(tmp_path / "c")
     else:
         yield open_storage(
             {
                 "directory": str(tmp_path / "c"),
-                "file": f"file://{tmp_path}/c",
                 "memory": f"memory://{tmp_path}/c",
                 "objects": f"objects://bucket{tmp_path}/c",
             }[request.param]
         )
-        memory = fsspec.filesystem("memory")
-        for path in memory.find(str(tmp_path)):
-            memory.rm_file(path)
+    memory = fsspec.filesystem("memory")
+    for path in memory.find(str(tmp_path)):
+        memory.rm_file(path)
     ObjectStore.keys.clear()
 
 
@@ -413,10 +418,10 @@ def test_metadata_goes_first_and_manifests_before_data(objects: FsspecStorage, m
     assert removed[:3] == [".metadata", "part-r0-g0-f0.json", "__r0_g0_f0.distcp"]
 
 
-# Of local files through fsspec
+# Of local files
 
 
-def test_files_of_this_machine_are_fsynced_as_without_fsspec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_url_of_files_is_a_directory_and_they_are_fsynced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fsynced: list[str] = []
     fsync = os.fsync
 
@@ -425,7 +430,7 @@ def test_files_of_this_machine_are_fsynced_as_without_fsspec(monkeypatch: pytest
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", noted)
-    storage = FsspecStorage(f"file://{tmp_path}/c")
+    storage = open_storage(f"file://{tmp_path}/c")
     storage.make_directory("step")
     assert set(fsynced) == {"c", "."}
     fsynced.clear()
@@ -434,7 +439,7 @@ def test_files_of_this_machine_are_fsynced_as_without_fsspec(monkeypatch: pytest
 
 
 def test_an_fsync_that_failed_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    storage = FsspecStorage(f"file://{tmp_path}/c")
+    storage = open_storage(f"file://{tmp_path}/c")
     put(storage, "step/a", b"old")
 
     def fsync(handle: int) -> None:
@@ -450,7 +455,7 @@ def test_an_fsync_that_failed_leaves_what_was_there(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    storage = FsspecStorage(f"file://{tmp_path}/c")
+    storage = renaming(tmp_path / "c")
     put(storage, "step/a", b"old")
     opened = storage._fs.open
 
@@ -480,10 +485,10 @@ def test_a_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 # Which place a location means
 
 
-def test_a_path_is_a_directory_and_a_url_is_fsspecs(tmp_path: Path) -> None:
+def test_a_path_is_a_directory_and_another_url_is_fsspecs(tmp_path: Path) -> None:
     assert repr(open_storage(tmp_path)) == f"LocalStorage({str(tmp_path)!r})"
     assert repr(open_storage("memory://x/y/")) == "FsspecStorage('memory://x/y')"
-    assert repr(open_storage(f"file://{tmp_path}", auto_mkdir=True)) == f"FsspecStorage('file://{tmp_path}')"
+    assert repr(open_storage(f"file://{tmp_path}", auto_mkdir=True)) == f"LocalStorage({str(tmp_path)!r})"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Part, newest_whole
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError
 

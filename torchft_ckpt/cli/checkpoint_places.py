@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.cli.output import format_bytes, format_count
 from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError

@@ -18,7 +18,7 @@ from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage.opening import open_storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.errors import CheckpointDamagedError, StateDictLoadError
 
 

@@ -2,8 +2,8 @@
 
 Where the file system can rename (`mv` of its own), a file is written beside its name and renamed. An object store cannot, but
 shows an object only when its upload is closed: there it is written under its own name. fsspec has no fsync: what a closed file
-is worth is what the store promises (object stores: that it is durable). Of `file://`, files and directories are fsynced here, as
-`LocalStorage` does it.
+is worth is what the store promises (object stores: that it is durable). `file://` is a directory of this machine: `open_storage`
+makes a `LocalStorage` of it.
 
 Listings are never taken from fsspec's cache.
 """
@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import (
     temporary_path,
     without_credentials,
 )
-from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage, OsSystem
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.errors import ConfigError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ class FsspecStorage(Storage):
         self._root: str = self._fs._strip_protocol(root).rstrip("/")
         if any(sign in self._root for sign in "*?["):
             raise ConfigError(f"location={self.location!r}: fsspec would take *, ? or [ for a pattern", "location")
-        self._of_this_machine = LocalStorage(self._root) if _is_local(self._fs) else None
 
     def names(self, directory: str = "") -> list[str]:
         full = self._full(directory)
@@ -113,26 +112,21 @@ class FsspecStorage(Storage):
                 part[:] = data
 
     def make_directory(self, path: str) -> None:
-        at = self._full(path)
+        full = self._full(path)
         if _is_memory(self._fs):
             return  # it needs none, and making them is not safe there where several threads do so
         with _errors(self.location, path, "making the directory"):
-            self._fs.makedirs(at, exist_ok=True)
-            while _is_local(self._fs) and len(at) >= len(self._root):
-                at = posixpath.dirname(at)
-                OsSystem().fsync_directory(at)
+            self._fs.makedirs(full, exist_ok=True)
 
     def create(self, path: str) -> OutputFile:
         with _errors(self.location, path, "creating"):
             return _FsspecOutputFile(self.location, path, self._full(path), self._fs)
 
     def remove_checkpoint(self, directory: str) -> bool:
-        """See `Storage.remove_checkpoint`. A link that is put there meanwhile is not followed on `file://`; elsewhere it may."""
+        """See `Storage.remove_checkpoint`. A link that is put there meanwhile may be followed."""
         if not directory:
             raise StorageError(f"{self.location}: only what is in it can be removed", self.location)
         full = self._full(directory)
-        if self._of_this_machine is not None:
-            return self._of_this_machine.remove_checkpoint(directory)
         with _errors(self.location, directory, "removing"):
             above, _, name = directory.rpartition("/")
             kind = self._kinds(above).get(name)
@@ -206,9 +200,6 @@ class _FsspecOutputFile(OutputFile):
         self._check_writable()
         try:
             with _errors(self._location, self._path, "committing"):
-                if _is_local(self._fs):
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
                 if self._gathered is not None:
                     self._fs.pipe_file(self._final, self._gathered.getvalue())
                 self._file.close()
@@ -219,8 +210,6 @@ class _FsspecOutputFile(OutputFile):
             raise
         self._is_over = True
         with _errors(self._location, self._path, "committing"):
-            if _is_local(self._fs):
-                OsSystem().fsync_directory(posixpath.dirname(self._final))
             self._fs.invalidate_cache(self._fs._parent(self._final))
             length = self._fs.info(self._final)["size"]
             if length != self.position:  # not every client says so when an upload is cut, or a rename refused
@@ -251,12 +240,6 @@ class _FsspecOutputFile(OutputFile):
             )
 
 
-def _is_local(fs: Any) -> bool:
-    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-
-    return isinstance(fs, LocalFileSystem)
-
-
 def _renames(fs: Any) -> bool:
     """Whether it has a `mv` of its own, and not the one that copies."""
     from fsspec import AbstractFileSystem
@@ -268,3 +251,31 @@ def _is_memory(fs: Any) -> bool:
     from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
     return isinstance(fs, MemoryFileSystem)
+
+
+def open_storage(location: str | os.PathLike[str], **storage_options: object) -> Storage:
+    """Return a directory of this machine, or for `scheme://...` what fsspec knows under that scheme.
+
+    Args:
+        location: a path, of which a leading `~` is the user's home, or a URL of fsspec; that of a file is a path as well. Need
+            not be there yet.
+        storage_options: of fsspec's file system (credentials, endpoint).
+
+    Raises:
+        ConfigError: fsspec does not know the scheme, what it needs is not installed, or it refuses the options.
+        StorageError: fsspec connects at once to such a place, and could not.
+    """
+    text = os.fspath(location)
+    if text.startswith(("file://", "local://")) and "::" not in text:
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+        return LocalStorage(LocalFileSystem._strip_protocol(text))
+    if "://" in text or "::" in text:
+        return FsspecStorage(text, **storage_options)
+    if storage_options:
+        raise ConfigError(
+            f"location={text!r} is a local path: it takes no options ({', '.join(sorted(storage_options))})", "location"
+        )
+    if not text:
+        raise ConfigError("location='': a path or a URL was expected", "location")
+    return LocalStorage(os.path.expanduser(text))
