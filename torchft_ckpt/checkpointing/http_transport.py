@@ -34,8 +34,7 @@ from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
-from torchft_ckpt.checkpointing.serving.limits import ServerLimits
+from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
@@ -155,13 +154,19 @@ class HTTPTransport(CheckpointTransport[T]):
             host = hostname
         else:
             host = choose_host(hostname, bound=bind or "", beside_nccl=torch.cuda.is_available())
+        limits = {
+            "max_connections": max_connections,
+            "max_connections_per_client": max_connections_per_client,
+            "max_requests_per_s": max_requests_per_s,
+            "max_serve_bytes_per_s": max_serve_bytes_per_s,
+        }
         self._server = CheckpointServer(
             self._shelf,
             bind=bind or wildcard_for(host.address),
             port=port,
             token=token,
             ssl_context=ssl_context,
-            limits=_limits(max_connections, max_connections_per_client, max_requests_per_s, max_serve_bytes_per_s),
+            limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),  # type: ignore[arg-type]
         )
         warn_if_open("the checkpoint transport", bind or wildcard_for(host.address), token)
         end_at_exit(self.shutdown)
@@ -476,19 +481,3 @@ def _readable(sources: Sequence[str]) -> list[SourceAddress]:
         raise failure
     return readable
 
-
-def _limits(
-    max_connections: int | None,
-    max_connections_per_client: int | None,
-    max_requests_per_s: float | None,
-    max_serve_bytes_per_s: float | None,
-) -> ServerLimits:
-    given = {
-        "max_connections": max_connections,
-        "max_connections_per_client": max_connections_per_client,
-        "max_requests_per_s": max_requests_per_s,
-        "max_serve_bytes_per_s": max_serve_bytes_per_s,
-    }
-    for argument, value in given.items():
-        _check(value is None or value > 0, argument, value, "a positive number")
-    return ServerLimits(**{argument: value for argument, value in given.items() if value is not None})  # type: ignore[arg-type]

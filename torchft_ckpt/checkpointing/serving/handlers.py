@@ -63,7 +63,7 @@ from torchft_ckpt.checkpointing.serving.sending import (
     sample_blocks,
     send_burst,
 )
-from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
@@ -194,16 +194,16 @@ class CheckpointHandlers:
         session = self._session_of(request)
         if session is None:
             if not bearer_matches(request.headers.get("Authorization"), self._token):
-                return self._refuse("unauthorized", "the token is missing or another one")
+                return self._refuse("unauthorized", "the token is missing or another one").answer
             return await self._answer(request, handler)
         try:
             body = await request.read()
         except web.HTTPException as error:
-            return self._refuse("not_found", f"{error.status}: no such request here", status=error.status)
+            return self._refuse("not_found", f"{error.status}: no such request here", status=error.status).answer
         proved = [request.headers.get(name, "") for name in PROVED_REQUEST_HEADERS]
         claimed = request.headers.get(PROOF_HEADER, "")
         if not session.is_next_request(claimed, request.method, request.raw_path, proved, body):
-            return self._refuse("unauthorized", "this request does not prove that you know the token")
+            return self._refuse("unauthorized", "this request does not prove that you know the token").answer
         showed_token(request)
         response = await self._answer(request, handler)
         if isinstance(response, web.Response):
@@ -234,18 +234,20 @@ class CheckpointHandlers:
     ) -> web.StreamResponse:
         try:
             return await handler(request)
+        except _RefusedError as refused:
+            return refused.answer
         except web.HTTPException as error:
             if error.status >= 500:
                 raise
-            return self._refuse("not_found", f"{error.status}: no such request here", status=error.status)
+            return self._refuse("not_found", f"{error.status}: no such request here", status=error.status).answer
         except BlockGoneError as error:
-            return self._gone(request, str(error))
+            return self._gone(request, str(error)).answer
         except StateChangedError as error:
             self._warn_of_change(error)
-            return self._refuse("changed", f"{error}; ask for a later step")
+            return self._refuse("changed", f"{error}; ask for a later step").answer
         except CheckpointError as error:
             logger.warning("a request for %s failed: %s", request.path, error)
-            return self._refuse("failed", str(error), status=500)
+            return self._refuse("failed", str(error), status=500).answer
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
         return _json(msgspec.json.encode(self._shelf.index(time.monotonic())))
@@ -253,10 +255,10 @@ class CheckpointHandlers:
     async def _prove(self, request: web.Request) -> web.StreamResponse:
         nonce = request.query.get("nonce", "")
         if not _NONCE.match(nonce) or request.transport is None:
-            return self._refuse("bad_range", f"a nonce of {NONCE_DIGITS} hex digits is wanted", status=416)
+            return self._refuse("bad_range", f"a nonce of {NONCE_DIGITS} hex digits is wanted", status=416).answer
         if request.query.get("of") == "token":
             if not self._token:
-                return self._refuse("not_found", "there is no token here to be proved")
+                return self._refuse("not_found", "there is no token here to be proved").answer
             own_nonce = secrets.token_hex(NONCE_DIGITS // 2)
             session = self._sessions[request.transport] = Session(self._token, self._identity, nonce, own_nonce)
             return web.Response(text=own_nonce + session.server_proof)
@@ -271,7 +273,7 @@ class CheckpointHandlers:
             if snapshot is not None:
                 return await self._begin(request, snapshot.step)
             if not await self._woken(deadline):
-                return self._refuse("not_yet", "nothing is served now")
+                raise self._refuse("not_yet", "nothing is served now")
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         return await self._begin(request, int(request.match_info["step"]))
@@ -279,8 +281,6 @@ class CheckpointHandlers:
     async def _begin(self, request: web.Request, step: int) -> web.StreamResponse:
         """Answer with the manifest, once the receiver has been registered."""
         snapshot = await self._wait_for(request, step)
-        if isinstance(snapshot, web.Response):
-            return snapshot
         self._note_contact(request, snapshot)
         if request.headers.get(GROUP_HEADER, "").isdecimal():
             snapshot.expect(min(int(request.headers[GROUP_HEADER][:6]), MAX_GROUP))
@@ -297,26 +297,18 @@ class CheckpointHandlers:
 
     async def _blocks(self, request: web.Request) -> web.StreamResponse:
         served = self._chosen(request)
-        if isinstance(served, web.Response):
-            return served
-        try:
-            (run,) = parse_runs(request.match_info["runs"], served.num_blocks)
-        except ValueError as error:
-            return self._refuse("bad_range", str(error), status=416)
+        (run,) = self._runs(request.match_info["runs"], served)
         self._note_contact(request, served)
         start, stop = run.start * served.block_bytes, min(run.stop * served.block_bytes, served.total_bytes)
         self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
-            return self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
+            raise self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
         return await self._send(request, served, Body(served, start, stop))
 
     async def _digests(
         self, of: Callable[[Served, Sequence[int]], dict[int, bytes]], request: web.Request
     ) -> web.StreamResponse:
-        asked = self._asked_blocks(request)
-        if isinstance(asked, web.Response):
-            return asked
-        served, blocks = asked
+        served, blocks = self._asked_blocks(request)
         digests: dict[str, str] = {}
         num_at_once = max(_DIGESTED_AT_ONCE_BYTES // served.block_bytes, 1)
         for first in range(0, len(blocks), num_at_once):
@@ -327,12 +319,9 @@ class CheckpointHandlers:
 
     async def _blake3s(self, request: web.Request) -> web.StreamResponse:
         """Answer with BLAKE3 digests: each is computed once for all receivers, on one thread at a time, whoever asks."""
-        asked = self._asked_blocks(request)
-        if isinstance(asked, web.Response):
-            return asked
-        served, blocks = asked
+        served, blocks = self._asked_blocks(request)
         if not isinstance(served, Snapshot):
-            return self._refuse("not_found", "BLAKE3 digests are announced by the source alone")
+            raise self._refuse("not_found", "BLAKE3 digests are announced by the source alone")
         num_at_once = max(_BLAKE3_AT_ONCE_BYTES // served.block_bytes, 1)
         unknown = [block for block in blocks if block not in served.blake3s]
         for first in range(0, len(unknown), num_at_once):
@@ -343,25 +332,17 @@ class CheckpointHandlers:
         known = {str(block): served.blake3s[block].hex() for block in blocks if block in served.blake3s}
         return _json(msgspec.json.encode(known), {"ETag": _etag(served)})
 
-    def _asked_blocks(self, request: web.Request) -> tuple[Served, list[int]] | web.Response:
+    def _asked_blocks(self, request: web.Request) -> tuple[Served, list[int]]:
         """Return what a request for digests asks about."""
         served = self._chosen(request)
-        if isinstance(served, web.Response):
-            return served
-        try:
-            runs = parse_runs(request.query.get("blocks", ""), served.num_blocks)
-        except ValueError as error:
-            return self._refuse("bad_range", str(error), status=416)
+        runs = self._runs(request.query.get("blocks", ""), served)
         if sum(len(run) for run in runs) > MAX_DIGESTS:
-            return self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
+            raise self._refuse("bad_range", f"at most {MAX_DIGESTS} digests at once", status=416)
         self._note_contact(request, served)
         return served, [block for run in runs for block in run]
 
     async def _parts(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._asked_parts(request)
-        if isinstance(asked, web.Response):
-            return asked
-        snapshot, regions, seeds = asked
+        snapshot, regions, seeds = await self._asked_parts(request)
         session = self._session_of(request)
         if session is None:
             return await self._send(request, snapshot, PartsBody(snapshot, regions, seeds))
@@ -369,62 +350,57 @@ class CheckpointHandlers:
         return await self._send(request, snapshot, PartsBody(snapshot, regions, seeds, start_digest))
 
     async def _part_digests(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._asked_parts(request)
-        if isinstance(asked, web.Response):
-            return asked
-        num_bytes = sum(region.num_bytes for region in asked[1])
+        snapshot, regions, _ = await self._asked_parts(request)
+        num_bytes = sum(region.num_bytes for region in regions)
         if num_bytes > MAX_DIGESTED_BYTES:
             message = f"digests of {num_bytes} bytes were asked for; at most {MAX_DIGESTED_BYTES} at once"
-            return self._refuse("bad_range", message, status=416)
-        digests, found, stop = digest_parts(*asked[:2]), list[bytes](), threading.Event()
+            raise self._refuse("bad_range", message, status=416)
+        digests, found, stop = digest_parts(snapshot, regions), list[bytes](), threading.Event()
         try:
             while not await self._threads.run(_client(request), digest_burst, digests, found, stop, is_long=True):
                 pass
         finally:
             stop.set()  # where the client has left, at its next slice
-        return _json(msgspec.json.encode([digest.hex() for digest in found]), {"ETag": _etag(asked[0])})
+        return _json(msgspec.json.encode([digest.hex() for digest in found]), {"ETag": _etag(snapshot)})
 
-    async def _asked_parts(self, request: web.Request) -> tuple[Snapshot, list[Region], list[int]] | web.Response:
+    async def _asked_parts(self, request: web.Request) -> tuple[Snapshot, list[Region], list[int]]:
         """Return the snapshot, and where the parts lie that a request asks for, with the seeds of their digests."""
         served = self._chosen(request)
-        if isinstance(served, web.Response):
-            return served
         if not isinstance(served, Snapshot):
-            return self._refuse("not_found", "parts are served by the source alone")
+            raise self._refuse("not_found", "parts are served by the source alone")
         try:
             parts = decode_parts_request(await request.read()).parts
             regions = regions_of(served.manifest, parts)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            return self._refuse("bad_range", str(error)[:400], status=416)
+            raise self._refuse("bad_range", str(error)[:400], status=416) from error
         self._note_contact(request, served)
         for region in regions:
             self._check_unchanged(served, region.start, region.stop)
         if not all(served.holds(region.start, region.stop) for region in regions):
-            return self._gone(request, f"step {served.step}: parts of it have been freed")
+            raise self._gone(request, f"step {served.step}: parts of it have been freed")
         return served, regions, [part.seed for part in parts]
 
     async def _peers(self, request: web.Request) -> web.StreamResponse:
         served = self._chosen(request)
-        if isinstance(served, web.Response):
-            return served
         self._note_contact(request, served)
         receiver = _receiver(request)
         if not isinstance(served, Snapshot) or receiver is None:
-            return self._refuse("not_found", "peers are known to the source alone, and told to its receivers")
+            raise self._refuse("not_found", "peers are known to the source alone, and told to its receivers")
         peers = [Peer(address=peer.address, held=_runs_text(peer.held)) for peer in served.peers_of(receiver)]
         return _json(msgspec.json.encode(Peers(peers=peers, sent=_runs_text(served.sent()))))
 
     async def _done(self, request: web.Request) -> web.StreamResponse:
-        snapshot = self._chosen(request)
         receiver = _receiver(request)
-        if isinstance(snapshot, Snapshot) and receiver is not None:
-            snapshot.finish(receiver)
+        with contextlib.suppress(_RefusedError):
+            snapshot = self._chosen(request)
+            if isinstance(snapshot, Snapshot) and receiver is not None:
+                snapshot.finish(receiver)
         return web.Response(status=204)
 
     # Choosing
 
-    async def _wait_for(self, request: web.Request, step: int) -> Snapshot | web.Response:
-        """Return a snapshot on which the receiver has been registered, or the refusal once the wait is over."""
+    async def _wait_for(self, request: web.Request, step: int) -> Snapshot:
+        """Return a snapshot on which the receiver has been registered; refuse once the wait is over."""
         loop = asyncio.get_running_loop()
         receiver = _receiver(request)
         deadline = loop.time() + _wait_s(request)
@@ -439,12 +415,13 @@ class CheckpointHandlers:
                     self._on_registered(snapshot)
                     return snapshot
                 if snapshot.is_revoked(receiver):
-                    return self._refuse("revoked", _REVOKED.format(step))
+                    raise self._refuse("revoked", _REVOKED.format(step))
             if answer is Answer.OVER:
-                return self._refuse("over", f"step {step} is over, this source has gone on")
+                raise self._refuse("over", f"step {step} is over, this source has gone on")
             self._shelf.wish(step, time.monotonic())
             if not await self._woken(deadline):
-                return self._refuse("not_yet", f"step {step} is not served {'any more' if snapshot else 'yet'}")
+                message = f"step {step} is not served {'any more' if snapshot else 'yet'}"
+                raise self._refuse("not_yet", message)
 
     async def _woken(self, deadline: float) -> bool:
         """Wait until something is published; False where the deadline came first."""
@@ -462,21 +439,29 @@ class CheckpointHandlers:
             raise asyncio.CancelledError
         return True
 
-    def _chosen(self, request: web.Request) -> Served | web.Response:
+    def _runs(self, text: str, served: Served) -> list[range]:
+        try:
+            return parse_runs(text, served.num_blocks)
+        except ValueError as error:
+            raise self._refuse("bad_range", str(error), status=416) from error
+
+    def _chosen(self, request: web.Request) -> Served:
         """Return the snapshot that a request names: by If-Match, else the newest of its step."""
         step = int(request.match_info["step"])
         wanted = request.headers.get("If-Match")
         if wanted is not None:
             snapshot = self._shelf.find_by_id(wanted.strip('"'))
             if snapshot is None and self._shelf.was_revoked(wanted.strip('"'), _receiver(request)):
-                return self._refuse("revoked", _REVOKED.format(step))
+                raise self._refuse("revoked", _REVOKED.format(step))
             if snapshot is None or snapshot.step != step:
-                return self._refuse("other_snapshot", f"that snapshot of step {step} is not served any more")
+                message = f"that snapshot of step {step} is not served any more"
+                raise self._refuse("other_snapshot", message)
             return snapshot
         answer, snapshot = self._shelf.find(step)
         if snapshot is None:
             what = "over" if answer is Answer.OVER else "not_yet"
-            return self._refuse(what, f"step {step} is not served {'any more' if what == 'over' else 'yet'}")
+            message = f"step {step} is not served {'any more' if what == 'over' else 'yet'}"
+            raise self._refuse(what, message)
         return snapshot
 
     def _check_unchanged(self, served: Served, start: int, stop: int) -> None:
@@ -510,21 +495,23 @@ class CheckpointHandlers:
             )
         served.contact(receiver, time.monotonic(), received=received, address=address)
 
-    def _gone(self, request: web.Request, message: str) -> web.Response:
-        served = self._chosen(request)
-        if not isinstance(served, web.Response) and served.is_revoked(_receiver(request)):
-            return self._refuse("revoked", _REVOKED.format(served.step))
+    def _gone(self, request: web.Request, message: str) -> _RefusedError:
+        with contextlib.suppress(_RefusedError):
+            served = self._chosen(request)
+            if served.is_revoked(_receiver(request)):
+                return self._refuse("revoked", _REVOKED.format(served.step))
         return self._refuse("gone", message)
 
-    def _refuse(self, error: str, message: str, *, status: int | None = None) -> web.Response:
+    def _refuse(self, error: str, message: str, *, status: int | None = None) -> _RefusedError:
         refusal = Refusal(error=error, message=message, serving_step=self._shelf.serving_step())
         headers = {"WWW-Authenticate": "Bearer"} if error == "unauthorized" else None
-        return web.Response(
+        answer = web.Response(
             status=status or _STATUS[error],
             body=msgspec.json.encode(refusal),
             content_type="application/json",
             headers=headers,
         )
+        return _RefusedError(answer)
 
     def _warn_of_change(self, error: StateChangedError) -> None:
         """Say it once of each tensor: who receives gets it each time."""
@@ -561,7 +548,7 @@ class CheckpointHandlers:
     async def _send(self, request: web.Request, served: Served, body: Sendable) -> web.StreamResponse:
         """Send a body; where it ends early the connection is cut, so that the client cannot take it for the end."""
         if self._session_of(request) is not None and not isinstance(body, PartsBody):
-            return self._refuse(
+            raise self._refuse(
                 "not_found", "over a connection on which the token is proved, tensors are served in parts"
             )
         response = web.StreamResponse(headers={"ETag": _etag(served)})
@@ -688,6 +675,14 @@ class CheckpointHandlers:
                     await asyncio.wait({turn})
             if turn is not None and not turn.cancelled():
                 turn.exception()  # it was raised above, or the response is being given up
+
+
+class _RefusedError(Exception):
+    """A request is refused, with this answer."""
+
+    def __init__(self, answer: web.Response) -> None:
+        super().__init__(answer)
+        self.answer = answer
 
 
 _REVOKED = (

@@ -16,13 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import TypeVar
 
+from torchft_ckpt.checkpointing.protocol import MAX_BODY_BYTES
 from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
-from torchft_ckpt.checkpointing.serving.limits import ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
+from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
 from torchft_ckpt.threads import Thread, Threads, end_at_exit
@@ -36,6 +38,22 @@ _TOUCH_AFTER_S = 0.25
 _TOUCH_PAUSE_S = 0.001
 _SILENT_S = 30.0
 _NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits(FrontLimits):
+    """Limits of what clients may take of a checkpoint server.
+
+    The rate is generous because an honest receiver is fast: it asks for at most 16 MiB at a time, so a machine that pulls at
+    200 Gbit/s over all its ranks makes 1,500 requests a second, and many joiners may sit behind one address. What is left
+    for a hostile one is a bounded part of one thread. One receiver uses at most 64 connections.
+
+    Args:
+        max_serve_bytes_per_s: bytes of states that all clients together are sent; None: no bound.
+    """
+
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_serve_bytes_per_s: float | None = None
 
 
 class CheckpointServer:

@@ -12,7 +12,7 @@ from enum import Enum
 import xxhash
 
 from torchft_ckpt.checkpointing.protocol import Part
-from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import count_blocks
 from torchft_ckpt.checkpointing.state.format import Manifest
 
@@ -94,6 +94,10 @@ class Relay:
     def is_revoked(self, receiver: str | None) -> bool:
         """Never: there are no leases on a relay."""
         return False
+
+
+Served = Snapshot | Relay
+"""What a server can send from: a state of its own, or blocks that it has of another's. Any thread may use any member of it."""
 
 
 def _cut(views: list[memoryview], start: int, stop: int) -> list[memoryview]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Protocol
 
-from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import (
     DIGEST_BYTES,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
-from torchft_ckpt.checkpointing.serving.relay import Relay
-from torchft_ckpt.checkpointing.serving.served import Served
+from torchft_ckpt.checkpointing.serving.relay import Relay, Served
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION
 
