@@ -50,14 +50,18 @@ def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
     return tuple.__new__(kind, changed) if kind is tuple or is_named_tuple(kind) else container
 
 
-def optimizer_states(
-    value: object, path: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], Mapping[Any, Any]]]:
-    """Yield the state dicts of optimizers in a state, with the paths that lead to them: what has `state` and `param_groups`."""
-    if isinstance(value, Mapping) and "state" in value and "param_groups" in value:
-        yield path, value
+def walk(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a value and all that is in it, each with the keys that lead to it; a container comes before its items."""
+    yield path, value
     for key, item in items_of(value):
-        yield from optimizer_states(item, (*path, key))
+        yield from walk(item, (*path, key))
+
+
+def optimizer_states(state: object) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
+    """Yield the state dicts of optimizers in a state, with the paths that lead to them: what has `state` and `param_groups`."""
+    for path, value in walk(state):
+        if isinstance(value, Mapping) and "state" in value and "param_groups" in value:
+            yield path, value
 
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
-from torchft_ckpt.checkpointing.state.containers import Path, flattened, items_of
+from torchft_ckpt.checkpointing.state.containers import Path, flattened, walk
 from torchft_ckpt.checkpointing.state.description import DescribedTensor
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.target import Want, memory_for, naming_lack_of_memory
@@ -75,7 +75,4 @@ class Outline:
 
 
 def _numbers_in(value: object) -> Iterator[int]:
-    if isinstance(value, (TensorPlace, ArrayPlace)):
-        yield value.number
-    for _, item in items_of(value):
-        yield from _numbers_in(item)
+    return (item.number for _, item in walk(value) if isinstance(item, (TensorPlace, ArrayPlace)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
-from torchft_ckpt.checkpointing.state.containers import Path, items_of, optimizer_states
+from torchft_ckpt.checkpointing.state.containers import Path, optimizer_states, walk
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.errors import StateMismatchError
@@ -90,15 +90,8 @@ def _without_state(value: object) -> Iterator[tuple[Path, dict[Any, Any], dict[s
             yield (*path, "state"), state, {str(key): key for keys in lists if isinstance(keys, list) for key in keys}
 
 
-def _tensors(value: object) -> dict[Path, torch.Tensor]:
-    return dict(_tensors_below(value, ()))
-
-
-def _tensors_below(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    for key, item in items_of(value):
-        yield from _tensors_below(item, (*path, key))
+def _tensors(state: object) -> dict[Path, torch.Tensor]:
+    return {path: value for path, value in walk(state) if isinstance(value, torch.Tensor)}
 
 
 def _places(

@@ -8,7 +8,7 @@ read is the reader's business; this file says which boxes go where.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.structure import leaves_of
-from torchft_ckpt.checkpointing.state.containers import items_of
+from torchft_ckpt.checkpointing.state.containers import walk
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
 from torchft_ckpt.checkpointing.state.target import Filling, StateTarget, Want, memory_for, wants_of
@@ -99,7 +99,13 @@ def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read:
     local = LocalState(state_dict)
     places = list(leaves_of(state_dict))
     values = reader.plan_values({fqn for fqn, _, _ in places}, local.classes)
-    in_leaves = {path for fqn, container, key in places for path in _tensors_in(container[key], fqn)}
+    # The tensors and arrays in a leaf come with it: DCP looks into no tuple.
+    in_leaves = {
+        ".".join(map(str, (fqn, *path)))
+        for fqn, container, key in places
+        for path, value in walk(container[key])
+        if isinstance(value, (torch.Tensor, np.ndarray))
+    }
     paths = [path for path in local.paths() if path not in in_leaves]
     wrong = _misfits(reader, local, paths)
     wrong += [f"{fqn[:120]} is not there" for fqn, _, _ in places if fqn not in values.names]
@@ -144,11 +150,3 @@ def _misfits(reader: StateReader, local: LocalState, paths: Sequence[str]) -> li
             elif why := local.why_unfillable(path):
                 wrong.append(f"{path[:120]} {why}")
     return wrong
-
-
-def _tensors_in(leaf: object, path: str) -> Iterator[str]:
-    """Yield the paths of the tensors and arrays in a leaf, which come with it: DCP looks into no tuple."""
-    if isinstance(leaf, (torch.Tensor, np.ndarray)):
-        yield path
-    for key, item in items_of(leaf):
-        yield from _tensors_in(item, f"{path}.{key}")
