@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchft_ckpt.checkpointing.state import xla_shards  # noqa: F401  (registers its adapter)
+from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, ShardAdapter, adapter_of
 from torchft_ckpt.core.boxes import Box, contains, refine
 from torchft_ckpt.errors import StateMismatchError, torn_where_it_raises
@@ -276,7 +277,7 @@ def _problem(saved: Any, sharded: _Sharded) -> str | None:
         return f"of shape {tuple(saved.size)} in the checkpoint, {tuple(tensor.shape)} here"
     if saved.properties.dtype != tensor.dtype:
         return f"of {saved.properties.dtype} in the checkpoint, {tensor.dtype} here"
-    chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+    chunks = [box_of(chunk) for chunk in saved.chunks]
     for box in sharded.boxes:
         for piece in refine(box, chunks):
             if not any(contains(chunk, piece) for chunk in chunks):

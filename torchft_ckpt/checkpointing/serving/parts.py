@@ -41,7 +41,7 @@ def _region(manifest: Manifest, part: Part) -> Region:
         raise ValueError(f"there is no chunk {part.chunk} of tensor {part.tensor}")
     entry = manifest.tensors[part.tensor]
     chunk = entry.chunks[part.chunk]
-    box, held = Box(tuple(part.offsets), tuple(part.sizes)), box_of(chunk)
+    box, held = box_of(part), box_of(chunk)
     if not len(box.offsets) == len(box.sizes) == len(held.sizes) or not box.volume or not contains(held, box):
         raise ValueError(f"{box} is not within {held} of tensor {part.tensor}")
     return region_in_chunk(manifest, entry, chunk, box)

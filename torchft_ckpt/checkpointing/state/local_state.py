@@ -19,11 +19,11 @@ from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.description import DescribedTensor
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.state.format import Chunk, TensorEntry
+from torchft_ckpt.checkpointing.state.format import TensorEntry
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes import Box, HasPlace, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 
 logger = logging.getLogger(__name__)
@@ -202,9 +202,9 @@ def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))]
 
 
-def box_of(chunk: Chunk) -> Box:
-    """Return the box of a chunk."""
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+def box_of(place: HasPlace) -> Box:
+    """Return the box of a chunk, whoever describes it."""
+    return Box(tuple(place.offsets), tuple(place.sizes))
 
 
 def some_of(what: Iterable[str], separator: str = "; ") -> str:

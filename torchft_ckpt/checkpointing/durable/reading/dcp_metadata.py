@@ -37,7 +37,8 @@ from torchft_ckpt.checkpointing.durable.storage.contract import is_path_within
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import MAX_DIMS
-from torchft_ckpt.core.boxes import Box, fits
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.core.boxes import fits
 from torchft_ckpt.core.coverage import subtract
 from torchft_ckpt.errors import CheckpointDamagedError
 
@@ -378,8 +379,3 @@ def _path(value: object) -> tuple[str | int, ...]:
     if len(value) > _MAX_PATH_KEYS or sum(len(key) for key in value if isinstance(key, str)) > _MAX_PATH_CHARS:
         raise InertPickleError(f"a path has more than {_MAX_PATH_KEYS} keys, or {_MAX_PATH_CHARS} characters")
     return value
-
-
-def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """Return the box of a chunk."""
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))

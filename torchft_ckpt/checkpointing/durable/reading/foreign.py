@@ -24,17 +24,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import (
-    MAX_METADATA_BYTES,
-    box_of,
-    load_metadata,
-)
+from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import MAX_METADATA_BYTES, load_metadata
 from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PieceReader, Reading, copy_box
 from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
 from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
-from torchft_ckpt.checkpointing.state.local_state import some_of
+from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.core.coverage import missing_boxes
