@@ -300,11 +300,11 @@ def digest_table_bytes(num_bytes: int) -> int:
     return -(-num_bytes // DIGEST_BLOCK_BYTES) * 16
 
 
-def table_of(data: memoryview) -> bytes:
-    """Return the table of digests of the data of a piece."""
+def table_of(data: memoryview, first: int = 0) -> bytes:
+    """Return the table of digests of the data of a piece, or of some of its blocks, from the first of these on."""
     return b"".join(
         xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES], seed=index)
-        for index, at in enumerate(range(0, len(data), DIGEST_BLOCK_BYTES))
+        for index, at in enumerate(range(0, len(data), DIGEST_BLOCK_BYTES), first)
     )
 
 

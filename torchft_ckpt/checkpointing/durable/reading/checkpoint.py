@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
     decode_part,
 )
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -35,14 +36,10 @@ from torchft_ckpt.core.coverage import max_comparisons, missing_boxes, missing_n
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 from torchft_ckpt.threads import in_threads
 
-if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class Part(NamedTuple):

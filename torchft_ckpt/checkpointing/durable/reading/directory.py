@@ -44,7 +44,7 @@ def load_checkpoint(
     """
     location, _, last = os.fspath(directory).rstrip("/").rpartition("/")
     name = parse_checkpoint(last)
-    reader: StateReader
+    reader: StateReader[Any]
     if name is None:
         reader = ForeignReader(open_storage(directory, **storage_options))
     else:

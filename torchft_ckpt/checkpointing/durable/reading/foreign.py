@@ -16,7 +16,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import MAX_METADATA_BYTES, load_metadata
-from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PieceReader, Reading, copy_box
+from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PlannedValues, Reading, StateReader, copy_box
 from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
 from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
@@ -41,9 +42,6 @@ from torchft_ckpt.errors import (
     StorageError,
     UnsupportedValueError,
 )
-
-if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 
 _RANK_LOCAL = re.compile(r"\A__(0|[1-9][0-9]{0,6})\.metadata\Z")
 _LARGE_BYTES = 64 * 1024 * 1024
@@ -63,7 +61,7 @@ class ForeignPiece(NamedTuple):
         return f"the record in {self.path} of {self.tensor.fqn[:120]} {self.box}"
 
 
-class ForeignReader(PieceReader[ForeignPiece]):
+class ForeignReader(StateReader[ForeignPiece]):
     """Reads one directory of DCP's. For any number of `read`s, on any thread.
 
     Args:
@@ -92,39 +90,23 @@ class ForeignReader(PieceReader[ForeignPiece]):
 
     @property
     def location(self) -> str:
-        """What it reads, for messages."""
         return f"{self._storage.location}/{self._directory}" if self._directory else self._storage.location
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        """The tensors that are there, by fqn; their `pieces` are not listed."""
         return self._tensors
 
     def structure_at(self, path: Path) -> Any:
-        """Return the containers that were saved below a path, as far as DCP's paths show them.
-
-        Raises:
-            StateMismatchError: a key may have been a number or its text.
-        """
         tensors = {fqn: tensor.path for fqn, tensor in self._tensors.items()}
         return structure_of_paths(tensors, (path for path, _ in self._values.values()), path)
 
-    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
-        """Return the values that are no tensors, by fqn, with the keys that lead to them. Of several ranks' the first one's.
-
-        Args:
-            names: of those that are wanted; default: all.
-
-        Raises:
-            CheckpointDamagedError: a record is damaged.
-            UnsupportedValueError: one needs more than torch loads with `weights_only=True`.
-            StorageError: one could not be read.
-        """
-        return {
+    def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
+        values = {
             fqn: (path, self._load_value(fqn, info))
             for fqn, (path, info) in self._values.items()
             if names is None or fqn in names
         }
+        return PlannedValues(values.keys(), [], lambda: values)
 
     def readable_values(self) -> tuple[dict[str, object], dict[str, CheckpointError]]:
         """Return the values that can be read, by fqn, and why others cannot."""
@@ -138,8 +120,7 @@ class ForeignReader(PieceReader[ForeignPiece]):
         return readable, unreadable
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
-        """Return None: DCP keeps nothing for one rank alone."""
-        return None
+        return None  # DCP keeps nothing for one rank alone
 
     # What there is
 

@@ -49,7 +49,7 @@ def state_of_value(value: Any) -> Any:
 
 @contextmanager
 def room_for_optimizer_state(
-    reader: StateReader, state_dict: Mapping[str, Any], like: Mapping[str, Any]
+    reader: StateReader[Any], state_dict: Mapping[str, Any], like: Mapping[str, Any]
 ) -> Iterator[None]:
     """Put into each empty `state` beside `param_groups` what the checkpoint has of it, for the block to load into.
 
@@ -95,7 +95,7 @@ def _tensors(state: object) -> dict[Path, torch.Tensor]:
 
 
 def _places(
-    reader: StateReader, is_sharded: bool, layouts: Mapping[Path, torch.Tensor]
+    reader: StateReader[Any], is_sharded: bool, layouts: Mapping[Path, torch.Tensor]
 ) -> Callable[[str], torch.Tensor]:
     def place_of(fqn: str) -> torch.Tensor:
         saved = reader.tensors[fqn]

@@ -69,7 +69,7 @@ def _principal(checkpoint: Checkpoint, replica_id: str, rank: int) -> PartManife
 
 
 def load_into(
-    reader: StateReader,
+    reader: StateReader[Any],
     state_dict: MutableMapping[str, Any],
     read: ReadWants | None = None,
     *,
@@ -95,7 +95,7 @@ def load_into(
         _load_named(reader, state_dict, read or reader.read)
 
 
-def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read: ReadWants) -> None:
+def _load_named(reader: StateReader[Any], state_dict: MutableMapping[str, Any], read: ReadWants) -> None:
     local = LocalState(state_dict)
     places = list(leaves_of(state_dict))
     values = reader.plan_values({fqn for fqn, _, _ in places}, local.classes)
@@ -135,7 +135,7 @@ def _load_named(reader: StateReader, state_dict: MutableMapping[str, Any], read:
         logger.info("%s has %d tensors that were not asked for", reader.location, more)
 
 
-def _misfits(reader: StateReader, local: LocalState, paths: Sequence[str]) -> list[str]:
+def _misfits(reader: StateReader[Any], local: LocalState, paths: Sequence[str]) -> list[str]:
     """Return in sentences what cannot be loaded."""
     wrong = [f"{path[:120]} is the name of two tensors here" for path in local.doubled]
     for path in paths:

@@ -83,13 +83,22 @@ class PlannedValues(NamedTuple):
     """Returns them by fqn, with the keys that lead to them, once that has been read."""
 
 
-class StateReader(ABC):
-    """A checkpoint that can be read, whoever wrote it. For any number of `read`s, on any thread."""
+class StateReader(ABC, Generic[_P]):
+    """A checkpoint that can be read, whoever wrote it. For any number of `read`s, on any thread.
+
+    Args:
+        num_threads: how many reads there are at once.
+    """
 
     bytes_read: int = 0
     """From storage so far, for tensors."""
     bytes_needed: int = 0
     """Of all targets so far."""
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._indexes: dict[str, PieceIndex[_P]] = {}
 
     @property
     @abstractmethod
@@ -109,7 +118,6 @@ class StateReader(ABC):
             StateMismatchError: they cannot be told from what was saved.
         """
 
-    @abstractmethod
     def read(self, wants: Sequence[Want]) -> None:
         """Fill targets. Autograd is not told that they change.
 
@@ -123,58 +131,6 @@ class StateReader(ABC):
                 targets were written to.
             StorageError: a file could not be read, and no other has the same elements; `state_overwritten` as above.
         """
-
-    @abstractmethod
-    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
-        """Return the values that are no tensors, by fqn, with the keys that lead to them.
-
-        Args:
-            names: of those that are wanted; default: all.
-
-        Raises:
-            CheckpointError: one cannot be read.
-        """
-
-    def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
-        """As `values`, with the tensors and arrays in them left to be read by the caller.
-
-        Args:
-            names: as for `values`.
-            classes: what named tuples and enum members are made of; None: who only looks gets tuples and plain values.
-
-        Raises:
-            StateMismatchError: there is no class for one of them.
-            CheckpointError: one cannot be read.
-        """
-        values = self.values(names)
-        return PlannedValues(values.keys(), [], lambda: values)
-
-    @abstractmethod
-    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
-        """Return what belongs to one rank of a named replica group alone; None where there is nothing.
-
-        `classes`, and what it raises: as for `plan_values`.
-        """
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.location!r}, bytes_read={self.bytes_read}, bytes_needed={self.bytes_needed})"
-        )
-
-
-class PieceReader(StateReader, Generic[_P]):
-    """What is the same for all checkpoints that are made of pieces.
-
-    Args:
-        num_threads: how many reads there are at once.
-    """
-
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
-        self._num_threads = num_threads
-        self._lock = threading.Lock()
-        self._indexes: dict[str, PieceIndex[_P]] = {}
-
-    def read(self, wants: Sequence[Want]) -> None:
         started = time.monotonic()
         before = self.bytes_read
         reading: Reading[_P] = Reading(self.location)
@@ -193,6 +149,48 @@ class PieceReader(StateReader, Generic[_P]):
             len(wants),
             self.bytes_read - before,
             time.monotonic() - started,
+        )
+
+    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
+        """Return the values that are no tensors, by fqn, with the keys that lead to them. Arrays and tensors in them are read.
+
+        Where ranks hold other values under one name, it is the first rank's.
+
+        Args:
+            names: of those that are wanted; default: all.
+
+        Raises:
+            CheckpointDamagedError: a record is damaged.
+            UnsupportedValueError: one that DCP wrote needs more than torch loads with `weights_only=True`.
+            StorageError: one could not be read.
+        """
+        plan = self.plan_values(names)
+        self.read(plan.wants)
+        return plan.make()
+
+    @abstractmethod
+    def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
+        """As `values`, with the tensors and arrays in them left to be read by the caller.
+
+        Args:
+            names: as for `values`.
+            classes: what named tuples and enum members are made of; None: who only looks gets tuples and plain values.
+
+        Raises:
+            StateMismatchError: there is no class for one of them.
+            CheckpointError: as `values`, of those that DCP wrote: these are read now.
+        """
+
+    @abstractmethod
+    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
+        """Return what belongs to one rank of a named replica group alone; None where there is nothing.
+
+        `classes`, and what it raises: as for `plan_values`.
+        """
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.location!r}, bytes_read={self.bytes_read}, bytes_needed={self.bytes_needed})"
         )
 
     @abstractmethod

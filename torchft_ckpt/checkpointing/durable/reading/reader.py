@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -35,7 +35,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     RUN_BYTES,
     SMALL_BYTES,
     Cell,
-    PieceReader,
+    StateReader,
     PlannedValues,
     Reading,
     Target,
@@ -45,6 +45,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     spans_of,
 )
 from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.outline import Outline
@@ -53,9 +54,6 @@ from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree
 from torchft_ckpt.core.boxes import Box, relative_to
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
-
-if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 
 _DIGEST_BYTES = 16
 _UNIT_BYTES = 32 * 1024 * 1024
@@ -69,7 +67,7 @@ class _Work(NamedTuple):
     cells: list[Cell[Piece]]
 
 
-class CheckpointReader(PieceReader[Piece]):
+class CheckpointReader(StateReader[Piece]):
     """Reads one checkpoint that this library wrote. For any number of `read`s, on any thread.
 
     Args:
@@ -83,16 +81,13 @@ class CheckpointReader(PieceReader[Piece]):
 
     @property
     def location(self) -> str:
-        """What it reads, for messages."""
         return f"checkpoint {self.checkpoint.name}"
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        """The tensors that are there, by fqn."""
         return self.checkpoint.tensors
 
     def structure_at(self, path: Path) -> Any:
-        """Return the containers that were saved below a path, with their keys; of all ranks together."""
         found: Any = None
         known: set[str] = set()
         for part in self.checkpoint.parts:
@@ -106,23 +101,7 @@ class CheckpointReader(PieceReader[Piece]):
             found = merged(found, structure_of(state, [entry.fqn for entry in manifest.tensors]))
         return found
 
-    def values(self, names: Collection[str] | None = None) -> dict[str, tuple[Path, object]]:
-        """Return the values that are no tensors, by fqn, with the keys that lead to them. Arrays and tensors in them are read.
-
-        Where ranks hold other values under one name, it is the first rank's.
-
-        Args:
-            names: of those that are wanted; default: all.
-
-        Raises:
-            CheckpointError: as `read`, of arrays and tensors inside of values.
-        """
-        plan = self.plan_values(names)
-        self.read(plan.wants)
-        return plan.make()
-
     def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
-        """See `StateReader.plan_values`: nothing is read."""
         planned: list[tuple[Outline, list[str]]] = []
         known: set[str] = set()
         wants: list[Want] = []
@@ -147,7 +126,6 @@ class CheckpointReader(PieceReader[Piece]):
         return PlannedValues({fqn for _, fresh in planned for fqn in fresh}, wants, make)
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
-        """Return what belongs to one rank of a named replica group alone; None where it wrote no part."""
         part = self.checkpoint.own_part(replica_id, rank)
         return None if part is None else decode_value(part.manifest.own, classes)
 
@@ -162,7 +140,7 @@ class CheckpointReader(PieceReader[Piece]):
             checks += [_Source(piece, tensor, self._count).check for piece in tensor.pieces if piece.part.storage]
         for part in self.checkpoint.parts:
             if part.storage is not None:
-                checks += [_value_check(part.storage, part, entry) for entry in part.manifest.values]
+                checks += [partial(_check_value, part.storage, part, entry) for entry in part.manifest.values]
         return [problem for problems in self._in_threads(checks) for problem in problems]
 
     def _pieces_of(self, name: str) -> Iterable[Piece]:
@@ -278,16 +256,12 @@ class _Source:
         return self._storage.read(self._path, start, stop)
 
     def _make_table(self) -> bytes:
-        digests: list[bytes] = []
+        table = b""
         memory = new_memory(min(RUN_BYTES, self.num_bytes))
         for start in range(0, self.num_bytes, RUN_BYTES):
             data = memory[: min(RUN_BYTES, self.num_bytes - start)]
             self.fetch(start, data)
-            digests += [
-                xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES], seed=(start + at) // DIGEST_BLOCK_BYTES)
-                for at in range(0, len(data), DIGEST_BLOCK_BYTES)
-            ]
-        table = b"".join(digests)
+            table += table_of(data, start // DIGEST_BLOCK_BYTES)
         if xxhash.xxh3_128_hexdigest(table) != self.piece.entry.digest:
             raise self.damaged("does not hold the bytes that were written")
         return table
@@ -307,14 +281,10 @@ def _units(work: _Work, reading: Reading[Piece]) -> Iterator[Callable[[], None]]
             region = source.region_of(box)
             num_bytes += region.stop - region.start
             if num_bytes >= _UNIT_BYTES:
-                yield _unit(work, batch, reading)
+                yield partial(_read_unit, work, batch, reading)
                 batch, num_bytes = [], 0
     if batch:
-        yield _unit(work, batch, reading)
-
-
-def _unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Piece]) -> Callable[[], None]:
-    return lambda: _read_unit(work, boxes, reading)
+        yield partial(_read_unit, work, batch, reading)
 
 
 def _read_unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Piece]) -> None:
@@ -359,15 +329,11 @@ def _runs(works: Sequence[_Work], reading: Reading[Piece]) -> Iterator[Callable[
             gap = work.source.start - before.start - before.num_bytes
             length = work.source.start + work.source.num_bytes - begin.start
             if work.source.file != begin.file or gap > GAP_BYTES or length > RUN_BYTES:
-                yield _run(run, reading)
+                yield partial(_read_run, run, reading)
                 run = []
         run.append(work)
     if run:
-        yield _run(run, reading)
-
-
-def _run(works: list[_Work], reading: Reading[Piece]) -> Callable[[], None]:
-    return lambda: _read_run(works, reading)
+        yield partial(_read_run, run, reading)
 
 
 def _read_run(works: list[_Work], reading: Reading[Piece]) -> None:
@@ -418,15 +384,13 @@ def _dict_of(manifest: PartManifest, state: object) -> dict[str, Any]:
     return state
 
 
-def _value_check(storage: Storage, part: Part, entry: ValueEntry) -> Callable[[], list[str]]:
-    def check() -> list[str]:
-        path = part.path_of(entry.file)
-        try:
-            record = storage.read(path, entry.offset, entry.offset + entry.length)
-        except StorageError as error:
-            return [str(error)]
-        if xxhash.xxh3_128_hexdigest(record) != entry.digest:
-            return [f"{path} does not hold the record that was written of the value {entry.fqn[:120]}"]
-        return []
-
-    return check
+def _check_value(storage: Storage, part: Part, entry: ValueEntry) -> list[str]:
+    """Return what is wrong with the record of a value."""
+    path = part.path_of(entry.file)
+    try:
+        record = storage.read(path, entry.offset, entry.offset + entry.length)
+    except StorageError as error:
+        return [str(error)]
+    if xxhash.xxh3_128_hexdigest(record) != entry.digest:
+        return [f"{path} does not hold the record that was written of the value {entry.fqn[:120]}"]
+    return []
