@@ -5,8 +5,8 @@ Tensors are named by their path in the tree. Everything that safetensors has no 
 name of the tensor that it was the same memory as; both are stored, as readers look for either), `torchft_ckpt.arrays` (names
 that were numpy arrays).
 `__metadata__` is safetensors' own name: a tensor of that path gets a number, as the second of two of one path does.
-Views that share only some memory are stored each for itself. A state that is not all in memory is written in the order of
-`in_file_order`, as its bytes come.
+Views that share only some memory are stored each for itself. Tensors are written in the order of `in_file_order`, as their bytes
+come: a state need not be all in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,9 +29,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
+from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
@@ -76,11 +77,7 @@ def in_file_order(outlines: Iterable[Outline]) -> list[Outline]:
 
 
 def flatten(state: object) -> Content:
-    """Return a state as named tensors that safetensors takes, and the rest.
-
-    Raises:
-        UnsupportedValueError: a tensor has a dtype that safetensors cannot hold; the message has its name.
-    """
+    """Return a state as named tensors, and the rest."""
     content = Content()
     taken: dict[str, int] = {}
     found: list[tuple[str, torch.Tensor]] = []
@@ -95,11 +92,8 @@ def flatten(state: object) -> Content:
             found.append((name, leaf))
         else:
             content.values[name] = TreeEncoder().encode(leaf, name)
-    _check_dtypes((name, tensor.dtype) for name, tensor in found)
     _note_tied(found, content.tied)
-    for name, tensor in found:
-        content.tensors[name] = tensor.contiguous()
-    _separate(content.tensors)
+    content.tensors.update(found)
     return content
 
 
@@ -132,19 +126,14 @@ class SafetensorsFile:
         except OSError as error:
             self._leave_sigterm()
             raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
-        self._mode = os.fstat(descriptor).st_mode
         os.close(descriptor)
 
     def write(self, content: Content, step: int) -> int:
-        """Write it all, put it in its place, and return its length in bytes.
-
-        Raises:
-            CheckpointError: it could not be written, for example because the disk is full; nothing is left behind.
-            ConfigError: another file has come to its place meanwhile.
-            UnsupportedValueError: there are more values than a safetensors header can hold.
-        """
-        metadata = self._metadata(content, step)
-        return self._finish(lambda: save_file(content.tensors, self._temporary, metadata))
+        """Write it all, put it in its place, and return its length in bytes. Raises as `write_stream`."""
+        shapes = (Outline(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in content.tensors.items())
+        outlines = in_file_order(shapes)
+        chunks = (as_bytes(content.tensors[outline.name].contiguous()).numpy().data for outline in outlines)
+        return self.write_stream(outlines, chunks, content, step)
 
     def write_stream(
         self, outlines: Sequence[Outline], chunks: Iterable[memoryview], content: Content, step: int | None
@@ -154,22 +143,38 @@ class SafetensorsFile:
         Args:
             outlines: the tensors, `in_file_order`.
             chunks: their bytes, one tensor after the other, in C order; cut anywhere.
-            content: the rest; it has no tensors.
+            content: the rest.
             step: of the state, where it is known.
 
         Raises:
-            As `write`; and what `chunks` raises.
+            CheckpointError: it could not be written, for example because the disk is full; nothing is left behind.
+            ConfigError: another file has come to its place meanwhile.
+            UnsupportedValueError: safetensors cannot hold the dtype of a tensor, or so many values in a header.
+            Also what `chunks` raises.
         """
-        _check_dtypes((outline.name, outline.dtype) for outline in outlines)
+        for outline in outlines:
+            if _name_of(outline.dtype) is None:
+                raise UnsupportedValueError(
+                    f"tensor {outline.name!r}: safetensors cannot hold dtype {dtype_name(outline.dtype)}; nothing was written",
+                    outline.name,
+                )
         header = _header(outlines, self._metadata(content, step))
-
-        def write() -> None:
+        try:
             with self._temporary.open("wb") as file:
                 file.write(header)
                 for chunk in chunks:
                     file.write(chunk)
-
-        return self._finish(write)
+                file.flush()
+                os.fsync(file.fileno())
+                num_bytes = file.tell()
+            self._put_in_place()
+        except CheckpointError:  # of what was to be written; some are OSErrors as well
+            raise
+        except FileExistsError as error:
+            raise self._is_taken() from error
+        except OSError as error:
+            raise CheckpointError(f"{self._path} could not be written: {error}", party=str(self._path)) from error
+        return num_bytes
 
     def _metadata(self, content: Content, step: int | None) -> dict[str, str]:
         metadata = {
@@ -187,22 +192,6 @@ class SafetensorsFile:
                 party=str(self._path),
             )
         return metadata
-
-    def _finish(self, write: Callable[[], None]) -> int:
-        try:
-            write()
-            self._temporary.chmod(self._mode)  # safetensors makes it readable by its owner alone
-            with self._temporary.open("rb") as written:
-                os.fsync(written.fileno())
-                num_bytes = os.fstat(written.fileno()).st_size
-            self._put_in_place()
-        except CheckpointError:  # of what was to be written; some are OSErrors as well
-            raise
-        except FileExistsError as error:
-            raise self._is_taken() from error
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self._path} could not be written: {error}", party=str(self._path)) from error
-        return num_bytes
 
     def __enter__(self) -> SafetensorsFile:
         return self
@@ -293,14 +282,6 @@ def told_of_renamed(content: Content) -> list[str]:
     ]
 
 
-def _check_dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
-    for name, dtype in tensors:
-        if _name_of(dtype) is None:
-            raise UnsupportedValueError(
-                f"tensor {name!r}: safetensors cannot hold dtype {dtype_name(dtype)}; nothing was written", name
-            )
-
-
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str | None:
     """Return what safetensors calls a dtype; None where it does not take it, or gives back another.
@@ -336,15 +317,3 @@ def _note_tied(tensors: Sequence[tuple[str, torch.Tensor]], tied: dict[str, str]
             tied[name] = first[view]
         else:
             first[view] = name
-
-
-def _separate(tensors: dict[str, torch.Tensor]) -> None:
-    """Give memory of its own to each tensor that overlaps another one: safetensors takes no others."""
-    reach: dict[int, int] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        storage = tensor.untyped_storage().data_ptr()
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        if start < reach.get(storage, 0):
-            tensors[name] = tensor.clone()
-        else:
-            reach[storage] = stop
