@@ -34,6 +34,7 @@ from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.serving import parts as parts_module
+from torchft_ckpt.checkpointing.serving import sending as sending_module
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import regions_of
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
@@ -149,7 +150,9 @@ def test_a_state_comes_over_real_transports_onto_another_layout(seed, monkeypatc
     chance = random.Random(1000 + seed)
     monkeypatch.setattr(plan_module, "PART_BYTES", chance.choice([64, 512, 1 << 22]))
     monkeypatch.setattr(fetch_module, "_SLICE_BYTES", chance.choice([64, 1 << 20]))
-    monkeypatch.setattr(parts_module, "SLICE_BYTES", chance.choice([64, 1 << 20]))
+    slice_bytes = chance.choice([64, 1 << 20])
+    for module in (parts_module, sending_module):
+        monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)
     model = Model.random(chance, 15)
     groups = []
     for _ in range(chance.choice([1, 2])):

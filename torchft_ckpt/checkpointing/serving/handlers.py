@@ -50,13 +50,14 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_parts_request,
 )
 from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
-from torchft_ckpt.checkpointing.serving.parts import PartsBody, digest_parts, regions_of
+from torchft_ckpt.checkpointing.serving.parts import digest_parts, regions_of
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
     Pace,
-    Sendable,
     Turn,
     Turns,
+    body_of_blocks,
+    body_of_parts,
     digest_blocks,
     digest_burst,
     note_blake3s,
@@ -66,10 +67,10 @@ from torchft_ckpt.checkpointing.serving.sending import (
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
-from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs
+from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs, start_digest
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.admission import client_of_address
-from torchft_ckpt.core.proofs import PROOF_HEADER, Session
+from torchft_ckpt.core.proofs import PROOF_HEADER, PartDigest, Session
 from torchft_ckpt.core.transfer import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
 from torchft_ckpt.front.limits import acknowledged_bytes, showed_token
@@ -303,7 +304,11 @@ class CheckpointHandlers:
         self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             raise self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
-        return await self._send(request, served, Body(served, start, stop))
+        if self._session_of(request) is not None:
+            raise self._refuse(
+                "not_found", "over a connection on which the token is proved, tensors are served in parts"
+            )
+        return await self._send(request, served, body_of_blocks(served, run))
 
     async def _digests(
         self, of: Callable[[Served, Sequence[int]], dict[int, bytes]], request: web.Request
@@ -344,10 +349,10 @@ class CheckpointHandlers:
     async def _parts(self, request: web.Request) -> web.StreamResponse:
         snapshot, regions, seeds = await self._asked_parts(request)
         session = self._session_of(request)
-        if session is None:
-            return await self._send(request, snapshot, PartsBody(snapshot, regions, seeds))
-        start_digest = functools.partial(session.part_digest, request.headers.get(PROOF_HEADER, ""))
-        return await self._send(request, snapshot, PartsBody(snapshot, regions, seeds, start_digest))
+        start: Callable[[int], PartDigest] = start_digest
+        if session is not None:
+            start = functools.partial(session.part_digest, request.headers.get(PROOF_HEADER, ""))
+        return await self._send(request, snapshot, body_of_parts(snapshot, regions, seeds, start))
 
     async def _part_digests(self, request: web.Request) -> web.StreamResponse:
         snapshot, regions, _ = await self._asked_parts(request)
@@ -545,12 +550,8 @@ class CheckpointHandlers:
             transport.abort()
         return response
 
-    async def _send(self, request: web.Request, served: Served, body: Sendable) -> web.StreamResponse:
+    async def _send(self, request: web.Request, served: Served, body: Body) -> web.StreamResponse:
         """Send a body; where it ends early the connection is cut, so that the client cannot take it for the end."""
-        if self._session_of(request) is not None and not isinstance(body, PartsBody):
-            raise self._refuse(
-                "not_found", "over a connection on which the token is proved, tensors are served in parts"
-            )
         response = web.StreamResponse(headers={"ETag": _etag(served)})
         response.content_type = "application/octet-stream"
         response.content_length = body.length
@@ -622,7 +623,7 @@ class CheckpointHandlers:
         self,
         client: str,
         response: web.StreamResponse,
-        body: Sendable,
+        body: Body,
         turns: Turns,
         taken: Callable[[], None],
         max_bytes: int = 256 * 1024,
@@ -645,7 +646,7 @@ class CheckpointHandlers:
             taken()
 
     async def _send_from_threads(
-        self, client: str, sock: socket.socket, body: Sendable, turns: Turns, taken: Callable[[], None]
+        self, client: str, sock: socket.socket, body: Body, turns: Turns, taken: Callable[[], None]
     ) -> None:
         """Send straight from the lent memory, on a socket object of its own over the connection.
 

@@ -1,30 +1,20 @@
-"""Boxes of a served state, as one response: the elements of each part in C order, followed by their digest.
-
-A part's bytes are lent and sent as they are where they lie in one run; else a slice at a time is gathered. Like
-`sending.Body`, it is what a burst sends. It does not know HTTP.
-"""
+"""Where boxes of a served state lie, and their elements in C order, a slice at a time. It does not know HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
-
-import xxhash
+from collections.abc import Iterator, Sequence
 
 from torchft_ckpt.checkpointing.protocol import Part
 from torchft_ckpt.checkpointing.serving.relay import Served
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
+from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, slices
 from torchft_ckpt.core.boxes import Box, contains, relative_to
-from torchft_ckpt.core.proofs import PartDigest
 
 SLICE_BYTES = 1024 * 1024
 _MAX_SPAN_BYTES = 4 * 1024 * 1024
-_COPIED_BYTES = 64 * 1024
-"""Shorter runs are gathered, so that many small parts are one send."""
 
 
 def regions_of(manifest: Manifest, parts: Sequence[Part]) -> list[Region]:
@@ -52,106 +42,6 @@ def region_in_chunk(manifest: Manifest, entry: TensorEntry, chunk: Chunk, box: B
     strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
     base = manifest.segments[chunk.segment][0] + chunk.byte_offset
     return region_of(base, strides, relative_to(box, box_of(chunk)), parse_dtype(entry.dtype).itemsize)
-
-
-class _End(Enum):
-    END = "end"
-
-
-_END = _End.END
-
-
-class PartsBody:
-    """The bytes and digests of parts, in order.
-
-    Args:
-        served: where they come from.
-        regions: where they lie.
-        seeds: of their digests.
-        start_digest: begins the digest of a part, given its seed; it has `DIGEST_BYTES`.
-    """
-
-    def __init__(
-        self,
-        served: Served,
-        regions: Sequence[Region],
-        seeds: Sequence[int],
-        start_digest: Callable[[int], PartDigest] = lambda seed: xxhash.xxh3_128(seed=seed),
-    ) -> None:
-        self._served = served
-        self.length = sum(region.num_bytes + DIGEST_BYTES for region in regions)
-        self._left = self.length
-        self._hashers = map(start_digest, seeds)
-        self._slices = _with_ends(regions)
-        self._next: Region | _End | None = next(self._slices, _END)
-        self._scratch = memoryview(bytearray(SLICE_BYTES))
-        self._out = memoryview(b"")
-        """Bytes of our own that wait to be sent."""
-        self._at = self._end = self._hashed = 0
-        """The contiguous slice that is being sent."""
-        self._hasher: PartDigest | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether everything was taken."""
-        return not self._left
-
-    def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
-        """Hand the next bytes to `send`, which returns how many it took; return that.
-
-        Raises:
-            BlockGoneError: they are not there any more.
-        """
-        if not self._out and self._at >= self._end:
-            self._begin_slice()
-        if self._out:
-            taken = send([self._out[:max_bytes]])
-            self._out = self._out[taken:]
-        else:
-            taken = self._send_lent(send, min(self._at + max_bytes, self._end))
-        self._left -= taken
-        return taken
-
-    def _begin_slice(self) -> None:
-        """Go on to what comes next: a long run of live memory, or our copy of as much else as there is room for."""
-        filled = 0
-        while (region := self._next) is not _END:
-            if region is None:  # a part has ended
-                if filled + DIGEST_BYTES > SLICE_BYTES:
-                    break
-                digest = b"" if self._hasher is None else self._hasher.digest()
-                self._scratch[filled : filled + DIGEST_BYTES] = digest
-                filled += DIGEST_BYTES
-                self._hasher = None
-            else:
-                if not region.steps and region.run > _COPIED_BYTES:
-                    if not filled:
-                        self._hasher = self._hasher or next(self._hashers)
-                        self._at = self._hashed = region.start
-                        self._end = region.stop
-                        self._next = next(self._slices, _END)
-                    break
-                if filled + region.num_bytes > SLICE_BYTES:
-                    break
-                self._hasher = self._hasher or next(self._hashers)
-                out = read_region(self._served, region, self._scratch[filled:])
-                self._hasher.update(out)
-                filled += len(out)
-            self._next = next(self._slices, _END)
-        self._out = self._scratch[:filled]
-
-    def _send_lent(self, send: Callable[[list[memoryview]], int], end: int) -> int:
-        with self._served.lend(self._at, end) as views:
-            if self._hashed < end:
-                skipped = self._hashed - self._at  # what was hashed before, but did not fit into the socket
-                for view in views:
-                    if skipped < len(view) and self._hasher is not None:
-                        self._hasher.update(view[skipped:] if skipped else view)
-                    skipped = max(skipped - len(view), 0)
-                self._hashed = end
-            taken = send(views)
-        self._at += taken
-        return taken
 
 
 def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | None]:
@@ -184,9 +74,3 @@ def read_region(served: Served, region: Region, scratch: memoryview) -> memoryvi
         gather(memory, region, out)
     return out
 
-
-def _with_ends(regions: Sequence[Region]) -> Iterator[Region | None]:
-    """Yield the slices of all regions, and None after the last one of each."""
-    for region in regions:
-        yield from slices_of(region)
-        yield None

@@ -1,4 +1,4 @@
-"""The body of one response, and how it gets into a socket: lent memory goes straight to the system, without a copy of ours.
+"""The body of one response, blocks or parts, and how it gets into a socket: lent memory goes straight to the system.
 
 A body knows where it is and hashes what it sends; a burst sends from a thread until the socket is full, the body is done, or
 its turn is over. Memory is lent for one send that does not wait, so the trainer never waits for a client. It does not know
@@ -12,69 +12,66 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Protocol
 
+from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, read_region, slices_of
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import (
     DIGEST_BYTES,
     block_range,
-    count_blocks,
     digest_of,
     sample_range,
     start_blake3,
     start_digest,
 )
+from torchft_ckpt.checkpointing.state.regions import Region
+from torchft_ckpt.core.proofs import PartDigest
 from torchft_ckpt.core.rate import bucket_of_bytes, piece_bytes
 
-SLICE_BYTES = 1024 * 1024
 _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16
+_COPIED_BYTES = 64 * 1024
+"""Shorter runs are gathered, so that many small parts are one send."""
 _TURN_S = 0.2
 _LONG_TURN_S = 0.05
 """Of what sends nothing, so that who sends waits little for it."""
 _FULL_MS = 5
 
 
-class Sendable(Protocol):
-    """What a burst sends."""
-
-    length: int
-    """Bytes in all."""
-
-    @property
-    def done(self) -> bool:
-        """Whether everything was taken."""
-
-    def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
-        """Hand the next bytes to `send`, which returns how many it took; return that."""
-
-
 class Body:
-    """Blocks of what is served, in order, each followed by its digest, which is computed on the way where it is not known.
+    """Parts of what is served, in order, each followed by its digest.
+
+    The bytes of a part are lent and sent as they are where they lie in one long run; else a slice at a time is gathered.
 
     Args:
-        served: where they come from.
-        start, stop: bytes of whole blocks.
+        served: has the parts.
+        regions: where they lie.
+        hashers: of their digests, of `DIGEST_BYTES` each. One is begun when the one before has ended.
+        length: of all parts and digests, in bytes.
     """
 
-    def __init__(self, served: Served, start: int, stop: int) -> None:
+    def __init__(
+        self, served: Served, regions: Iterable[Region], hashers: Iterator[PartDigest], length: int
+    ) -> None:
         self._served = served
-        self._at = start
-        self._stop = stop
-        self._trailer = memoryview(b"")
-        self._gathered = memoryview(b"")
-        self._scratch: memoryview | None = None
-        num_blocks = count_blocks(stop, served.block_bytes) - start // served.block_bytes
-        self.length = stop - start + DIGEST_BYTES * num_blocks
-        self._begin_block()
+        self.length = length
+        self._left = length
+        self._hashers = hashers
+        self._slices = _with_ends(regions)
+        self._next: Region | _End | None = next(self._slices, _END)
+        self._scratch = memoryview(bytearray(SLICE_BYTES))
+        self._out = memoryview(b"")
+        """Bytes of our own that wait to be sent."""
+        self._at = self._end = self._hashed = 0
+        """The contiguous slice that is being sent."""
+        self._hasher: PartDigest | None = None
 
     @property
     def done(self) -> bool:
         """Whether everything was taken."""
-        return self._at >= self._stop and not self._trailer and not self._gathered
+        return not self._left
 
     def advance(self, send: Callable[[list[memoryview]], int], max_bytes: int = SLICE_BYTES) -> int:
         """Hand the next bytes to `send`, which returns how many it took; return that.
@@ -82,64 +79,115 @@ class Body:
         Raises:
             BlockGoneError: they are not there any more.
         """
-        if self._trailer:
-            taken = send([self._trailer])
-            self._trailer = self._trailer[taken:]
-            if not self._trailer and self._at < self._stop:
-                self._begin_block()
-            return taken
-        if self._gathered:
-            taken = send([self._gathered])
-            self._gathered = self._gathered[taken:]
-            return self._advanced(taken)
-        end = min(self._at + max_bytes, self._end)
-        with self._served.lend(self._at, end) as views:
-            if len(views) > _GATHER_FROM_VIEWS:
-                self._gather(views)
-                views = [self._gathered]
-            if self._hasher is not None and self._hashed < end:
-                self._hash(views, end)
-            taken = 0 if self._gathered else send(views)
-        if self._gathered:
-            taken = send([self._gathered])
-            self._gathered = self._gathered[taken:]
-        return self._advanced(taken)
-
-    def _advanced(self, taken: int) -> int:
-        self._at += taken
-        if self._at == self._end:
-            self._end_block()
+        if not self._out and self._at >= self._end:
+            self._begin_slice()
+        if not self._out:
+            taken = self._send_lent(send, min(self._at + max_bytes, self._end))
+            self._at += taken
+        if self._out:
+            taken = send([self._out[:max_bytes]])
+            self._out = self._out[taken:]
+        self._left -= taken
         return taken
 
-    def _gather(self, views: list[memoryview]) -> None:
-        """Copy many small pieces into one, so that a socket that takes a part at a time does not cost a lending each."""
-        if self._scratch is None:
-            self._scratch = memoryview(bytearray(SLICE_BYTES))
-        scratch, at = self._scratch, 0
-        for view in views:
-            scratch[at : at + len(view)] = view
-            at += len(view)
-        self._gathered = scratch[:at]
+    def _begin_slice(self) -> None:
+        """Go on to what comes next: a long run of live memory, or our copy of as much else as there is room for."""
+        filled = 0
+        while (region := self._next) is not _END:
+            if region is None:  # a part has ended
+                if filled + DIGEST_BYTES > SLICE_BYTES:
+                    break
+                digest = b"" if self._hasher is None else self._hasher.digest()
+                self._scratch[filled : filled + DIGEST_BYTES] = digest
+                filled += DIGEST_BYTES
+                self._hasher = None
+            else:
+                if not region.steps and region.run > _COPIED_BYTES:
+                    if not filled:
+                        self._hasher = self._hasher or next(self._hashers)
+                        self._at = self._hashed = region.start
+                        self._end = region.stop
+                        self._next = next(self._slices, _END)
+                    break
+                if filled + region.num_bytes > SLICE_BYTES:
+                    break
+                self._hasher = self._hasher or next(self._hashers)
+                out = read_region(self._served, region, self._scratch[filled:])
+                self._hasher.update(out)
+                filled += len(out)
+            self._next = next(self._slices, _END)
+        self._out = self._scratch[:filled]
 
-    def _begin_block(self) -> None:
-        self._block = self._at // self._served.block_bytes
-        _, self._end = block_range(self._block, self._served.total_bytes, self._served.block_bytes)
-        self._hasher = None if self._block in self._served.digests else start_digest(self._block)
-        self._hashed = self._at
-        self._served.note_sent(self._block)
+    def _send_lent(self, send: Callable[[list[memoryview]], int], end: int) -> int:
+        """Send live memory up to a byte, or make our own copy of it that waits to be sent; return how many bytes of it are done."""
+        with self._served.lend(self._at, end) as views:
+            if self._hashed < end:
+                skipped = self._hashed - self._at  # what was hashed before, but did not fit into the socket
+                for view in views:
+                    if skipped < len(view) and self._hasher is not None:
+                        self._hasher.update(view[skipped:] if skipped else view)
+                    skipped = max(skipped - len(view), 0)
+                self._hashed = end
+            if len(views) <= _GATHER_FROM_VIEWS:
+                return send(views)
+            # Else each small piece that a socket takes would cost a lending.
+            filled = 0
+            for view in views:
+                self._scratch[filled : filled + len(view)] = view
+                filled += len(view)
+        self._out = self._scratch[:filled]
+        return filled
 
-    def _hash(self, views: list[memoryview], end: int) -> None:
-        skipped = self._hashed - self._at  # what was hashed before, but did not fit into the socket
-        for view in views:
-            if skipped < len(view):
-                self._hasher.update(view[skipped:] if skipped else view)  # type: ignore[union-attr]
-            skipped = max(skipped - len(view), 0)
-        self._hashed = end
 
-    def _end_block(self) -> None:
+def body_of_parts(
+    served: Served,
+    regions: Sequence[Region],
+    seeds: Iterable[int],
+    start: Callable[[int], PartDigest] = start_digest,
+) -> Body:
+    """Return a body of parts. `start` begins the digest of one, given its seed."""
+    return Body(served, regions, map(start, seeds), sum(region.num_bytes + DIGEST_BYTES for region in regions))
+
+
+def body_of_blocks(served: Served, run: range) -> Body:
+    """Return a body of blocks. Their digests are computed on the way where they are not known."""
+    start, stop = run.start * served.block_bytes, min(run.stop * served.block_bytes, served.total_bytes)
+    spans = (block_range(block, served.total_bytes, served.block_bytes) for block in run)
+    regions = (Region(low, (), high - low) for low, high in spans)
+    return Body(served, regions, (_BlockDigest(served, block) for block in run), stop - start + DIGEST_BYTES * len(run))
+
+
+class _BlockDigest:
+    """The digest of a block that is being sent: the known one, or that of the bytes that pass."""
+
+    def __init__(self, served: Served, block: int) -> None:
+        self._served = served
+        self._block = block
+        self._hasher = None if block in served.digests else start_digest(block)
+        served.note_sent(block)
+
+    def update(self, data: memoryview) -> None:
+        if self._hasher is not None:
+            self._hasher.update(data)
+
+    def digest(self) -> bytes:
         if self._hasher is not None:
             self._served.digests[self._block] = self._hasher.digest()
-        self._trailer = memoryview(self._served.digests[self._block])
+        return self._served.digests[self._block]
+
+
+class _End(Enum):
+    END = "end"
+
+
+_END = _End.END
+
+
+def _with_ends(regions: Iterable[Region]) -> Iterator[Region | None]:
+    """Yield the slices of all regions, and None after the last one of each."""
+    for region in regions:
+        yield from slices_of(region)
+        yield None
 
 
 class Pace:
@@ -205,7 +253,7 @@ class Turn(Enum):
     AHEAD = "ahead of the pace"
 
 
-def send_burst(body: Sendable, sock: socket.socket, stop: threading.Event, turns: Turns) -> Turn:
+def send_burst(body: Body, sock: socket.socket, stop: threading.Event, turns: Turns) -> Turn:
     """Send from the calling thread for one turn. The socket does not block.
 
     Raises:
