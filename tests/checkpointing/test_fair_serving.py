@@ -134,7 +134,7 @@ def test_work_for_digests_ends_when_the_client_leaves(source, gate):
     assert eventually(lambda: gate.num_slices == 1)
     connection.close()
     clients = source._server._front._clients
-    assert eventually(lambda: not clients._num_connections)
+    assert eventually(lambda: not clients._connections)
     queue = source._server._handlers._threads._queue
 
     def is_idle_after_one_more_slice() -> bool:

@@ -160,18 +160,18 @@ class HTTPTransport(CheckpointTransport[T]):
             "max_requests_per_s": max_requests_per_s,
             "max_serve_bytes_per_s": max_serve_bytes_per_s,
         }
+        self._host = host
+        self._bind = bind or wildcard_for(host.address)
         self._server = CheckpointServer(
             self._shelf,
-            bind=bind or wildcard_for(host.address),
+            bind=self._bind,
             port=port,
             token=token,
             ssl_context=ssl_context,
             limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),  # type: ignore[arg-type]
         )
-        warn_if_open("the checkpoint transport", bind or wildcard_for(host.address), token)
+        warn_if_open("the checkpoint transport", self._bind, token)
         end_at_exit(self.shutdown)
-        self._host = host
-        self._bind = bind or wildcard_for(host.address)
         self._metadata = str(SourceAddress(host.address, self._server.port, "http" if ssl_context is None else "https"))
         self._options = FetchOptions(
             connect_timeout_s=connect.total_seconds(),

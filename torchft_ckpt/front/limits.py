@@ -18,7 +18,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -93,9 +93,6 @@ class SparseLog(logging.LoggerAdapter):
         self._silent_until = -math.inf
         self._num_left_out = 0
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs
-
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if level >= logging.WARNING:
             now = self._clock()
@@ -138,8 +135,8 @@ class ClientLimits:
                 binds_known=not token,
             )
         )
-        self._num_connections = 0
         self._connections: set[GuardedConnection] = set()
+        """Those that were admitted."""
         self._emptied = asyncio.Event()
 
     def admit(self, connection: GuardedConnection) -> bool:
@@ -154,29 +151,23 @@ class ClientLimits:
             self.log.warning("%s: %s, %s of %s", self.name, verdict.reason, what, connection.client)
         if isinstance(verdict.cut, GuardedConnection):
             verdict.cut.abort()
-        self._num_connections += verdict.is_admitted
+        if verdict.is_admitted:
+            self._connections.add(connection)
         return verdict.is_admitted
 
     def leave(self, connection: GuardedConnection) -> None:
         """Count a connection out that was admitted; once."""
         self._admission.leave(connection)
-        self._num_connections -= 1
-        if self._num_connections == 0:
+        self._connections.discard(connection)
+        if not self._connections:
             self._emptied.set()
 
     def show(self, connection: GuardedConnection) -> None:
         """Keep a place for a connection whose client has shown the token."""
         self._admission.show(connection)
 
-    def opened(self, connection: GuardedConnection) -> None:
-        """A connection carries requests from now on, until `closed`."""
-        self._connections.add(connection)
-
-    def closed(self, connection: GuardedConnection) -> None:
-        self._connections.discard(connection)
-
     async def abort_all(self, timeout_s: float) -> None:
-        """Cut every connection that carries requests; return when every one that was admitted is closed.
+        """Cut every connection that was admitted; return when all are closed.
 
         Raises:
             asyncio.TimeoutError: some are not.
@@ -184,7 +175,7 @@ class ClientLimits:
         for connection in list(self._connections):
             connection.abort()
         self._emptied.clear()
-        if self._num_connections:
+        if self._connections:
             await asyncio.wait_for(self._emptied.wait(), timeout_s)
 
     @web.middleware
@@ -307,7 +298,6 @@ class GuardedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._clients.opened(self)
         self._arm()
         self.inner.connection_made(transport)
 
@@ -348,7 +338,6 @@ class GuardedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._disarm()
-        self._clients.closed(self)
         self.leave()
         self.inner.connection_lost(exc)
 

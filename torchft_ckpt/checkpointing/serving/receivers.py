@@ -50,8 +50,8 @@ class Receivers:
 
     def __init__(self, num_blocks: int, num_expected: int) -> None:
         self._all = (1 << num_blocks) - 1
-        self._num_told = self._num_expected = num_expected
-        self._num_seen = 0
+        self._num_told = self.num_expected = num_expected
+        self.num_seen = 0
         self._seen: dict[str, int] = {}  # by name, in which place they came
         self._active: dict[str, _Receiver] = {}
         self._places = Places(MAX_RECEIVERS)
@@ -64,17 +64,9 @@ class Receivers:
         self._revoked: set[str] = set()
         self._unseen_revoked = False
 
-    @property
-    def num_expected(self) -> int:
-        return self._num_expected
-
     def expect(self, num_receivers: int) -> None:
         """Where ranks were told to fetch it, all ranks of their groups come."""
-        self._num_expected = max(self._num_expected, self._num_told * num_receivers)
-
-    @property
-    def num_seen(self) -> int:
-        return self._num_seen
+        self.num_expected = max(self.num_expected, self._num_told * num_receivers)
 
     @property
     def num_done(self) -> int:
@@ -87,13 +79,13 @@ class Receivers:
     @property
     def awaits_more(self) -> bool:
         """Whether somebody who was told to come has not come yet, and may."""
-        return self._num_seen < self._num_expected and not self._unseen_revoked
+        return self.num_seen < self.num_expected and not self._unseen_revoked
 
     def add(self, name: str, now: float, client: str = "") -> None:
         """A receiver of a client starts from the first block. Where there are too many, another one is not kept for any more."""
         if name not in self._seen:
-            self._seen[name] = self._num_seen
-            self._num_seen += 1
+            self._seen[name] = self.num_seen
+            self.num_seen += 1
             if len(self._seen) > MAX_NAMES:
                 self._forget(next(known for known in self._seen if known not in self._active))
         if name not in self._active:
@@ -124,7 +116,7 @@ class Receivers:
     def share_of(self, name: str) -> tuple[int, int]:
         """Return which receiver this is, from 0 on, and of how many."""
         place = self._seen.get(name, 0)
-        return place, max(self._num_expected, self._num_seen, 1)
+        return place, max(self.num_expected, self.num_seen, 1)
 
     def is_revoked(self, name: str | None) -> bool:
         """Whether this receiver lost its lease; one that was told to come but has not may have lost it, too."""
@@ -195,7 +187,7 @@ class Receivers:
             return []
         revoked: list[str] = []
         if self.awaits_more:
-            revoked.append(f"{self._num_expected - self._num_seen} receivers that have not come yet")
+            revoked.append(f"{self.num_expected - self.num_seen} receivers that have not come yet")
             self._unseen_revoked = True
         slowest_last = sorted(
             self._active, key=lambda name: (self._active[name].received.bit_count(), name), reverse=True
