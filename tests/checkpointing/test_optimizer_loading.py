@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
+from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.testing.transport_conformance import differences
 

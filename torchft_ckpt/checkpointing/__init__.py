@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torchft_ckpt.checkpointing.http_transport import HTTPTransport
+from torchft_ckpt.checkpointing.http_transport import HTTPTransport, PGTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.checkpointing.pg_transport import PGTransport
 from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
 from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter

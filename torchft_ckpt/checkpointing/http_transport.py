@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -449,6 +449,32 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server.stop(wait=wait)
         self._shelf.close_all()
         self._buffer_shelf.clear()
+
+
+class PGTransport(HTTPTransport[T]):
+    """An `HTTPTransport` for scripts that construct torchft's `PGTransport`: our format over HTTP.
+
+    torchft's sends pickles over the process group, so the process group has to be connected first, and both sides wait until all
+    of it is through. Here live weights are served beside the training step, from several sources at once, with digests, and nothing
+    is unpickled. The bytes go over TCP, whatever the process group uses.
+
+    Args:
+        pg: not used: no state travels over it.
+        timeout: as for `HTTPTransport`.
+        device: not used: what is received is on the CPU, or in the tensors that `state_dict` returns, wherever these are.
+        state_dict: returns the state that is here, as it would be sent: a receive for which no other is given fills its tensors.
+            A Manager of this library gives its own.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        timeout: timedelta,
+        device: torch.device | str,
+        state_dict: Callable[[], T] | None = None,
+    ) -> None:
+        super().__init__(timeout, state_dict=state_dict)
+        self._receives_in_place = state_dict is not None
 
 
 def _check(holds: bool, argument: str, value: object, expected: str) -> None:

@@ -89,6 +89,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         "RWLock": Here("compat.rwlock"),
     },
     "checkpointing._serialization": {},
+    "checkpointing.pg_transport": {"PGTransport": Here("checkpointing")},
     "collectives": {
         "allocate_reduce_scatter_output": _QUANTIZED,
         "allreduce_quantized": _QUANTIZED,

@@ -15,8 +15,7 @@ import torch
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
-from torchft_ckpt.checkpointing.state.optimizer_loading import dtypes_kept
-from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
+from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_optimizer_state
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.messages import StateVersion
