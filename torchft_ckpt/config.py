@@ -187,7 +187,6 @@ def parse_count(text: str) -> int:
 
 
 def parse_bool(text: str) -> bool:
-    """Parse yes or no."""
     known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     try:
         return known[text.strip().lower()]

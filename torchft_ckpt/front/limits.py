@@ -421,7 +421,6 @@ def _connection_of(request: web.Request) -> GuardedConnection | None:
 
 
 def refuse(status: int, error: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return a refusal as an answer."""
     body = msgspec.json.encode({"error": error, "message": message})
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 

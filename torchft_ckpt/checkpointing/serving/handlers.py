@@ -149,7 +149,6 @@ class CheckpointHandlers:
         self._computing_blake3 = asyncio.Lock()
 
     def application(self) -> web.Application:
-        """Return the aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         step = PREFIX + r"/{step:[0-9]{1,18}}"
         app.router.add_get(PREFIX, self._index)
@@ -179,7 +178,6 @@ class CheckpointHandlers:
                 task.cancel()
 
     def cancel_all(self) -> None:
-        """Cut every request."""
         for task in list(self._sending):
             task.cancel()
         for future in self._waiting:

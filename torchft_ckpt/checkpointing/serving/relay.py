@@ -50,11 +50,9 @@ class Relay:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be read any more."""
         return self._views is None
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether bytes [start, stop) can be read now."""
         blocks = range(start // self.block_bytes, count_blocks(stop, self.block_bytes))
         return not self.closed and all(block in self.digests for block in blocks)
 

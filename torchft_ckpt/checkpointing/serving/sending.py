@@ -236,7 +236,6 @@ class Turns:
         return max(self._at - time.monotonic(), 0.0)
 
     def sent(self, num_bytes: int) -> None:
-        """Count what was sent."""
         self.left -= num_bytes
 
     def end(self) -> None:

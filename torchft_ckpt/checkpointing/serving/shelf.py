@@ -129,7 +129,6 @@ class Shelf:
         return any(now - at <= max_age_s for at in asked_at)
 
     def find_by_id(self, snapshot_id: str) -> Served | None:
-        """Return an open snapshot or relay by its id."""
         with self._lock:
             self._drop_closed()
             for lease in self._leases:
@@ -213,7 +212,6 @@ class Shelf:
         return ended
 
     def close_all(self) -> None:
-        """Close everything."""
         self.expire(float("inf"))
 
     def open_snapshots(self) -> list[Snapshot]:

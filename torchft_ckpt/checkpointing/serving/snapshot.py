@@ -373,7 +373,6 @@ class Snapshot:
 
     @property
     def phase(self) -> Phase:
-        """Where its bytes are."""
         return self._phase
 
     @property
@@ -393,7 +392,6 @@ class Snapshot:
             return self._receivers.num_active > 0
 
     def statistics(self) -> SnapshotStatistics:
-        """What it is doing now."""
         with self._changed:
             return SnapshotStatistics(
                 step=self.step,

@@ -62,7 +62,6 @@ class Memory:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
         return self.tensor.device
 
     def addresses(self) -> range:

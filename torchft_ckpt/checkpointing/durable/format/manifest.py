@@ -78,7 +78,6 @@ class BoxEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def box(self) -> Box:
-        """The same as a `Box`."""
         return Box(tuple(self.offsets), tuple(self.sizes))
 
 
@@ -112,7 +111,6 @@ class PieceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def box(self) -> Box:
-        """Its box."""
         return Box(tuple(self.offsets), tuple(self.sizes))
 
 
@@ -179,7 +177,6 @@ class PartManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def name(self) -> PartName:
-        """Its name."""
         return PartName(self.replica, self.rank, self.fill)
 
 

@@ -51,7 +51,6 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> PartName:
-        """Its name."""
         return self.manifest.name
 
     def path_of(self, file: int) -> str:

@@ -65,7 +65,6 @@ class OsSystem:
         return os.preadv(handle, [memory], start)
 
     def length(self, handle: int) -> int:
-        """Return the length of an open file."""
         return os.fstat(handle).st_size
 
     def fsync(self, handle: int) -> None:
@@ -121,7 +120,6 @@ class OsSystem:
         os.unlink(path, dir_fd=directory)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty directory."""
         os.rmdir(path)
 
 
