@@ -30,8 +30,8 @@ from torchft_ckpt.checkpointing.durable.names import CheckpointName, parse_check
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
 from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
-from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.cli import checkpoint_content
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import StorageError

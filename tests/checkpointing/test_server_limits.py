@@ -27,8 +27,7 @@ from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
-from torchft_ckpt.checkpointing.serving.http_server import ServerLimits
+from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
 from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.errors import ConfigError, SourceLostError

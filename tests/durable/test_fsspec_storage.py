@@ -1,4 +1,4 @@
-"""Every kind of place keeps one contract: a directory, fsspec's memory, and stores that rename or upload, which are played here."""
+"""Every kind of place keeps one contract: a directory, fsspec's memory, stores that rename or upload."""
 
 from __future__ import annotations
 

@@ -455,8 +455,8 @@ class PGTransport(HTTPTransport[T]):
     """An `HTTPTransport` for scripts that construct torchft's `PGTransport`: our format over HTTP.
 
     torchft's sends pickles over the process group, so the process group has to be connected first, and both sides wait until all
-    of it is through. Here live weights are served beside the training step, from several sources at once, with digests, and nothing
-    is unpickled. The bytes go over TCP, whatever the process group uses.
+    of it is through. Here live weights are served beside the training step, by several sources at once, with digests, and none
+    are unpickled. The bytes go over TCP, whatever the process group uses.
 
     Args:
         pg: not used: no state travels over it.
@@ -506,4 +506,3 @@ def _readable(sources: Sequence[str]) -> list[SourceAddress]:
     if not readable and failure is not None:
         raise failure
     return readable
-

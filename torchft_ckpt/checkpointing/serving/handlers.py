@@ -51,6 +51,7 @@ from torchft_ckpt.checkpointing.protocol import (
 )
 from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
 from torchft_ckpt.checkpointing.serving.parts import digest_parts, regions_of
+from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
     Pace,
@@ -64,7 +65,6 @@ from torchft_ckpt.checkpointing.serving.sending import (
     sample_blocks,
     send_burst,
 )
-from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs, start_digest

@@ -84,7 +84,7 @@ class CheckpointServer:
         port: int,
         token: str | None,
         ssl_context: ssl.SSLContext | None = None,
-        limits: ServerLimits = ServerLimits(),  # noqa: B008 - frozen
+        limits: ServerLimits = ServerLimits(),
     ) -> None:
         if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
             raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")

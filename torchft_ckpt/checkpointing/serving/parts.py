@@ -73,4 +73,3 @@ def read_region(served: Served, region: Region, scratch: memoryview) -> memoryvi
         memory = views[0] if len(views) == 1 else memoryview(b"".join(views))
         gather(memory, region, out)
     return out
-

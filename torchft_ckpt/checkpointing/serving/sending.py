@@ -52,9 +52,7 @@ class Body:
         length: of all parts and digests, in bytes.
     """
 
-    def __init__(
-        self, served: Served, regions: Iterable[Region], hashers: Iterator[PartDigest], length: int
-    ) -> None:
+    def __init__(self, served: Served, regions: Iterable[Region], hashers: Iterator[PartDigest], length: int) -> None:
         self._served = served
         self.length = length
         self._left = length
@@ -119,7 +117,7 @@ class Body:
         self._out = self._scratch[:filled]
 
     def _send_lent(self, send: Callable[[list[memoryview]], int], end: int) -> int:
-        """Send live memory up to a byte, or make our own copy of it that waits to be sent; return how many bytes of it are done."""
+        """Send live memory up to a byte, or make our own copy of it, which is to be sent; return how many bytes are done."""
         with self._served.lend(self._at, end) as views:
             if self._hashed < end:
                 skipped = self._hashed - self._at  # what was hashed before, but did not fit into the socket
@@ -166,7 +164,7 @@ class _BlockDigest:
         self._hasher = None if block in served.digests else start_digest(block)
         served.note_sent(block)
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: bytes | memoryview, /) -> None:
         if self._hasher is not None:
             self._hasher.update(data)
 
