@@ -100,15 +100,8 @@ class StateDictLock:
         if self.held_for_write():
             yield
             return
-        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         handle = self._rwlock.gen_rlock()
-        self._check_owner("reader")
-        if not handle.acquire(blocking=True, timeout=timeout_s):
-            self._check_owner("reader")
-            raise LockTimeoutError(
-                f"state dict lock: no read access within {timeout_s:g} s, a writer (optimizer step) holds or awaits it",
-                party="reader",
-            )
+        self._acquire(handle, timeout, "reader", "no read access", "a writer (optimizer step) holds or awaits it")
         self._here.num_reads += 1
         try:
             yield
@@ -172,20 +165,13 @@ class StateDictLock:
         if self.held_for_write():
             self.announce_write()
             return False
-        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         if self._here.num_reads:
             raise CheckpointError(
                 "state dict lock: this thread, or another task of it, is reading and asks to write, which would wait for itself;"
                 " end the read first",
                 party="writer",
             )
-        self._check_owner("writer")
-        if not self._writer().acquire(blocking=True, timeout=timeout_s):
-            self._check_owner("writer")
-            raise LockTimeoutError(
-                f"state dict lock: no write access within {timeout_s:g} s, a reader or another writer holds it",
-                party="writer",
-            )
+        self._acquire(self._writer(), timeout, "writer", "no write access", "a reader or another writer holds it")
         self._owner = threading.current_thread()
         self._here.token = token = object()
         self._here.task = _running_task()
@@ -196,6 +182,13 @@ class StateDictLock:
             self._let_go()
             raise
         return True
+
+    def _acquire(self, handle: rwlock.Lockable, timeout: timedelta | None, party: str, what: str, why: str) -> None:
+        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
+        self._check_owner(party)
+        if not handle.acquire(blocking=True, timeout=timeout_s):
+            self._check_owner(party)
+            raise LockTimeoutError(f"state dict lock: {what} within {timeout_s:g} s, {why}", party=party)
 
     def _check_same_task(self) -> None:
         """Where a task took the write side of this thread, see that it, or one that it has started since, is running.

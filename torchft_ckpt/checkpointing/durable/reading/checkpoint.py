@@ -272,7 +272,7 @@ def is_closed(storage: Storage, name: CheckpointName) -> bool:
     return METADATA in storage.names(str(name))
 
 
-def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_threads: int = NUM_THREADS) -> Checkpoint:
+def read_checkpoint(storages: Sequence[Storage], name: CheckpointName) -> Checkpoint:
     """Read all manifests of a checkpoint, and see that the files that they name are as long as they should be.
 
     Where one part lies in several storages alike, each of them can be read from.
@@ -280,7 +280,6 @@ def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_th
     Args:
         storages: where to look; one that fails is left aside, as if it had no parts.
         name: of the checkpoint.
-        num_threads: how many manifests are read at once.
     """
     found: list[tuple[Storage, PartName]] = []
     left_aside: list[str] = []
@@ -297,7 +296,7 @@ def read_checkpoint(storages: Sequence[Storage], name: CheckpointName, *, num_th
             elif part is not None:
                 left_aside.append(f"{name}/{entry}: no name of a manifest, which would be {part.manifest}")
     parts: list[Part] = []
-    for part_or_reason in in_threads(lambda at: read_part(at[0], name, at[1]), found, num_threads):
+    for part_or_reason in in_threads(lambda at: read_part(at[0], name, at[1]), found, NUM_THREADS):
         if isinstance(part_or_reason, str):
             left_aside.append(part_or_reason)
         else:
