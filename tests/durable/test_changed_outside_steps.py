@@ -126,7 +126,8 @@ def test_a_swap_after_everything_was_copied_ahead_costs_the_save_nothing(
     worker = scene.checkpointer._worker
     assert worker is not None
     worker.stage()
-    worker._state.copy_ahead()
+    while worker._state.snapshot.copy_ahead():
+        pass
     scene.swap()
     scene.optimizer.step()
     writing.set()

@@ -226,7 +226,7 @@ class GuardedConnection(asyncio.Protocol):
     def __init__(self, inner: asyncio.Protocol, clients: ClientLimits, client: str) -> None:
         self.inner = inner
         self.client = client
-        self._clients = clients
+        self.clients = clients
         self._limits = clients.limits
         self._loop = clients.loop
         self._transport: asyncio.Transport | None = None
@@ -251,7 +251,7 @@ class GuardedConnection(asyncio.Protocol):
         """Count this connection out. May be called again."""
         if not self._left:
             self._left = True
-            self._clients.leave(self)
+            self.clients.leave(self)
 
     def abort(self) -> None:
         """Close the connection without waiting for anything."""
@@ -259,10 +259,6 @@ class GuardedConnection(asyncio.Protocol):
             self._transport.abort()
         elif self.opening is not None:
             self.opening.cancel()
-
-    def show_token(self) -> None:
-        """Its client has shown that it knows the token, in whichever way: it keeps its place."""
-        self._clients.show(self)
 
     def begin_messages(self) -> None:
         """Count bytes no more; close it if `end_wait` does not follow in time."""
@@ -377,7 +373,7 @@ class GuardedConnection(asyncio.Protocol):
     def _refuse_too_large(self, *, head_is_whole: bool) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        self._clients.log.warning("%s sent more than a request may have; its connection was closed", self.client)
+        self.clients.log.warning("%s sent more than a request may have; its connection was closed", self.client)
         if self._answering:
             self._transport.abort()
             return
@@ -397,7 +393,7 @@ def showed_token(request: web.Request) -> None:
     """
     connection = _connection_of(request)
     if connection is not None:
-        connection.show_token()
+        connection.clients.show(connection)
 
 
 def becomes_websocket(request: web.Request) -> None:

@@ -155,7 +155,8 @@ class Snapshot:
         self.digests: dict[int, bytes] = {}
         self.blake3s: dict[int, bytes] = {}
         """By block; of those that were asked about."""
-        self._layout = replace(space, memories=[])
+        self.space = replace(space, memories=[])
+        """Where in the byte space its tensors lie, without their memory."""
         self._manifest_lock = threading.Lock()
         self._manifest: Manifest | None = None
         self._encoded: bytes | None = None
@@ -203,7 +204,7 @@ class Snapshot:
                         snapshot=self.id,
                         block_bytes=self.block_bytes,
                         tree=self._tree,
-                        space=self._layout,
+                        space=self.space,
                         elsewhere=self._elsewhere,
                     )
             return self._manifest
@@ -367,11 +368,6 @@ class Snapshot:
         return True
 
     @property
-    def space(self) -> Space:
-        """Where in the byte space its tensors lie, without their memory."""
-        return self._layout
-
-    @property
     def phase(self) -> Phase:
         return self._phase
 
@@ -493,7 +489,9 @@ class Snapshot:
             try:
                 if staging is not None:
                     staging.order_mutation_after(_STAGING_TIMEOUT)
-                self._copy_all_aside()
+                with self._changed:
+                    wanted = self._to_copy()  # looked at once: there may be thousands of receivers
+                self._copy_blocks([block for run in blocks_of(wanted) for block in run], Phase.DETACHING)
             except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
                 # The trainer must not pay for a receiver: that one learns that the state is gone, and asks again.
                 logger.warning("%r cannot be kept for its receivers and is closed: %s", self, error)
@@ -641,13 +639,8 @@ class Snapshot:
         self._copied &= ~(1 << block)
         self._pool.give(None if self._lent[block] else buffer)
 
-    def _copy_all_aside(self) -> None:
-        """Copy what is needed; the trainer waits, so large copies are spread over a few threads, as torch does."""
-        with self._changed:
-            wanted = self._to_copy()  # looked at once: there may be thousands of receivers
-        self._copy_blocks([block for block in range(self._num_live_blocks()) if wanted >> block & 1], Phase.DETACHING)
-
     def _copy_blocks(self, blocks: Sequence[int], phase: Phase) -> None:
+        """The trainer waits, so large copies are spread over a few threads, as torch does."""
         num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
         if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
             for block in blocks:

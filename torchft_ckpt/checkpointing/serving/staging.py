@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.state.space import Memory
+from torchft_ckpt.checkpointing.state.space import Memory, as_bytes
 from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import Thread
 
@@ -40,7 +40,7 @@ class Staging:
         self._ranges = [range(memory.length) for memory in memories]
         self._is_started = False
         self._is_too_late = False
-        self._devices = sorted({memory.device for memory in memories}, key=str)
+        self._devices = sorted({memory.tensor.device for memory in memories}, key=str)
         self._written = {}
         for device in self._devices:
             event = torch.Event(device)
@@ -76,10 +76,10 @@ class Staging:
                     self._staged.append(Staged(0, torch.empty(0, dtype=torch.uint8, device="cpu")))
                     continue
                 pinned = torch.empty(len(wanted), dtype=torch.uint8, device="cpu", pin_memory=True)
-                with streams[memory.device]:
-                    source = memory.contiguous_bytes()[wanted.start : wanted.stop]
+                with streams[memory.tensor.device]:
+                    source = as_bytes(memory.tensor.contiguous())[wanted.start : wanted.stop]
                     pinned.copy_(source, non_blocking=True)
-                    source.record_stream(streams[memory.device])
+                    source.record_stream(streams[memory.tensor.device])
                 self._staged.append(Staged(wanted.start, pinned))
             for device, stream in streams.items():
                 event = torch.Event(device)

@@ -60,18 +60,10 @@ class Memory:
         self._view: memoryview | None = None
         self._address = 0
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
     def addresses(self) -> range:
         """Where its bytes are on the host; of a strided tensor only the first."""
         first = self.tensor.data_ptr()
         return range(first, first + (1 if self._packed else self.length))
-
-    def contiguous_bytes(self) -> torch.Tensor:
-        """Return the segment as one uint8 tensor: the live memory itself, or a copy where it is strided."""
-        return as_bytes(self.tensor.contiguous())
 
     def copy_out(self, start: int, stop: int) -> bytes:
         """Return a copy of bytes [start, stop). The memory must be on the CPU.

@@ -155,15 +155,6 @@ class CapturedState:
         """Free these blocks, which are not read any more."""
         self.snapshot.contact(RECEIVER, 0.0, received=blocks)
 
-    def copy_ahead(self) -> None:
-        """Copy aside what the trainer would have to wait for; on the save's thread, beside the forward pass.
-
-        Raises:
-            LockTimeoutError: a writer held the lock for its whole timeout.
-        """
-        while self.snapshot.copy_ahead():
-            pass
-
     def detach(self) -> None:
         """Copy aside what has not been copied yet, on the trainer's thread; see `Snapshot.detach`. Reading waits meanwhile.
 

@@ -241,7 +241,8 @@ class SaveWorker:
         """Copy aside what this rank backs up, and what of its own share is not written soon, as the trainer steps then."""
         self._share_over.wait(_COPY_AHEAD_AFTER_S)
         try:
-            self._state.copy_ahead()
+            while self._state.snapshot.copy_ahead():
+                pass
         except (CheckpointError, MemoryError, OSError) as error:
             logger.info("not all of step %d was copied ahead, the trainer will: %s", self._task.name.step, error)
 
