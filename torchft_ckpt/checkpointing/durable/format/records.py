@@ -1,13 +1,16 @@
 """Records: what `torch.save` makes of a tensor, so that DCP reads it, and where the raw data are in it, so that we need not.
 
 A record is an uncompressed zip file in which the tensor's data are one entry. It is written by torch itself, digested on the
-way, and followed by the table of digests. This file knows one tensor at a time, nothing of checkpoints.
+way, and followed by the table of digests. Anybody's record can be taken apart into its entries; nothing in it is unpickled.
+This file knows one tensor at a time, nothing of checkpoints.
 """
 
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
+import zlib
 from typing import IO, NamedTuple, cast
 
 import torch
@@ -20,7 +23,11 @@ from torchft_ckpt.errors import CheckpointError, StorageError
 
 _BUFFERED_BYTES = 64 * 1024
 """Smaller records are made in memory. The only longer write of a longer one is that of its data."""
+_NOT_IN_ONE_PIECE = "torch.save did not write the data of a tensor in one piece"
+_LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
+_ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OverflowError, OSError)
+"""The exceptions that `zipfile` raises on a crafted file."""
 
 
 class Record(NamedTuple):
@@ -62,7 +69,7 @@ def write_tensor(file: OutputFile, tensor: torch.Tensor) -> Record:
                 raise
             raise passing.failure from error
         if passing.data_offset is None:
-            raise CheckpointError("torch.save did not write the data of a tensor in one piece", party="torch.save")
+            raise CheckpointError(_NOT_IN_ONE_PIECE, party="torch.save")
         data_offset = passing.data_offset
     length = file.position - offset
     table = table_of(view)
@@ -96,14 +103,10 @@ class _Passing:
 
 def _data_offset(record: io.BytesIO) -> int:
     """Return where a tensor's data begin in its record."""
-    with zipfile.ZipFile(record) as archive:
-        entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
-        if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError("torch.save did not write the data of a tensor in one piece", party="torch.save")
-        start = entries[0].header_offset
-    header = record.getbuffer()[start : start + _LOCAL_HEADER_BYTES]
-    name_bytes, extra_bytes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-    return start + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+    try:
+        return entries_of(record.getvalue())["data/0"].start
+    except (ArchiveError, KeyError) as error:
+        raise CheckpointError(_NOT_IN_ONE_PIECE, party="torch.save") from error
 
 
 def value_record(value: object) -> bytes:
@@ -111,3 +114,70 @@ def value_record(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+# Taking apart
+
+
+class ArchiveError(ValueError):
+    """A record is not what torch writes, or damaged."""
+
+
+class Entry(NamedTuple):
+    """An entry of a record."""
+
+    start: int
+    """Of its content, in the record."""
+    content: memoryview
+    crc: int | None
+    """None where torch was told not to compute it."""
+
+
+def entries_of(record: bytes) -> dict[str, Entry]:
+    """Return the entries of a record by name, without the name of the archive that they begin with.
+
+    Raises:
+        ArchiveError: it is no uncompressed zip file, or its entries do not lie within it.
+    """
+    view = memoryview(record)
+    try:
+        with zipfile.ZipFile(io.BytesIO(record)) as archive:
+            infos = archive.infolist()
+        if not infos or sum(info.file_size for info in infos) > len(record):
+            raise ArchiveError("its entries are longer than it is")
+        # torch says so for all of them, or for none.
+        has_crc = any(info.CRC for info in infos)
+        entries: dict[str, Entry] = {}
+        for info in infos:
+            called = f"its entry {info.filename[:120]!r}"
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+                raise ArchiveError(f"{called} is compressed or encrypted")
+            header = view[info.header_offset : info.header_offset + _LOCAL_HEADER_BYTES]
+            if info.header_offset < 0 or header[:4] != _LOCAL_HEADER:
+                raise ArchiveError(f"{called} is not where it should be")
+            start = info.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack("<HH", header[26:30]))
+            content = view[start : start + info.file_size]
+            if len(content) < info.file_size:
+                raise ArchiveError(f"{called} is not within it")
+            name = info.filename.partition("/")[2]
+            if name in entries:
+                raise ArchiveError(f"{called} is there twice")
+            entries[name] = Entry(start, content, info.CRC if has_crc else None)
+    except ArchiveError:
+        raise
+    except _ZIP_ERRORS as error:
+        raise ArchiveError(f"it is no zip file, or damaged: {str(error)[:200]}") from error
+    return entries
+
+
+def record_problems(record: bytes, what: str) -> list[str]:
+    """Return what is wrong with a whole record: that it can be taken apart, and each entry has its checksum."""
+    try:
+        entries = entries_of(record)
+    except ArchiveError as error:
+        return [f"{what} cannot be read: {error}"]
+    return [
+        f"{what} is damaged in {name[:120]!r}"
+        for name, entry in entries.items()
+        if entry.crc is not None and zlib.crc32(entry.content) != entry.crc
+    ]

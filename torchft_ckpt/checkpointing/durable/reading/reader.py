@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from torchft_ckpt.checkpointing.durable.format.archive import record_problems
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     DIGEST_BLOCK_BYTES,
     PartManifest,
@@ -23,6 +22,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
     digest_table_bytes,
     table_of,
 )
+from torchft_ckpt.checkpointing.durable.format.records import record_problems
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     NUM_THREADS,
     Checkpoint,

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from torchft_ckpt.checkpointing.durable.format.archive import ArchiveError, Entry, entries_of, record_problems
 from torchft_ckpt.checkpointing.durable.format.inert_pickle import (
     InertPickleError,
     InertUnpickler,
     Pairs,
     check_hashes,
 )
+from torchft_ckpt.checkpointing.durable.format.records import ArchiveError, Entry, entries_of, record_problems
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
 
