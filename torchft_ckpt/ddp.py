@@ -85,7 +85,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         known = set(self._reduction.parameters)
         ignored = self.parameters_to_ignore
         self._frozen = [p for name, p in self.module.named_parameters() if p not in known and name not in ignored]
-        super().register_comm_hook(self._reduction, _average_bucket)
+        super().register_comm_hook(self._reduction, _Reduction.average)
 
     def _rebuild(self) -> None:
         """Make another reducer, for the parameters that require a gradient now."""
@@ -132,11 +132,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 def _refuse(name: str, why: str) -> NoReturn:
     raise ConfigError(f"DistributedDataParallel takes no {name}: {why}", party=name)
-
-
-def _average_bucket(reduction: "_Reduction", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start to average one bucket, flat, of the gradients' dtype; the future completes with it."""
-    return reduction.average(bucket)
 
 
 class _Reduction(ProcessGroupDummy):

@@ -437,7 +437,7 @@ def test_the_first_few_of_many_are_named(tmp_path):
     planner = ShardLoadPlanner()
     wanted = {f"w{number}": SpmdTensor((4,), torch.float32, TWO) for number in range(7)}
     planner.set_up_planner(wanted, FileSystemReader(tmp_path).read_metadata(), True)
-    with pytest.raises(StateMismatchError, match=r"7 tensors.*'w0'.*'w4'.*; and 2 more$"):
+    with pytest.raises(StateMismatchError, match=r"7 tensors.*'w0'.*'w4'.* and 2 more$"):
         planner.create_local_plan()
 
 

@@ -43,13 +43,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchft_ckpt.checkpointing.state import xla_shards  # noqa: F401  (registers its adapter)
-from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, ShardAdapter, adapter_of
 from torchft_ckpt.core.boxes import Box, contains, refine
 from torchft_ckpt.errors import StateMismatchError, torn_where_it_raises
 
 Offsets = tuple[int, ...]
-_NUM_NAMED = 5
 
 
 class _Sharded(NamedTuple):
@@ -289,10 +288,9 @@ def _raise_for(problems: dict[str, str]) -> None:
     """Raise one error that names the first few tensors."""
     if not problems:
         return
-    named = "; ".join(f"{fqn!r} ({problem})" for fqn, problem in list(problems.items())[:_NUM_NAMED])
-    more = f"; and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""
+    named = some_of(f"{fqn!r} ({problem})" for fqn, problem in problems.items())
     raise StateMismatchError(
-        f"the checkpoint does not fit {len(problems)} tensors, which were not changed: {named}{more}",
+        f"the checkpoint does not fit {len(problems)} tensors, which were not changed: {named}",
         party="checkpoint",
     )
 
