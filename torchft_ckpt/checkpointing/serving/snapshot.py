@@ -713,16 +713,14 @@ class Snapshot:
         views: list[memoryview] = []
         live: list[int] = []
         at = start
-        is_detached = self._phase is Phase.DETACHED
+        may_be_copied = self._reads_copies or self._phase is Phase.DETACHED
         for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
             if position > at:
                 views.append(_PADDING[: position - at])
             at = position + high - low
             if index >= self._num_on_cpu:
                 views.append(self._staged_view(index, low, high))
-            elif is_detached:
-                views += self._copied_views(position, at)
-            elif self._reads_copies:
+            elif may_be_copied:
                 views += self._views_of_either(index, low, position, at, live)
             else:
                 views.append(self._live(index).view(low, high))
@@ -730,14 +728,6 @@ class Snapshot:
         if at < stop:
             views.append(_PADDING[: stop - at])
         return _Lent(views, live)
-
-    def _copied_views(self, start: int, stop: int) -> Iterator[memoryview]:
-        while start < stop:
-            block = start // self.block_bytes
-            offset = block * self.block_bytes
-            end = min(stop, offset + self.block_bytes)
-            yield self._copies[block].view[start - offset : end - offset]
-            start = end
 
     def _views_of_either(self, index: int, low: int, start: int, stop: int, live: list[int]) -> Iterator[memoryview]:
         """Views of bytes [start, stop), which begin at `low` in the memory of that index; of copies where there are any.
@@ -747,9 +737,10 @@ class Snapshot:
         at = start
         while at < stop:
             block = at // self.block_bytes
-            end = min(stop, (block + 1) * self.block_bytes)
+            first = block * self.block_bytes
+            end = min(stop, first + self.block_bytes)
             if block in self._copies:
-                yield from self._copied_views(at, end)
+                yield self._copies[block].view[at - first : end - first]
             else:
                 yield self._live(index).view(low + at - start, low + end - start)
                 live.append(index)
