@@ -14,10 +14,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torchft_ckpt.checkpointing.protocol import MAX_BODY_BYTES
 from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
@@ -30,7 +29,6 @@ from torchft_ckpt.network import listen
 from torchft_ckpt.threads import Thread, Threads, end_at_exit
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 _BACKLOG = 1024  # one more than fits waits a second for its next attempt
@@ -118,7 +116,14 @@ class CheckpointServer:
         self._thread = Thread(self._run, "torchft_ckpt-serve")
         self._thread.start()
         end_at_exit(self.stop)
-        self._call(self._start, _START_TIMEOUT_S)
+        started = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+        try:
+            started.result(_START_TIMEOUT_S)
+        except (OSError, FutureTimeoutError) as error:
+            self.stop()
+            raise ConfigError(
+                f"the checkpoint server could not start on port {self.port}: {error}", party="bind"
+            ) from error
 
     def publish(self, snapshot: Snapshot, *, lease_s: float) -> None:
         """Serve a snapshot for at most `lease_s` seconds. From any thread.
@@ -140,15 +145,16 @@ class CheckpointServer:
 
     def wake(self) -> None:
         """Let those who wait for a step look again. From any thread."""
-        with self._stop_lock:
-            if not self._stopping.is_set():
-                self._loop.call_soon_threadsafe(self._handlers.wake_waiting)
+        self._call_soon(self._handlers.wake_waiting)
 
     def expire_at(self, ends: float) -> None:
         """Look after what has ended a little after a moment on the monotonic clock. From any thread."""
+        self._call_soon(self._loop.call_at, ends + 0.01, self._expire)
+
+    def _call_soon(self, function: Callable[..., object], *args: object) -> None:
         with self._stop_lock:
             if not self._stopping.is_set():
-                self._loop.call_soon_threadsafe(self._loop.call_at, ends + 0.01, self._expire)
+                self._loop.call_soon_threadsafe(function, *args)
 
     def stop(self, *, wait: bool = True) -> None:
         """Stop listening and cut every connection. May be called again."""
@@ -238,16 +244,6 @@ class CheckpointServer:
                 pass
         finally:
             self._touching.discard(snapshot)
-
-    def _call(self, start: Callable[[], Coroutine[object, object, T]], timeout_s: float) -> T:
-        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
-        try:
-            return future.result(timeout_s)
-        except (OSError, FutureTimeoutError) as error:
-            self.stop()
-            raise ConfigError(
-                f"the checkpoint server could not start on port {self.port}: {error}", party="bind"
-            ) from error
 
 
 def _listen(bind: str, port: int) -> list[socket.socket]:
