@@ -170,21 +170,12 @@ class DTensorAdapter(ShardAdapter):
         )
 
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
         template = cast("DTensor", like)
         if not data:
             return template.detach()  # this rank is outside of the mesh: it holds nothing that could change
         (local,) = data
-        with torch.no_grad():
-            return DTensor.from_local(
-                local.to(template.device),
-                template.device_mesh,
-                template.placements,
-                run_check=False,
-                shape=template.shape,
-                stride=template.stride(),
-            )
+        mesh, placements = template.device_mesh, template.placements
+        return _dtensor(local.to(template.device), mesh, placements, template.shape, template.stride())
 
 
 _known_boxes: weakref.WeakKeyDictionary[Any, dict[object, Box | None]] = weakref.WeakKeyDictionary()
@@ -263,20 +254,8 @@ class KnownMeshes:
 
     def make(self, layout: MeshLayout, shape: Sequence[int], data: torch.Tensor) -> torch.Tensor:
         """Return the DTensor that has this shard here, where `why_not` says nothing. Without communication."""
-        from torch.distributed.tensor import DTensor
-
-        mesh = self._find(layout)
-        if mesh is None:
-            raise RuntimeError("internal error: a mesh that was there is gone")
-        with torch.no_grad():
-            return DTensor.from_local(
-                data.to(mesh.device_type),
-                mesh,
-                _placements_of(layout, len(shape)),
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=tuple(layout.stride),
-            )
+        mesh = cast("DeviceMesh", self._find(layout))
+        return _dtensor(data.to(mesh.device_type), mesh, _placements_of(layout, len(shape)), shape, layout.stride)
 
     def _find(self, layout: MeshLayout) -> DeviceMesh | None:
         names = None if layout.names is None else tuple(layout.names)
@@ -287,6 +266,17 @@ class KnownMeshes:
         if world is not None:
             self._meshes.append(world)
         return world
+
+
+def _dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
 
 
 def _world_mesh(layout: MeshLayout, names: tuple[str, ...] | None) -> DeviceMesh | None:

@@ -273,7 +273,7 @@ def _padded_shard_shape(plain: torch.Tensor) -> tuple[int, ...]:
     tiles = _TILES.match(_runtime()._get_xla_sharding_spec(plain))
     if tiles is None:
         return tuple(plain.shape)
-    counts = [int(count) for count in tiles[1].split(",")]
+    counts = _numbers(tiles[1])
     return tuple(-(-size // count) for size, count in zip(plain.shape, counts, strict=False))
 
 
