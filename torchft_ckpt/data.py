@@ -1,4 +1,4 @@
-"""Which samples a rank of a replica group reads, when all groups read different ones."""
+"""Says which samples a rank of a replica group reads, when all groups read different ones."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 
 class _Reduction(ProcessGroupDummy):
-    """What crosses replicas of a reducer's work: the buckets, as its hook, and the map of used parameters, as its process group.
+    """The work of a reducer across replicas: the buckets, as its hook, and the map of used parameters, as its process group.
 
     The reducer starts the buckets in their order; when it starts the last one, all gradients of the backward pass are there. Then
     it reduces its map of the parameters that were used. It gives a gradient to what was used here at once, and looks at

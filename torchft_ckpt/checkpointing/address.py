@@ -1,4 +1,4 @@
-"""How a peer's advertised address is read: `http://host:port` or `https://host:port`, and nothing else.
+"""Reads a peer's advertised address: `http://host:port` or `https://host:port`, and nothing else.
 
 `network` chooses the one to advertise. A source's manifest names further hosts. A server there proves that it is the source
 before it is told anything: by an HMAC (RFC 2104) of a nonce of the receiver's and of the address that it was reached at, with
@@ -22,7 +22,7 @@ Scheme = Literal["http", "https"]
 
 @dataclass(frozen=True, slots=True)
 class SourceAddress:
-    """Where a source listens, and whether it speaks TLS there."""
+    """The place where a source listens, and whether it speaks TLS there."""
 
     host: str
     port: int

@@ -191,7 +191,7 @@ class StateDictLock:
             raise LockTimeoutError(f"state dict lock: {what} within {timeout_s:g} s, {why}", party=party)
 
     def _check_same_task(self) -> None:
-        """Where a task took the write side of this thread, see that it, or one that it has started since, is running.
+        """If a task took the write side of this thread, see that this task, or one that it has started since, is running.
 
         One that has ended with it holds it no more than any other: each may give it back.
         """
@@ -220,13 +220,13 @@ class StateDictLock:
 
 
 class _OfThread(threading.local):
-    """What each thread has of its own."""
+    """State that each thread has of its own."""
 
     handle: rwlock.Lockable | None = None
     token: object = None
     """Of the write side that it holds."""
     task: asyncio.Task[object] | None = None
-    """That took it, where one did."""
+    """The task that took it, if one did."""
     num_reads = 0
 
 

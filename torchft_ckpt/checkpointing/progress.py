@@ -1,4 +1,4 @@
-"""How far a transfer is: what a fetch or a save tells about itself, and a bar for people who watch.
+"""The progress of a transfer, as a fetch or a save tells it, and a bar for people who watch.
 
 It counts and shows. It does not know blocks, sources or sockets, and it decides nothing.
 """
@@ -21,7 +21,7 @@ _FILE_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferProgress:
-    """How far one transfer is. A byte counts once it has been verified.
+    """The progress of one transfer. A byte counts once it has been verified.
 
     Args:
         step: the step whose state is fetched.
@@ -50,7 +50,7 @@ class TransferProgress:
 
     @property
     def fraction(self) -> float:
-        """How much of the state is here, 0.0 to 1.0. An empty state is all here."""
+        """The share of the state that is here, 0.0 to 1.0. An empty state is all here."""
         return (self.received_bytes + self.skipped_bytes) / self.total_bytes if self.total_bytes else 1.0
 
 

@@ -80,7 +80,7 @@ PROVED_REQUEST_HEADERS = (
     ADDRESS_HEADER,
     GROUP_HEADER,
 )
-"""What counts of a request beside its path and body; one that is absent is proved as an empty text."""
+"""The headers of a request that are proved with its path and body; one that is absent is proved as an empty text."""
 PROVED_ANSWER_HEADERS = ("ETag", "Content-Encoding", DIGEST_HEADER, SHARE_HEADER)
 MAX_WAIT_S = 10.0
 MAX_REFUSAL_BYTES = 64 * 1024
@@ -139,7 +139,7 @@ class PartsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server serves now, newest first. `newest_step` is the newest that it ever served."""
+    """The states that a server serves now, newest first. `newest_step` is the newest that it ever served."""
 
     format: str
     version: int

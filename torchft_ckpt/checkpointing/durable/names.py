@@ -1,4 +1,4 @@
-"""What the directories and files of durable checkpoints are called. It reads and writes names, no files.
+"""The names of the directories and files of durable checkpoints. This file reads and writes names, no files.
 
     step-000000000120.q3-1a2b3c4d/      the checkpoint of step 120, as saved in quorum 3
         __r0_g1_f0.distcp               what replica 0's rank 1 wrote: DCP's records, with digests between them

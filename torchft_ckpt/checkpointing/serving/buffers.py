@@ -70,7 +70,7 @@ class BufferPool:
                 self._free.clear()
 
     def num_available(self) -> int | None:
-        """How many buffers the budget has left, or None where there is no budget."""
+        """Return the number of buffers that the budget has left, or None if there is no budget."""
         if self.budget_bytes is None:
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""What each HTTP request on a checkpoint server does. Runs on the server's event loop only.
+"""Answers the HTTP requests of a checkpoint server. Runs on the server's event loop only.
 
 The paths, headers and refusals are those of `protocol`.
 """

@@ -1,4 +1,4 @@
-"""Where boxes of a served state lie, and their elements in C order, a slice at a time. It does not know HTTP."""
+"""Finds boxes of a served state in its byte space, and reads their elements in C order, slice by slice. It does not know HTTP."""
 
 from __future__ import annotations
 

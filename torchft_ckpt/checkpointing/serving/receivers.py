@@ -1,4 +1,4 @@
-"""Who receives a snapshot: what each has, where it serves it, and whose lease was revoked or has lapsed.
+"""The receivers of a snapshot: what each has, where it serves it, and whose lease was revoked or has lapsed.
 
 It decides which blocks are still needed. It knows no bytes, locks or clock: the snapshot calls it under its own mutex, and
 times are handed in. Sets of blocks are integers used as bit sets.
@@ -57,7 +57,7 @@ class Receivers:
         self._places = Places(MAX_RECEIVERS)
         """Of those that are active."""
         self._addresses: dict[str, str] = {}
-        """Where those serve that are active or done."""
+        """The addresses at which receivers serve that are active or done."""
         self._serving = Places(MAX_SERVING)
         """Of those that have an address."""
         self._done: set[str] = set()
@@ -65,7 +65,7 @@ class Receivers:
         self._unseen_revoked = False
 
     def expect(self, num_receivers: int) -> None:
-        """Where ranks were told to fetch it, all ranks of their groups come."""
+        """Expect all ranks of a group, if one of them was told to fetch it."""
         self.num_expected = max(self.num_expected, self._num_told * num_receivers)
 
     @property

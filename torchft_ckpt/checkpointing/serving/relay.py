@@ -95,7 +95,7 @@ class Relay:
 
 
 Served = Snapshot | Relay
-"""What a server can send from: a state of its own, or blocks that it has of another's. Any thread may use any member of it."""
+"""A state that a server sends: its own, or the blocks that it has of another's. Any thread may use any member of it."""
 
 
 def _cut(views: list[memoryview], start: int, stop: int) -> list[memoryview]:

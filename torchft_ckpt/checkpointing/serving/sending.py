@@ -242,7 +242,7 @@ class Turns:
 
 
 class Turn(Enum):
-    """How a burst ended."""
+    """The end of a burst."""
 
     DONE = "done"
     FULL = "full"

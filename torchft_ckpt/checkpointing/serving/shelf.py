@@ -1,4 +1,4 @@
-"""What one process serves: its snapshots, newest first, and relays of others'. Which one answers, and when each one ends.
+"""Keeps what one process serves: its snapshots, newest first, and relays of others'. It says which one answers, and ends each.
 
 It knows steps, receivers and leases; it does not know HTTP, and time is handed in.
 """
@@ -22,7 +22,7 @@ _MAX_WISHES = 16
 
 
 class Answer(Enum):
-    """What can be said about a step that is asked for."""
+    """The answer to whoever asks for a step."""
 
     SERVING = "serving"
     NOT_YET = "not_yet"
@@ -34,7 +34,7 @@ class _Lease:
     snapshot: Snapshot
     ends: float
     left_at: float | None = None
-    """When the owner went on to another step."""
+    """The moment at which the owner went on to another step."""
 
 
 class Shelf:

@@ -56,7 +56,7 @@ _SPREAD_FROM_BYTES = 16 * 1024 * 1024
 
 
 class Phase(Enum):
-    """Where the bytes of a snapshot are."""
+    """The place of a snapshot's bytes."""
 
     LIVE = "live"
     DETACHING = "detaching"
@@ -95,7 +95,7 @@ class _Lent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotStatistics:
-    """What a snapshot is doing, for people and tests."""
+    """The work of a snapshot, for people and tests."""
 
     step: int
     phase: Phase
@@ -156,7 +156,7 @@ class Snapshot:
         self.blake3s: dict[int, bytes] = {}
         """By block; of those that were asked about."""
         self.space = replace(space, memories=[])
-        """Where in the byte space its tensors lie, without their memory."""
+        """The places of its tensors in the byte space, without their memory."""
         self._manifest_lock = threading.Lock()
         self._manifest: Manifest | None = None
         self._encoded: bytes | None = None

@@ -18,7 +18,7 @@ from torchft_ckpt.threads import Thread
 
 
 class Staged(NamedTuple):
-    """What was copied of a segment."""
+    """The bytes of a segment that were copied."""
 
     first: int
     """Its first byte, in the segment."""

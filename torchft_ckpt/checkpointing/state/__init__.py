@@ -1,1 +1,1 @@
-"""What a state is, seen from here: its tree and tensors, where their bytes lie, and the format that describes them."""
+"""A state, seen from here: its tree and tensors, where their bytes lie, and the format that describes them."""

@@ -1,4 +1,4 @@
-"""What a state consists of, before its bytes are here: names, dtypes, shapes and the tree, as a source or a checkpoint says it.
+"""Describes a state before its bytes are here: names, dtypes, shapes and the tree, as a source or a checkpoint gives them.
 
 It knows neither who holds the bytes nor what is here.
 """
@@ -47,8 +47,8 @@ class Description:
 
 
 HeldEntry = tuple[int, int, TensorEntry]
-"""What one rank of a source says of a tensor: the rank, the tensor's place in its manifest, and the entry there. There may be
-millions, so they are plain tuples."""
+"""The word of one rank of a source about a tensor: the rank, the tensor's place in its manifest, and the entry there. There may
+be millions, so they are plain tuples."""
 
 
 def entries_of(manifests: Iterable[Manifest | None]) -> dict[str, list[HeldEntry]]:

@@ -238,7 +238,7 @@ class _Span(NamedTuple):
     low: int
     high: int
     lies: object
-    """Where that is at the source: what lies in one place there may share memory here."""
+    """Its place at the source: what lies in one place there may share memory here."""
     name: str
 
 

@@ -73,7 +73,7 @@ class LocalState:
             self._optional = _optional_paths(state)
             self._meshes = KnownMeshes(tensor for _, tensor in encoder.tensors)
             self.classes = KnownClasses(encoder.classes)
-            """What named tuples and enum members of a state that arrives are made of."""
+            """The classes for named tuples and enum members of a state that arrives."""
 
     def paths(self) -> KeysView[str]:
         """Return the paths of the tensors that are here."""

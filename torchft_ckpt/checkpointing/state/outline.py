@@ -20,7 +20,7 @@ from torchft_ckpt.core.boxes import whole
 
 
 class Outline:
-    """What one manifest says of a state. On one thread.
+    """A state, as one manifest describes it. On one thread.
 
     Args:
         tree: of a checked manifest.

@@ -1,4 +1,4 @@
-"""Where the elements of a box lie in memory, and how they are copied to and from a run of bytes in C order.
+"""Finds the elements of a box in memory, and copies them to and from a run of bytes in C order.
 
 A region is what a box of a strided array covers: some dimensions to step over, and runs of bytes that are contiguous. It is
 cut into slices of bounded size, so that neither a copy nor a lending takes long. It knows addresses and strides, no tensors.
@@ -32,7 +32,7 @@ class Region(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it has."""
+        """Its number of bytes."""
         return math.prod(count for count, _ in self.steps) * self.run
 
     @property

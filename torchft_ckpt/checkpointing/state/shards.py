@@ -36,7 +36,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class MeshLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """How a DTensor lies on its mesh."""
+    """The layout of a DTensor on its mesh."""
 
     device: _Name
     """Kind of the mesh's devices: `cpu`, `cuda`."""

@@ -26,7 +26,7 @@ _WHOLE: list[tuple[int, tuple[int, ...] | None]] = [(0, None)]
 
 
 class Placed(NamedTuple):
-    """Where one box of a tensor lies: the box, and its bytes inside a segment.
+    """The place of one box of a tensor: the box, and its bytes inside a segment.
 
     `strides` (elements) is None where the box is the segment's bytes in C order.
     """
@@ -61,7 +61,7 @@ class Memory:
         self._address = 0
 
     def addresses(self) -> range:
-        """Where its bytes are on the host; of a strided tensor only the first."""
+        """Return the addresses of its bytes on the host; of a strided tensor only the first."""
         first = self.tensor.data_ptr()
         return range(first, first + (1 if self._packed else self.length))
 

@@ -1,1 +1,1 @@
-"""What the files of a durable checkpoint are: manifests, and the records of torch."""
+"""The files of a durable checkpoint: manifests, and the records of torch."""

@@ -105,7 +105,7 @@ class PieceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     length: Count
     """Of the record that DCP reads, in bytes of the file."""
     data_offset: Count
-    """Where its raw data begin, in bytes of the file."""
+    """The beginning of its raw data, in bytes of the file."""
     digests_offset: Count
     digest: _Hex
 

@@ -31,7 +31,7 @@ _ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error
 
 
 class Record(NamedTuple):
-    """Where a record is in its file, in bytes."""
+    """The place of a record in its file, in bytes."""
 
     offset: int
     length: int

@@ -1,4 +1,4 @@
-"""What a durable checkpoint contains, by all of its manifests together, and whether it is whole. It reads manifests, no tensors.
+"""Says what a durable checkpoint contains, by all of its manifests together, and whether it is whole. It reads no tensors.
 
 The parts of one checkpoint may lie in several storages, such as the local disks of the hosts. A part whose storage cannot be
 reached from here still counts for whether the checkpoint is whole, but nothing is read from it.
@@ -91,7 +91,7 @@ class SavedValue(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """What a checkpoint lacks to be whole."""
+    """The parts that a checkpoint lacks to be whole."""
 
     ranks: list[range]
     """Of no replica is there a manifest of these ranks: what they hold is not known."""
@@ -99,7 +99,7 @@ class Holes(NamedTuple):
     """By fqn, what no piece covers."""
     values: list[str]
     conflicts: list[str]
-    """What its parts contradict each other in, as sentences: no part that is written can mend that."""
+    """Contradictions between its parts, as sentences: no part that is written can mend them."""
 
     def __bool__(self) -> bool:
         return bool(self.ranks or self.boxes or self.values or self.conflicts)

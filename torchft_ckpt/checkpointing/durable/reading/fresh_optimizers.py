@@ -21,7 +21,7 @@ from torchft_ckpt.errors import StateMismatchError
 
 
 class Template(NamedTuple):
-    """What a checkpoint is loaded into."""
+    """A state dict that a checkpoint is loaded into."""
 
     state_dict: dict[str, Any]
     like: dict[str, Any]

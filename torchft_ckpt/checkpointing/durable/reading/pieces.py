@@ -45,7 +45,7 @@ class HasBox(Protocol):
 
     @property
     def box(self) -> Box:
-        """What it has of it."""
+        """The box of the tensor that it has."""
 
 
 _P = TypeVar("_P", bound=HasBox)
@@ -78,7 +78,7 @@ class PlannedValues(NamedTuple):
     names: Collection[str]
     """Of those that are there."""
     wants: Sequence[Want]
-    """What is to be read for them."""
+    """Boxes to be read for them."""
     make: Callable[[], dict[str, tuple[Path, object]]]
     """Returns them by fqn, with the keys that lead to them, once that has been read."""
 
@@ -103,7 +103,7 @@ class StateReader(ABC, Generic[_P]):
     @property
     @abstractmethod
     def location(self) -> str:
-        """What it reads, for messages."""
+        """The name of the checkpoint, for messages."""
 
     @property
     @abstractmethod
@@ -242,7 +242,7 @@ def _call(work: Callable[[], _T]) -> _T:
 
 
 class Reading(Generic[_P]):
-    """What the threads of one `read` share."""
+    """State that the threads of one `read` share."""
 
     def __init__(self, location: str) -> None:
         self.is_written = False

@@ -183,12 +183,12 @@ class _Source:
 
     @property
     def start(self) -> int:
-        """Where its data begin, in bytes of the file."""
+        """The beginning of its data, in bytes of the file."""
         return self.piece.entry.data_offset
 
     @property
     def file(self) -> tuple[int, str]:
-        """What tells its file from others."""
+        """A key that tells its file from others."""
         return id(self._storage), self._path
 
     def region_of(self, box: Box) -> Region:

@@ -125,7 +125,7 @@ class Name(NamedTuple):
 
 
 class Made:
-    """What a call of a class or function would have made.
+    """The object that a call of a class or function would have made.
 
     Attributes:
         of: what the pickle calls.

@@ -138,7 +138,7 @@ class CapturedState:
 
     @property
     def manifest(self) -> Manifest:
-        """What this rank holds, and the tree of the state."""
+        """The tensors that this rank holds, and the tree of the state."""
         return self.snapshot.manifest
 
     def stage(self, blocks: int | None = None) -> None:

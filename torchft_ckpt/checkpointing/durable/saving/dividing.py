@@ -1,4 +1,4 @@
-"""What each rank writes of a state: `core/shares.py` asked about a state that is being saved.
+"""Says what each rank writes of a state: asks `core/shares.py` about a state that is being saved.
 
 In two steps. The ranks of a group divide each tensor by what all of them know of it. Then the replicas of one rank divide that
 rank's part; they run the same script, so what one of them knows of a tensor they all know. So a rank can work out not only its
@@ -22,7 +22,7 @@ from torchft_ckpt.core.saving import Member, Writers
 from torchft_ckpt.core.shares import Holders, Item, cut_by_quotas, deal_shares, level_quotas
 
 _VALUE_BYTES = 1024
-"""What the record of a plain value is counted as."""
+"""The length that the record of a plain value counts as."""
 _MAX_KEPT = 8
 """Numbers of groups whose shares are kept: a job loses groups, and gets them back."""
 

@@ -1,4 +1,4 @@
-"""Which ranks of this group hold which boxes of a tensor, by arithmetic alone.
+"""Says which ranks of this group hold which boxes of a tensor, by arithmetic alone.
 
 A DTensor's mesh and placements say what each of its ranks holds, so every rank knows it of all. A tensor that is not sharded is
 taken to be held by all ranks of the group alike, as DCP does too. Of other classes their adapter may know it (`holders`): that
@@ -44,7 +44,7 @@ class TensorHoldings(NamedTuple):
     held: Sequence[Held]
     """One object for all tensors of one layout."""
     mine: Sequence[Held]
-    """What this rank holds of it."""
+    """The boxes of it that this rank holds."""
     is_known_to_all: bool
     """Every rank of the group comes to the same `held`."""
     is_alike: bool = True
@@ -52,7 +52,7 @@ class TensorHoldings(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What there is to know of a tensor's layout, without its memory."""
+    """The layout of a tensor, without its memory."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     is_alike: bool = True
     """As in `TensorHoldings`."""
     said: Sequence[tuple[Box, Sequence[int]]] | None = None
-    """What its adapter says of its holders, unchecked."""
+    """The holders that its adapter names, unchecked."""
 
 
 def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_alike: bool = True) -> Layout:

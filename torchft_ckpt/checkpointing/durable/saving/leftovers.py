@@ -28,7 +28,7 @@ _Look = dict[CheckpointName, tuple[tuple[str, int | None], ...]]
 
 
 class Leftovers:
-    """What is not whole in one storage. For one thread at a time.
+    """The checkpoints of one storage that are not whole. For one thread at a time.
 
     Args:
         storage: where.

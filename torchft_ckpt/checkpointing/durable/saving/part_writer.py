@@ -30,7 +30,7 @@ from torchft_ckpt.core.shares import pieces_of
 
 
 class PartShare(NamedTuple):
-    """What a part contains: boxes of tensors by their place in the state, and places of values."""
+    """The content of a part: boxes of tensors by their place in the state, and places of values."""
 
     boxes: Sequence[tuple[int, Box]]
     values: Sequence[int]

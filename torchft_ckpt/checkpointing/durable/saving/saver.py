@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 _HEAD_START_S = 0.03
 """For a trainer that steps at once: what is worked out here in Python takes turns with its copying."""
 _COPY_AHEAD_AFTER_S = 0.25
-"""What is written by then needs no copy, unless the trainer steps sooner."""
+"""A share that is written by then needs no copy, unless the trainer steps sooner."""
 
 
 class SaveMode(Enum):
-    """Who writes what."""
+    """A way to divide the work among replica groups."""
 
     SHARED = "shared"
     """All replica groups share the work: every chunk is written once."""
@@ -44,7 +44,7 @@ class SaveMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """What became of a save."""
+    """The outcome of a save."""
 
     step: int
     name: str
@@ -52,7 +52,7 @@ class SavedCheckpoint:
     written_bytes: int
     """By this rank."""
     num_fills: int
-    """How many shares this rank wrote in the place of writers that were lost."""
+    """The number of shares that this rank wrote in the place of writers that were lost."""
     is_closed: bool
     """It was seen to be whole. Not known where only this host can read what it wrote, or where the next save began before."""
     took_s: float

@@ -1,4 +1,4 @@
-"""What durable checkpoints ask of a place that holds files: a directory here, or an object store. The contract, not a place.
+"""The contract between durable checkpoints and a place that holds files: a directory here, or an object store.
 
 A file is written under another name and appears under its own one whole, or never. Nothing is decided by what a place says about
 clocks, owners or order. Paths are relative to the place, with `/` between names.

@@ -34,7 +34,7 @@ _MAX_TRANSFER_BYTES = 1 << 30  # some systems refuse more in one call
 _NO_FSYNC_OF_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP}
 _GONE = (FileNotFoundError, NotADirectoryError)
 _NO_DIRECTORY = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
-"""What systems say where a directory was to be opened and there is a link, or a file."""
+"""The errors of systems that were to open a directory and found a link, or a file."""
 _REMOVE_ATTEMPTS = 3
 
 
