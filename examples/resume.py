@@ -177,15 +177,15 @@ def train(options: argparse.Namespace) -> None:
         options.checkpoints, manager=manager, keep_last=2, fill_after=timedelta(seconds=options.fill_after)
     )
     restored = checkpointer.restore()
-    if restored.own is not None:
-        batches.load_state_dict(restored.own)
-    is_to_seek = restored.own is None
+    if restored.rank_state is not None:
+        batches.load_state_dict(restored.rank_state)
+    is_to_seek = restored.rank_state is None
     diary.write(
         "restored",
-        rung=restored.rung.value,
+        source=restored.source.value,
         step=restored.step,
         reason=restored.reason,
-        has_own=restored.own is not None,
+        has_own=restored.rank_state is not None,
         bytes_from_storage=restored.bytes_from_storage,
         bytes_from_peers=restored.bytes_from_peers,
         state_bytes=sum(tensor.nbytes for tensor in all_tensors().values()),
@@ -216,7 +216,7 @@ def train(options: argparse.Namespace) -> None:
         diary.write("step", step=step, loss=loss.item().hex())
         if step % options.save_every == 0:
             checkpointer.wait()  # steps are tiny here; a real job saves so rarely that the save before has long ended
-            checkpointer.save(own=batches.state_dict())
+            checkpointer.save(rank_state=batches.state_dict())
             print(f"[{group}] step {step} loss {loss.item():.3f}: saving", flush=True)
         time.sleep(max(0.0, started_s + options.pace - time.monotonic()))
 
@@ -396,7 +396,7 @@ def tell(options: argparse.Namespace, folder: Path) -> bool:
     print(
         f"   read from storage, all groups together: {read_bytes} bytes; the state has {unique_bytes} ({ratio:.3f} x)"
     )
-    places = {(entry["rung"], entry["step"], entry["has_own"]) for entry in restored}
+    places = {(entry["source"], entry["step"], entry["has_own"]) for entry in restored}
     # One that was whole but not closed yet when its writers died is newer than those that are seen to be whole.
     newest = max([*saved, *(entry["step"] or 0 for entry in restored)], default=0)
     held.append((places == {("storage", newest, True)}, f"all groups went on from step {newest}, the newest whole one"))

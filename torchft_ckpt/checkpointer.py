@@ -1,8 +1,8 @@
 """Durable checkpoints for a training loop: save without stopping it, restore from whatever holds the newest state.
 
-It puts the parts together: what a Manager says of itself, the save's worker, the readers, the ladder. Rules are elsewhere:
+It puts the parts together: what a Manager says of itself, the save's worker, the readers. Rules are elsewhere:
 who writes what in `core/shares.py`, what to wait for in `core/saving.py`, what to remove in `core/retention.py`, where to take
-a state from in `core/ladder.py`.
+a state from in `core/restore_source.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import operator
 import os
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.config import TOKEN, not_negative, resolve
-from torchft_ckpt.core.ladder import Rung, choose_rung
+from torchft_ckpt.core.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.retention import plan_removals
 from torchft_ckpt.core.saving import Member, Writers
 from torchft_ckpt.errors import (
@@ -105,14 +106,26 @@ class Tier(Enum):
 class Restored:
     """Where a state came from, or is to come from."""
 
-    rung: Rung
+    source: RestoreSource
     step: int | None
     """None where there is no state yet."""
     reason: str
-    own: object = None
-    """What this rank gave as `own` to `save`; None where it is not the rank that saved it."""
+    rank_state: object = None
+    """What this rank gave as `rank_state` to `save`; None where it is not the rank that saved it."""
     bytes_from_storage: int = 0
     bytes_from_peers: int = 0
+
+    @property
+    def rung(self) -> RestoreSource:
+        """Deprecated name of `source`."""
+        warnings.warn("Restored.rung is called Restored.source now", DeprecationWarning, stacklevel=2)
+        return self.source
+
+    @property
+    def own(self) -> object:
+        """Deprecated name of `rank_state`."""
+        warnings.warn("Restored.own is called Restored.rank_state now", DeprecationWarning, stacklevel=2)
+        return self.rank_state
 
 
 class Checkpointer:
@@ -245,8 +258,9 @@ class Checkpointer:
         state_dict: dict[str, Any] | None = None,
         *,
         step: SupportsIndex | None = None,
-        own: object = None,
+        rank_state: object = None,
         tier: Tier = Tier.STORAGE,
+        own: object = None,
     ) -> Future[SavedCheckpoint]:
         """Save the state of now, in the background. Every rank calls it between the same two steps.
 
@@ -263,8 +277,9 @@ class Checkpointer:
             state_dict: nested dicts and lists of tensors and plain values, or objects with `state_dict()`; default: what the
                 Manager's registered functions return.
             step: its step, a whole number of any kind (numpy's too); default: the Manager's. Without a Manager it is needed.
-            own: plain values that belong to this rank alone, such as its position in the data.
+            rank_state: plain values that belong to this rank alone, such as its position in the data.
             tier: where to.
+            own: deprecated name of `rank_state`.
 
         Returns:
             what became of it; of a step that is saved already, what became of that save. With `SaveInFlightError` where this
@@ -280,6 +295,9 @@ class Checkpointer:
             raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
+        if own is not None:
+            warnings.warn("save(own=...) is called save(rank_state=...) now", DeprecationWarning, stacklevel=2)
+            rank_state = own
         step = _plain_step(step)
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
@@ -299,7 +317,7 @@ class Checkpointer:
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
             return future
         held = self._state_of(state_dict)
-        kept = {"user": own, "random": get_random_state() if self._saves_random_state else None}
+        kept = {"user": rank_state, "random": get_random_state() if self._saves_random_state else None}
         mode = self._mode if tier is Tier.STORAGE else SaveMode.EVERY_GROUP
         redundancy = 1 if mode is SaveMode.EVERY_GROUP else self._redundancy
         task = SaveTask(
@@ -505,8 +523,8 @@ class Checkpointer:
         with torn_where_it_raises(f"loading step {outcome.step}", "state_dict"):
             give_back(state_dict, template.state_dict)
             own = self._own_of(outcome.checkpoint_reader, "", self._place()[0])
-        rung = self._rung_of(outcome.checkpoint)
-        return _said(self._restored(rung, outcome, own, f"step {outcome.step} from {rung.value}"))
+        source = self._source_of(outcome.checkpoint)
+        return _said(self._restored(source, outcome, own, f"step {outcome.step} from {source.value}"))
 
     def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
         """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
@@ -519,7 +537,7 @@ class Checkpointer:
             timeout: for meeting the other groups; default: the Manager's `quorum_timeout`.
 
         Returns:
-            where the state comes from; `Rung.NOTHING` where there is none yet.
+            where the state comes from; `RestoreSource.NOTHING` where there is none yet.
 
         Raises:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
@@ -541,11 +559,11 @@ class Checkpointer:
         # Fresh weights, of step 0, are no state to go on from, whoever has them.
         peers = (gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)) or None
         found = {tier: _newest(storage, whole=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
-        choice = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
-        if step is None and choice.rung in (Rung.MEMORY, Rung.PEERS):
-            if choice.rung is Rung.PEERS:
+        choice = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
+        if step is None and choice.source in (RestoreSource.MEMORY, RestoreSource.PEERS):
+            if choice.source is RestoreSource.PEERS:
                 end_restore(manager, from_peers=True)
-            return _said(Restored(rung=choice.rung, step=choice.step, reason=choice.reason))
+            return _said(Restored(source=choice.source, step=choice.step, reason=choice.reason))
         rank = manager.group_rank
         name = group_name(manager)
 
@@ -586,7 +604,9 @@ class Checkpointer:
                     "what is there to begin at step 0",
                     error.party,
                 ) from error
-            return _said(Restored(rung=Rung.NOTHING, step=None, reason=f"there is no state to go on from: {error}"))
+            return _said(
+                Restored(source=RestoreSource.NOTHING, step=None, reason=f"there is no state to go on from: {error}")
+            )
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(
                 "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
@@ -596,9 +616,9 @@ class Checkpointer:
         if gathering is None or gathering.member == 0:
             self._close_if_open(outcome.checkpoint)
         end_restore(manager, from_peers=False)
-        chosen = self._rung_of(outcome.checkpoint)
-        found[Tier.LOCAL if chosen is Rung.LOCAL_DISK else Tier.STORAGE] = outcome.step
-        reason = choose_rung(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
+        chosen = self._source_of(outcome.checkpoint)
+        found[Tier.LOCAL if chosen is RestoreSource.LOCAL_DISK else Tier.STORAGE] = outcome.step
+        reason = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
         return _said(self._restored(chosen, outcome, own, reason))
 
     def _close_if_open(self, checkpoint: Checkpoint) -> None:
@@ -623,15 +643,15 @@ class Checkpointer:
             return None
         return reader.own(replica_id, rank, KnownClasses())
 
-    def _restored(self, rung: Rung, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
+    def _restored(self, source: RestoreSource, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
         kept = own if isinstance(own, dict) else {}
         if self._saves_random_state and kept.get("random") is not None:
             set_random_state(kept["random"])
         return Restored(
-            rung=rung,
+            source=source,
             step=outcome.step,
             reason=reason,
-            own=kept.get("user"),
+            rank_state=kept.get("user"),
             bytes_from_storage=outcome.bytes_from_storage,
             bytes_from_peers=outcome.bytes_from_peers,
         )
@@ -639,11 +659,11 @@ class Checkpointer:
     def _all_storages(self) -> list[Storage]:
         return [self._storages[tier] for tier in (Tier.LOCAL, Tier.STORAGE) if tier in self._storages]
 
-    def _rung_of(self, checkpoint: Checkpoint) -> Rung:
+    def _source_of(self, checkpoint: Checkpoint) -> RestoreSource:
         local = self._storages.get(Tier.LOCAL)
         shared = self._storages[Tier.STORAGE]
         is_local = local is not None and not any(part.storage is shared for part in checkpoint.parts)
-        return Rung.LOCAL_DISK if is_local else Rung.STORAGE
+        return RestoreSource.LOCAL_DISK if is_local else RestoreSource.STORAGE
 
     @contextlib.contextmanager
     def _place_to_meet(self) -> Iterator[MeetingPlace | None]:

@@ -197,5 +197,5 @@ def test_a_tensor_of_the_ranks_own_state_that_cannot_be_carried_is_refused(
 ) -> None:
     checkpointer = Checkpointer(tmp_path)
     with pytest.raises(UnsupportedValueError, match=f"own.*{message}"):
-        checkpointer.save({"x": torch.ones(2)}, step=1, own={"sampler": [value]})
+        checkpointer.save({"x": torch.ones(2)}, step=1, rank_state={"sampler": [value]})
     checkpointer.shutdown()

@@ -36,7 +36,7 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorag
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
-from torchft_ckpt.core.ladder import Rung
+from torchft_ckpt.core.restore_source import RestoreSource
 from torchft_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -624,7 +624,7 @@ def test_every_kind_of_value_is_loaded_into_a_state_dict_as_it_was_saved(tmp_pat
     target |= {"none": 5, "big": 0, "text": "", "bytes": b"", "nan": 0.0, "inf": [], "array0": 0, "dtype": None}
     restored = checkpointer.load(target)
     checkpointer.shutdown()
-    assert (restored.rung, restored.step) == (Rung.STORAGE, 1)
+    assert (restored.source, restored.step) == (RestoreSource.STORAGE, 1)
     expected = every_kind()
     for key, tensor in expected["tensors"].items():
         assert torch.equal(bits_of(target["tensors"][key]), bits_of(tensor)), key
@@ -673,13 +673,15 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
     }
     with torch.device("meta"):
         checkpointer = Checkpointer(tmp_path)
-        checkpointer.save(state, step=1, own={"position": 7, "seen": torch.empty(0, 3, device="cpu")}).result(LONG_S)
+        checkpointer.save(state, step=1, rank_state={"position": 7, "seen": torch.empty(0, 3, device="cpu")}).result(
+            LONG_S
+        )
         expected = torch.get_rng_state()
         torch.rand(3, device="cpu")
         restored = checkpointer.load(here)
         checkpointer.shutdown()
-    assert isinstance(restored.own, dict)
-    assert (restored.own["position"], restored.own["seen"].device.type) == (7, "cpu")
+    assert isinstance(restored.rank_state, dict)
+    assert (restored.rank_state["position"], restored.rank_state["seen"].device.type) == (7, "cpu")
     assert torch.equal(torch.get_rng_state(), expected)
     for name in ("turned", "conjugate", "empty"):
         assert torch.equal(here[name], state[name])
@@ -693,15 +695,15 @@ def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> 
     checkpointer = Checkpointer(tmp_path)
     own = {"position": 17, "loader": {"rng": torch.arange(5), "epoch": np.int64(3)}, "seen": (1, None)}
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-    checkpointer.save({"w": torch.zeros(2)}, step=4, own=own).result(LONG_S)
+    checkpointer.save({"w": torch.zeros(2)}, step=4, rank_state=own).result(LONG_S)
     drawn = (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), torch.randn(3).tolist())
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
     restored = checkpointer.load({"w": torch.ones(2)})
     assert drawn == (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), torch.randn(3).tolist())
-    assert isinstance(restored.own, dict)
-    assert restored.own["position"] == 17
-    assert restored.own["seen"] == (1, None)
-    assert restored.own["loader"]["rng"].tolist() == [0, 1, 2, 3, 4]
+    assert isinstance(restored.rank_state, dict)
+    assert restored.rank_state["position"] == 17
+    assert restored.rank_state["seen"] == (1, None)
+    assert restored.rank_state["loader"]["rng"].tolist() == [0, 1, 2, 3, 4]
     checkpointer.shutdown()
 
 
@@ -795,7 +797,7 @@ def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(
         "restored = checkpointer.load(here); "
         "assert torch.equal(here['w'], state['w']) and (here['array'] == state['array']).all(), here; "
         "assert torch.equal(here['pair'][0], state['pair'][0]) and here['pair'][1] == 7, here; "
-        "print(restored.rung.value, restored.bytes_from_storage < 450_000); "
+        "print(restored.source.value, restored.bytes_from_storage < 450_000); "
         "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
     )
     meeting = f"file://{tmp_path / 'meeting'}"
@@ -809,7 +811,7 @@ def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) 
     torch.manual_seed(9)
     expected = torch.rand(2).tolist()
     torch.manual_seed(9)
-    assert checkpointer.load({"w": torch.ones(2)}).own is None
+    assert checkpointer.load({"w": torch.ones(2)}).rank_state is None
     assert torch.rand(2).tolist() == expected
     checkpointer.shutdown()
 
@@ -842,13 +844,16 @@ def test_the_newest_of_local_disk_and_storage_is_loaded(tmp_path: Path) -> None:
         assert saved.is_closed == (tier is Tier.STORAGE)
         target = {"w": torch.zeros(3)}
         restored = checkpointer.load(target)
-        assert (restored.step, restored.rung) == (step, Rung.STORAGE if step % 4 == 0 else Rung.LOCAL_DISK)
+        assert (restored.step, restored.source) == (
+            step,
+            RestoreSource.STORAGE if step % 4 == 0 else RestoreSource.LOCAL_DISK,
+        )
         assert target["w"].tolist() == [step] * 3
     assert [path.name.split(".")[0][-2:] for path in sorted((tmp_path / "local").iterdir())] == ["05", "06", "07"], (
         "of what is newer than the whole one of step 4 nothing goes, as nobody knows whether others have their parts"
     )
-    assert checkpointer.load({"w": w}, step=6).rung is Rung.LOCAL_DISK
-    assert checkpointer.load({"w": w}, step=4).rung is Rung.STORAGE
+    assert checkpointer.load({"w": w}, step=6).source is RestoreSource.LOCAL_DISK
+    assert checkpointer.load({"w": w}, step=4).source is RestoreSource.STORAGE
     checkpointer.shutdown()
 
 
@@ -977,4 +982,16 @@ def test_a_step_that_raised_and_kept_the_lock_does_not_let_the_next_one_into_the
     target = {"w": torch.full((300_000,), 7.0)}
     checkpointer.load(target)
     assert not target["w"].any()
+    checkpointer.shutdown()
+
+
+def test_names_of_the_release_before_still_work_and_say_what_they_are_called_now(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.warns(DeprecationWarning, match=r"save\(rank_state=\.\.\.\)"):
+        checkpointer.save({"w": torch.zeros(2)}, step=1, own={"position": 7}).result(LONG_S)
+    restored = checkpointer.load({"w": torch.ones(2)})
+    with pytest.warns(DeprecationWarning, match=r"Restored\.rank_state"):
+        assert restored.own == restored.rank_state == {"position": 7}
+    with pytest.warns(DeprecationWarning, match=r"Restored\.source"):
+        assert restored.rung is restored.source is RestoreSource.STORAGE
     checkpointer.shutdown()

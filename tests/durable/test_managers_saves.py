@@ -13,7 +13,7 @@ from torch import nn
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.core.ladder import Rung
+from torchft_ckpt.core.restore_source import RestoreSource
 from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.still import tensors_in
@@ -154,11 +154,11 @@ def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer
     before = group.bits()
     checkpointer.shutdown()
     group.manager.shutdown()
-    for rung in (Rung.LOCAL_DISK, Rung.STORAGE):
+    for source in (RestoreSource.LOCAL_DISK, RestoreSource.STORAGE):
         again = Group(address)
         checkpointer = Checkpointer(manager=again.manager, **places)
         restored = checkpointer.restore()
-        assert (restored.rung, restored.step, again.bits()) == (rung, 2, before)
+        assert (restored.source, restored.step, again.bits()) == (source, 2, before)
         checkpointer.shutdown()
         again.manager.shutdown()
         for left in tmp_path.glob("local/*/*"):
@@ -184,7 +184,7 @@ def test_a_manager_restores_whatever_the_default_device_is(tmp_path: Path, addre
     again, manager, checkpointer = job()
     with torch.device("meta"):
         restored = checkpointer.restore(step=1)
-    assert (restored.rung, restored.step) == (Rung.STORAGE, 1)
+    assert (restored.source, restored.step) == (RestoreSource.STORAGE, 1)
     assert all(again[name].tolist() == value.tolist() for name, value in state.items())
     checkpointer.shutdown()
     manager.shutdown()
@@ -234,7 +234,7 @@ def test_no_job_begins_at_step_0_beside_a_checkpoint_that_was_whole_and_cannot_b
         checkpointer.restore()
     assert not caught.value.state_overwritten
     (directory / ".metadata").unlink()  # as it is left by a job that died in its first save
-    assert checkpointer.restore().rung is Rung.NOTHING
+    assert checkpointer.restore().source is RestoreSource.NOTHING
     checkpointer.shutdown()
     again.manager.shutdown()
 

@@ -105,7 +105,7 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_from_a_whole_checkpoint(
         again = start_all(job)
 
         events = restored(again)
-        assert [(e["rung"], e["step"], e["manager_step"]) for e in events] == [("storage", *[goes_on_from] * 2)] * 2
+        assert [(e["source"], e["step"], e["manager_step"]) for e in events] == [("storage", *[goes_on_from] * 2)] * 2
         assert {event["digest"] for event in events} == {before[goes_on_from]}
         assert [event["own"] for event in events] == [
             {"position": goes_on_from, "rank": 0, "of": name} for name in GROUPS
@@ -138,7 +138,7 @@ def test_wherever_a_job_is_killed_it_goes_on_from_a_step_that_it_had_saved(tmp_p
             ranks = start_all(job)
             events = restored(ranks)
             if step:
-                assert {(e["rung"], e["step"]) for e in events} == {("storage", only([e["step"] for e in events]))}
+                assert {(e["source"], e["step"]) for e in events} == {("storage", only([e["step"] for e in events]))}
                 assert events[0]["step"] >= step
                 assert {event["digest"] for event in events} == {known[events[0]["step"]]}
             ranks[0].wait_for(lambda e: e["event"] == "saved" and e["error"] is None)
@@ -172,7 +172,7 @@ def test_survivors_write_what_a_killed_group_left_out(tmp_path: Path) -> None:
         kill_all(survivors)
         written = digests_by_step(survivors)[6]
         events = restored(start_all(job, min_replica_size=2))
-        assert {(e["rung"], e["step"], e["digest"]) for e in events} == {("storage", 6, written)}
+        assert {(e["source"], e["step"], e["digest"]) for e in events} == {("storage", 6, written)}
 
 
 KILLED_WHILE = [("b", WRITING), ("a", BEFORE_THE_METADATA), ("a", WRITING), ("b", BEFORE_ITS_MANIFEST)]
@@ -243,7 +243,7 @@ def test_a_group_that_restarts_alone_takes_its_state_from_living_peers(tmp_path:
         (again,) = job.start("c")
 
         event = again.wait_for_event("restored")
-        assert (event["rung"], event["bytes_from_storage"], event["own"]) == ("peers", 0, None)
+        assert (event["source"], event["bytes_from_storage"], event["own"]) == ("peers", 0, None)
         assert event["step"] >= saved
         again.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 3)
         finish(job, [*survivors, again])
@@ -267,7 +267,7 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
 
         again = start_all(job, ranks=2)
         events = restored(again)
-        assert {(e["rung"], e["step"], e["manager_step"], e["batches_committed"]) for e in events} == {
+        assert {(e["source"], e["step"], e["manager_step"], e["batches_committed"]) for e in events} == {
             ("storage", 5, 5, 10)
         }
         assert {event["digest"] for event in events} == {before[5]}
@@ -291,7 +291,7 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
         as_four, as_one = four.start("a", ranks=4), one.start("a")
         for ranks in (as_four, as_one):
             events = restored(ranks)
-            assert {(e["rung"], e["step"], e["manager_step"], e["digest"]) for e in events} == {
+            assert {(e["source"], e["step"], e["manager_step"], e["digest"]) for e in events} == {
                 ("storage", 5, 5, before[5])
             }
             assert all(bool(event["dtensors"]) == (len(ranks) == 4) for event in events)
@@ -316,7 +316,7 @@ def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_the_log_say
         again = start_all(job)
 
         events = restored(again)
-        assert [(e["rung"], e["step"], e["manager_step"]) for e in events] == [("storage", 4, 4)] * 2
+        assert [(e["source"], e["step"], e["manager_step"]) for e in events] == [("storage", 4, 4)] * 2
         assert {event["digest"] for event in events} == {before[4]}
         for rank in again:
             assert any(newest.name in line and "is skipped" in line and damaged in line for line in log_of(rank)), (
@@ -370,7 +370,7 @@ def test_a_group_that_lost_its_disk_is_restored_from_the_disks_of_the_others(tmp
         shutil.rmtree(disks["b"])
         ranks = start()
         events = restored(ranks)
-        assert [(e["rung"], e["step"], e["digest"]) for e in events] == [("local disk", 5, before[5])] * 2
+        assert [(e["source"], e["step"], e["digest"]) for e in events] == [("local disk", 5, before[5])] * 2
         assert events[0]["bytes_from_storage"] > 0
         assert events[1]["bytes_from_storage"] == 0 < events[1]["bytes_from_peers"]
         ranks[0].wait_for_step(7)
@@ -380,7 +380,7 @@ def test_a_group_that_lost_its_disk_is_restored_from_the_disks_of_the_others(tmp
         for disk in disks.values():
             shutil.rmtree(disk, ignore_errors=True)
         ranks = start()
-        assert [(e["rung"], e["step"], e["manager_step"]) for e in restored(ranks)] == [("nothing", None, 0)] * 2
+        assert [(e["source"], e["step"], e["manager_step"]) for e in restored(ranks)] == [("nothing", None, 0)] * 2
 
 
 def flip_a_bit(checkpoint: Path, manifest: str) -> str:

@@ -37,7 +37,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_bit_for_bit(tmp_path: Path, mo
     before, after, never = (folder / name for name in ("first_life", "second_life", "never_killed"))
     for group in ("group_0.jsonl", "group_1.jsonl"):
         (restored,) = diary(after / group, "restored")
-        assert (restored["rung"], restored["has_own"]) == ("storage", True)
+        assert (restored["source"], restored["has_own"]) == ("storage", True)
         saved = restored["step"]
         assert isinstance(saved, int) and saved % SAVE_EVERY == 0 and saved > KILL_AT - SAVE_EVERY
         assert not diary(before / group, "finished")

@@ -33,7 +33,7 @@ from torchft_ckpt import (
     Restored,
     load_checkpoint,
 )
-from torchft_ckpt.core.ladder import Rung
+from torchft_ckpt.core.restore_source import RestoreSource
 from torchft_ckpt.manager.gathering import Gathering
 
 T = TypeVar("T")
@@ -291,7 +291,7 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
         assert first_has_restored.wait(LONG_S)
         return told_that_others_hold(saved.step)
 
-    def run(group: Group) -> Rung:
+    def run(group: Group) -> RestoreSource:
         manager: Any = group.manager
         if manager.replica_id().startswith("group_1"):
             manager.gather = gather_late
@@ -303,9 +303,9 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
             restored: Restored = group.checkpointer.restore()
             group.assert_begins_from(saved)
             group.train(SYNC_EVERY)
-        return restored.rung
+        return restored.source
 
-    assert together(2, run, storage) == [Rung.STORAGE, Rung.PEERS]
+    assert together(2, run, storage) == [RestoreSource.STORAGE, RestoreSource.PEERS]
 
 
 def told_that_others_hold(step: int) -> Gathering:
@@ -357,7 +357,7 @@ def test_a_group_that_comes_back_alone_takes_the_newest_of_the_others(
                 is_back.set()
                 group.end()
             survivor.result(LONG_S)
-    assert restored.rung is Rung.PEERS
+    assert restored.source is RestoreSource.PEERS
     assert entered_at > saved.step
     assert model == found == history[entered_at]
 

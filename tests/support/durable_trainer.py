@@ -134,10 +134,10 @@ def main() -> None:
     report(
         "restored",
         pid=os.getpid(),
-        rung=restored.rung.value,
+        source=restored.source.value,
         step=restored.step,
         reason=restored.reason,
-        own=restored.own,
+        own=restored.rank_state,
         bytes_from_storage=restored.bytes_from_storage,
         bytes_from_peers=restored.bytes_from_peers,
         manager_step=manager.current_step(),
@@ -175,7 +175,7 @@ def main() -> None:
                 if options.get("waits_for_saves", True):  # else one that is slow here is refused
                     checkpointer.wait()
                 own = {"position": step, "rank": rank, "of": options["replica_id"]}
-                future = checkpointer.save(own=own, tier=Tier(options.get("tier", "storage")))
+                future = checkpointer.save(rank_state=own, tier=Tier(options.get("tier", "storage")))
                 future.add_done_callback(lambda done, step=step: report_saved(step, done))
         checkpointer.shutdown()
         report("done", step=manager.current_step(), digest=digest_of(**state_dict()))

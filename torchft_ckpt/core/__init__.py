@@ -29,7 +29,7 @@ group               all ranks of a group take part in a step, or none does
 rank_calls          calls that all ranks of a group make, and the answer to each
 replica             the life of one rank's step: what it holds, whether it may contribute, vote and commit; who shares the step
 meeting             whether a rank and the rank 0 that it finds at a store are of one group
-ladder              where a rank that starts takes its state from
+restore_source      where a rank that starts takes its state from
 discards            what would help where steps are discarded again and again
 outer_schedule      when an outer loop exchanges a fragment, and what becomes of its round
 

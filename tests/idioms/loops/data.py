@@ -70,7 +70,7 @@ def distributed_sampler(job: Job) -> None:
 @idiom(
     "StatefulDataLoader",
     DATA,
-    "Its place is each group's own: save it with `Checkpointer.save(own=...)`, do not register it.",
+    "Its place is each group's own: save it with `Checkpointer.save(rank_state=...)`, do not register it.",
     compare="groups",
 )
 def stateful_dataloader(job: Job) -> None:

@@ -56,7 +56,7 @@ def save_between(job: Job) -> None:
         optimizer.step()
         if manager.current_step() > before:
             seen.samples += 8
-            saved = checkpointer.save(own={"place": job.step})
+            saved = checkpointer.save(rank_state={"place": job.step})
             if saved is not None:
                 saved.result(20)
     checkpointer.shutdown()

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Rung(Enum):
+class RestoreSource(Enum):
     """Where a state can be, the nearest first."""
 
     MEMORY = "memory"
@@ -25,7 +25,7 @@ class Rung(Enum):
 class Choice(NamedTuple):
     """Where to take the state from, and why."""
 
-    rung: Rung
+    source: RestoreSource
     step: int | None
     """None where there is nothing."""
     reason: str
@@ -33,20 +33,20 @@ class Choice(NamedTuple):
 
 
 _HELD = {
-    Rung.MEMORY: "memory holds {}",
-    Rung.PEERS: "living peers hold {}",
-    Rung.LOCAL_DISK: "the local disk has {}",
-    Rung.STORAGE: "storage has {}",
+    RestoreSource.MEMORY: "memory holds {}",
+    RestoreSource.PEERS: "living peers hold {}",
+    RestoreSource.LOCAL_DISK: "the local disk has {}",
+    RestoreSource.STORAGE: "storage has {}",
 }
 _NOT_HELD = {
-    Rung.MEMORY: "nothing is in memory",
-    Rung.PEERS: "no living peer holds any",
-    Rung.LOCAL_DISK: "no local disk has any",
-    Rung.STORAGE: "storage has none",
+    RestoreSource.MEMORY: "nothing is in memory",
+    RestoreSource.PEERS: "no living peer holds any",
+    RestoreSource.LOCAL_DISK: "no local disk has any",
+    RestoreSource.STORAGE: "storage has none",
 }
 
 
-def choose_rung(
+def choose_restore_source(
     own_step: int | None, peers_step: int | None, local_step: int | None, storage_step: int | None
 ) -> Choice:
     """Choose the newest step, and the nearest of those who hold it.
@@ -58,19 +58,27 @@ def choose_rung(
         storage_step: the newest that is whole in storage; None where none is.
 
     Returns:
-        the rung, the step, and a sentence for the log.
+        the place, the step, and a sentence for the log.
     """
     held = {
-        Rung.MEMORY: own_step,
-        Rung.PEERS: peers_step,
-        Rung.LOCAL_DISK: local_step,
-        Rung.STORAGE: storage_step,
+        RestoreSource.MEMORY: own_step,
+        RestoreSource.PEERS: peers_step,
+        RestoreSource.LOCAL_DISK: local_step,
+        RestoreSource.STORAGE: storage_step,
     }
-    alive = {rung: step for rung, step in held.items() if peers_step is None or rung in (Rung.MEMORY, Rung.PEERS)}
+    alive = {
+        source: step
+        for source, step in held.items()
+        if peers_step is None or source in (RestoreSource.MEMORY, RestoreSource.PEERS)
+    }
     newest = max((step for step in alive.values() if step is not None), default=None)
-    chosen = next((rung for rung, step in alive.items() if step is not None and step == newest), Rung.NOTHING)
+    chosen = next(
+        (source for source, step in alive.items() if step is not None and step == newest), RestoreSource.NOTHING
+    )
     others = ", ".join(
-        _NOT_HELD[rung] if step is None else _HELD[rung].format(step) for rung, step in held.items() if rung != chosen
+        _NOT_HELD[source] if step is None else _HELD[source].format(step)
+        for source, step in held.items()
+        if source != chosen
     )
     what = "there is no state to go on from" if newest is None else f"step {newest} from {chosen.value}"
     return Choice(chosen, newest, f"{what}: {others}")
