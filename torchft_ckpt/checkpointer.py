@@ -1,6 +1,6 @@
 """Durable checkpoints for a training loop: save without stopping it, restore from whatever holds the newest state.
 
-It puts the parts together: what a Manager says of itself, the save's worker, the readers. Rules are elsewhere:
+It puts the parts together: what a Manager says of itself, the save's worker, the cold start, the readers. Rules are elsewhere:
 who writes what in `core/shares.py`, what to wait for in `core/saving.py`, what to remove in `core/retention.py`, where to take
 a state from in `core/restore_source.py`.
 """
@@ -20,16 +20,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
+from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
+from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, list_checkpoints
 from torchft_ckpt.checkpointing.durable.reading.directory import give_back
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import state_of_value, template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
@@ -45,14 +47,11 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
-from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
-from torchft_ckpt.checkpointing.durable.together.finding import MeetingPlace, ReadTogether, read_newest
 from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.retention import plan_removals
@@ -62,6 +61,8 @@ from torchft_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     SaveInFlightError,
+    SourceLostError,
+    SourceRefusedError,
     StateChangedError,
     StorageError,
     torn_where_it_raises,
@@ -82,15 +83,18 @@ from torchft_ckpt.manager.still import StateHeld, hold_to_save
 from torchft_ckpt.threads import Thread
 
 if TYPE_CHECKING:
+    from torchft_ckpt.checkpointing import CheckpointTransport
     from torchft_ckpt.manager import Manager
+    from torchft_ckpt.manager.gathering import Gathering
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _STAGING_SHARE = 4
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
+_MAX_STARTS = 3
+"""Each is led by another first member: so many of them may be lost one after the other."""
 
 
 class Tier(Enum):
@@ -494,7 +498,8 @@ class Checkpointer:
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
         yet. Objects with `load_state_dict` are loaded by it.
-        Where torch.distributed is initialized all of its ranks call it: together they read each byte once.
+        Where torch.distributed is initialized all of its ranks call it: rank 0 says which checkpoint it is, and together they
+        read each byte once.
 
         Args:
             state_dict: says what is wanted, on which layout.
@@ -504,6 +509,9 @@ class Checkpointer:
             ConfigError: there is a Manager: use `restore`, which has all ranks of all groups take the same one. Or `step`
                 is none.
             CheckpointNotFoundError: there is none.
+            CheckpointDamagedError: this rank could not read what the others have loaded.
+            SourceLostError, SourceRefusedError: what the other ranks have loaded is not known, because rank 0 or the store is
+                gone, or is another checkpoint than this rank has read.
             StateMismatchError: what is wanted is not in it, or of another shape or dtype.
             StorageError: the storage failed.
             StateDictLoadError: the `load_state_dict` of an object in it raised.
@@ -513,24 +521,27 @@ class Checkpointer:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
         step = _plain_step(step)
         template = template_of(state_dict)
-
-        def make(reader: CheckpointReader, read: ReadWants) -> None:
-            load_into(reader, template.state_dict, read, like=template.like)
-
         self._make_way()
         with self._place_to_meet() as place:
-            outcome = read_newest(self._all_storages(), make, step=step, place=place)
-        with torn_where_it_raises(f"loading step {outcome.step}", "state_dict"):
+            cold_start = ColdStart(self._all_storages(), step=step, place=place)
+            for reading in cold_start.attempts():
+                with reading as attempt:
+                    load_into(attempt.reader, template.state_dict, attempt.fill, like=template.like)
+        found = attempt.checkpoint.name.step
+        with torn_where_it_raises(f"loading step {found}", "state_dict"):
             give_back(state_dict, template.state_dict)
-            own = self._own_of(outcome.checkpoint_reader, "", self._place()[0])
-        source = self._source_of(outcome.checkpoint)
-        return _said(self._restored(source, outcome, own, f"step {outcome.step} from {source.value}"))
+            rank_state = self._rank_state_of(attempt.reader, "", self._place()[0])
+        source = self._source_of(attempt.checkpoint)
+        return _logged_restored(
+            self._restored(source, cold_start, found, rank_state, f"step {found} from {source.value}")
+        )
 
     def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
         """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
 
         Where peers hold it nothing is loaded here: the first step heals from them. All ranks of all groups that start call it.
-        Groups that start together read each byte of a checkpoint once, and send it to each other.
+        Groups that start together are led by the first of them, read each byte of a checkpoint once, and send it to each other.
+        Where the first one is lost before it has said that all go on, the others meet again, led by another.
 
         Args:
             step: load the checkpoint of this step, whatever else there is.
@@ -547,6 +558,8 @@ class Checkpointer:
             StorageError: the storage failed.
             CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
                 read now: the job does not begin at step 0 beside them.
+            CheckpointDamagedError: this rank could not read what the others begin from.
+            SourceLostError, SourceRefusedError: what the others begin from is not known, in three starts one after the other.
             StateDictLoadError: a registered function raised.
         """
         manager = self._manager
@@ -554,6 +567,14 @@ class Checkpointer:
             raise ConfigError("restore needs a Manager; use load", "manager")
         step = _plain_step(step)
         check_optimizers_known(manager)
+        for _ in range(_MAX_STARTS - 1):
+            try:
+                return _logged_restored(self._start(manager, step, timeout))
+            except (SourceLostError, SourceRefusedError) as error:
+                logger.warning("this rank meets the others again, to start with them: %s", error)
+        return _logged_restored(self._start(manager, step, timeout))
+
+    def _start(self, manager: Manager, step: int | None, timeout: timedelta | None) -> Restored:
         gathering = manager.gather(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
         # Fresh weights, of step 0, are no state to go on from, whoever has them.
@@ -563,40 +584,24 @@ class Checkpointer:
         if step is None and choice.source in (RestoreSource.MEMORY, RestoreSource.PEERS):
             if choice.source is RestoreSource.PEERS:
                 end_restore(manager, from_peers=True)
-            return _said(Restored(source=choice.source, step=choice.step, reason=choice.reason))
-        rank = manager.group_rank
-        name = group_name(manager)
-
-        is_touched = False
-
-        def make(reader: CheckpointReader, read: ReadWants) -> dict[str, Any]:
-            def read_in_place(wants: Sequence[Want]) -> None:
-                nonlocal is_touched
-                is_touched = True
-                read(wants)
-
-            local = LocalState(template_to_load(manager))
-            return load_state(reader.checkpoint, read_in_place, local, replica_id=name, rank=rank, in_place=True)
-
+            return Restored(source=choice.source, step=choice.step, reason=choice.reason)
+        cold_start = ColdStart(self._all_storages(), step=step, place=_place_of(gathering, manager.transport))
+        rank, name = manager.group_rank, group_name(manager)
         self._make_way()
-        place = None
-        if gathering is not None and gathering.store is not None and isinstance(manager.transport, HTTPTransport):
-            place = MeetingPlace(
-                store=gathering.store,
-                run=gathering.run,
-                member=gathering.member,
-                num_members=gathering.num_members,
-                transport=manager.transport,
-            )
         try:
-            with torn_where_it_raises("restoring a checkpoint", "restore", lambda: is_touched):
-                outcome = read_newest(self._all_storages(), make, step=step, place=place)
-                own = self._own_of(outcome.checkpoint_reader, name, rank)
-                load_saved(manager, outcome.made)
+            with torn_where_it_raises("restoring a checkpoint", "restore", lambda: cold_start.has_written):
+                for reading in cold_start.attempts():
+                    with reading as attempt:
+                        local = LocalState(template_to_load(manager))
+                        state = load_state(
+                            attempt.checkpoint, attempt.fill, local, replica_id=name, rank=rank, in_place=True
+                        )
+                rank_state = self._rank_state_of(attempt.reader, name, rank)
+                load_saved(manager, state)
         except BaseException as error:
-            if is_touched:  # so that it is not taken for a state, should the script go on
+            if cold_start.has_written:  # so that it is not taken for a state, should the script go on
                 manager.report_torn_state()
-            if step is not None or is_touched or not isinstance(error, CheckpointNotFoundError):
+            if step is not None or manager.view().torn or not isinstance(error, CheckpointNotFoundError):
                 raise
             if (saved := found[Tier.STORAGE]) is not None:
                 raise CheckpointNotFoundError(
@@ -604,9 +609,8 @@ class Checkpointer:
                     "what is there to begin at step 0",
                     error.party,
                 ) from error
-            return _said(
-                Restored(source=RestoreSource.NOTHING, step=None, reason=f"there is no state to go on from: {error}")
-            )
+            return Restored(source=RestoreSource.NOTHING, step=None, reason=f"there is no state to go on from: {error}")
+        chosen = attempt.checkpoint.name.step
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(
                 "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
@@ -614,12 +618,12 @@ class Checkpointer:
                 step,
             )
         if gathering is None or gathering.member == 0:
-            self._close_if_open(outcome.checkpoint)
+            self._close_if_open(attempt.checkpoint)
         end_restore(manager, from_peers=False)
-        chosen = self._source_of(outcome.checkpoint)
-        found[Tier.LOCAL if chosen is RestoreSource.LOCAL_DISK else Tier.STORAGE] = outcome.step
+        source = self._source_of(attempt.checkpoint)
+        found[Tier.LOCAL if source is RestoreSource.LOCAL_DISK else Tier.STORAGE] = chosen
         reason = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
-        return _said(self._restored(chosen, outcome, own, reason))
+        return self._restored(source, cold_start, chosen, rank_state, reason)
 
     def _close_if_open(self, checkpoint: Checkpoint) -> None:
         """Close what is whole, and whose writers died before they saw it: else it would not count for retention, nor for DCP."""
@@ -630,8 +634,8 @@ class Checkpointer:
         except StorageError as error:
             logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
 
-    def _own_of(self, reader: CheckpointReader, replica_id: str, rank: int) -> object:
-        """Return what this rank saved as its own; None, with a line in the log, where the work is divided otherwise now."""
+    def _rank_state_of(self, reader: CheckpointReader, replica_id: str, rank: int) -> object:
+        """Return what this rank saved of itself; None, with a line in the log, where the work is divided otherwise now."""
         part = reader.checkpoint.own_part(replica_id, rank)
         if part is None or part.manifest.num_ranks != self._place()[1]:
             logger.info(
@@ -643,17 +647,19 @@ class Checkpointer:
             return None
         return reader.own(replica_id, rank, KnownClasses())
 
-    def _restored(self, source: RestoreSource, outcome: ReadTogether[Any], own: object, reason: str) -> Restored:
-        kept = own if isinstance(own, dict) else {}
+    def _restored(
+        self, source: RestoreSource, cold_start: ColdStart, step: int, rank_state: object, reason: str
+    ) -> Restored:
+        kept = rank_state if isinstance(rank_state, dict) else {}
         if self._saves_random_state and kept.get("random") is not None:
             set_random_state(kept["random"])
         return Restored(
             source=source,
-            step=outcome.step,
+            step=step,
             reason=reason,
             rank_state=kept.get("user"),
-            bytes_from_storage=outcome.bytes_from_storage,
-            bytes_from_peers=outcome.bytes_from_peers,
+            bytes_from_storage=cold_start.bytes_from_storage,
+            bytes_from_peers=cold_start.bytes_from_peers,
         )
 
     def _all_storages(self) -> list[Storage]:
@@ -714,9 +720,22 @@ def _plain_step(step: SupportsIndex | None) -> int | None:
     return number
 
 
-def _said(restored: Restored) -> Restored:
+def _logged_restored(restored: Restored) -> Restored:
     logger.info("restored: %s", restored.reason)
     return restored
+
+
+def _place_of(gathering: Gathering | None, transport: CheckpointTransport[Any]) -> MeetingPlace | None:
+    """Return where the groups that start together meet; None where this rank starts alone."""
+    if gathering is None or gathering.store is None or not isinstance(transport, HTTPTransport):
+        return None
+    return MeetingPlace(
+        store=gathering.store,
+        run=gathering.run,
+        member=gathering.member,
+        num_members=gathering.num_members,
+        transport=transport,
+    )
 
 
 def _newest(storage: Storage, *, whole: bool) -> int | None:
@@ -758,6 +777,7 @@ def _identity_alone() -> SaveIdentity:
     _num_alone += 1
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
-    exchange = StoreExchange(store, token=resolve(None, TOKEN, "", str))
-    agreed = exchange.settle(f"torchft_ckpt/run/{_num_alone}", proposal.encode())
+    agreed = KeyValueStore(store, token=resolve(None, TOKEN, "", str)).settle(
+        f"torchft_ckpt/run/{_num_alone}", proposal.encode()
+    )
     return SaveIdentity(0, agreed.decode(), 0, 1, rank, num_ranks, "")

@@ -26,13 +26,14 @@ from bench.wire import Reporter, serve
 from torchft_ckpt import Checkpointer
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.durable.names import checkpoint_name
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode, SaveTask, SaveWorker
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
-from torchft_ckpt.checkpointing.durable.together.finding import read_newest
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
 from torchft_ckpt.core.saving import Member, Writers
@@ -251,12 +252,7 @@ class Worker:
                 if how == OURS:
                     peer_bytes = Checkpointer(location, save_random_state=False).load(state).bytes_from_peers
                 else:
-                    read_newest(
-                        [open_storage(location)],
-                        lambda reader, read: load_into(reader, state, read),
-                        step=None,
-                        place=None,
-                    )
+                    load_into(CheckpointReader(newest_whole([open_storage(location)])), state)
             num_bytes = count.num_bytes
         ended = time.monotonic()
         return {

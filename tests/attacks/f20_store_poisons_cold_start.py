@@ -1,13 +1,15 @@
 """A stranger who can write to the store where members meet for a cold start tries to give one of them other weights.
 
-It does not know the token. Three attempts, each against a member that reads a checkpoint together with another:
+It does not know the token. Four attempts, each against a member that reads a checkpoint together with another:
 
 - `poses`: it takes the part of the other member, and serves 666 in place of its share.
+- `leads`: it takes the part of the first member, names an older checkpoint, and serves 666 in place of its share.
 - `replays`: it puts what the other member said at an earlier start into the store again, and listens at the address in it.
 - `relays`: the other member is there; the stranger stands on the way to it, and puts 666 at the beginning of every part, with the
   digest that belongs to it.
 
-An attempt succeeds where the victim sends the token, or ends with other values than were saved. `PYTHONPATH` has to name `tests`.
+An attempt succeeds where the victim sends the token, or begins from other values than were saved: one that raises does not begin.
+`PYTHONPATH` has to name `tests`.
 """
 
 from __future__ import annotations
@@ -33,19 +35,20 @@ from support.relay import Passing, Relay
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft_ckpt import Checkpointer, HTTPTransport
+from torchft_ckpt.checkpointing.durable.cooperative_read import shared_read
+from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
+from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
-from torchft_ckpt.checkpointing.durable.together import shared_read
-from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.errors import SourceLostError, SourceRefusedError
 
 TOKEN = "the job's secret"
 POISON = 666.0
+OLDER = 4
 HOST = "127.0.0.1"
 LIMIT = timedelta(seconds=120)
-TOPICS = ("seen", "wants", "ready", "done", "shown {}")
-SETTLED = ("seen settled", "settled {}", "wants settled")
 Attempt = Callable[[str, timedelta], "tuple[dict[str, torch.Tensor], bool]"]
 """Given the checkpoints' directory and the patience, returns what the victim got, and whether it sent the token."""
 
@@ -67,8 +70,9 @@ def read_as_member(
     *,
     token: str | None = TOKEN,
     advertised: Callable[[int], int] = lambda port: port,
+    step: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Take part in a cold start of two members; return the values.
+    """Take part in a cold start of two members; return the values, none where it does not begin.
 
     Args:
         number: 0 or 1.
@@ -78,22 +82,19 @@ def read_as_member(
     transport: HTTPTransport[Any] = HTTPTransport(hostname=HOST, bind=HOST, token=token)
     transport._metadata = f"http://{HOST}:{advertised(transport._server.port)}"
     try:
-        exchange: Any = StoreExchange
-        arguments = exchange.__init__.__code__.co_varnames  # before it was mended it had no token
-        sealed = {"token": token or "", "run": start} if "token" in arguments else {}
-        read = shared_read.SharedRead(
-            [LocalStorage(place)],
-            exchange=exchange(PrefixStore(start, store), **sealed),
-            member=number,
-            num_members=2,
-            transport=transport,
-            token=token,
-            patience=patience,
+        place_to_meet = MeetingPlace(
+            store=PrefixStore(start, store), run=start, member=number, num_members=2, transport=transport
         )
-        reader = read.agree()
-        targets = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in reader.tensors.items()}
-        read.read([Want(name, whole(tuple(target.shape)), target) for name, target in targets.items()])
+        cold_start = ColdStart([LocalStorage(place)], step=step, place=place_to_meet, patience=patience)
+        for reading in cold_start.attempts():
+            with reading as attempt:
+                tensors = attempt.reader.tensors
+                targets = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+                attempt.fill([Want(name, whole(tuple(target.shape)), target) for name, target in targets.items()])
         return targets
+    except (SourceLostError, SourceRefusedError) as error:
+        print(f"member {number} does not begin: {error}", file=sys.stderr)
+        return {}
     finally:
         transport.shutdown()
 
@@ -101,17 +102,17 @@ def read_as_member(
 # A stranger in the other member's place
 
 
-def poses(place: str, patience: timedelta) -> tuple[dict[str, torch.Tensor], bool]:
-    """A process without the token takes the part of member 1."""
+def poses(place: str, patience: timedelta, stranger_is: int = 1) -> tuple[dict[str, torch.Tensor], bool]:
+    """A process without the token takes the part of a member."""
     store = host_store()
-    arguments = ["--stranger", place, str(store.port), str(patience.total_seconds())]
+    arguments = ["--stranger", place, str(store.port), str(patience.total_seconds()), str(stranger_is)]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHFT_CKPT_TOKEN"}
     stranger = subprocess.Popen(
         [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
         store.wait(["posing"], LIMIT)
-        got = read_as_member(0, place, store, "cold", patience)
+        got = read_as_member(1 - stranger_is, place, store, "cold", patience)
         told, _ = stranger.communicate(timeout=LIMIT.total_seconds())
     finally:
         stranger.kill()
@@ -119,7 +120,12 @@ def poses(place: str, patience: timedelta) -> tuple[dict[str, torch.Tensor], boo
     return got, TOKEN in told
 
 
-def pose(place: str, port: int, patience: timedelta) -> None:
+def leads(place: str, patience: timedelta) -> tuple[dict[str, torch.Tensor], bool]:
+    """A process without the token takes the part of the first member."""
+    return poses(place, patience, stranger_is=0)
+
+
+def pose(place: str, port: int, patience: timedelta, number: int) -> None:
     """Be that process: serve 666 to everybody who asks, whatever he shows, and print that."""
     honest, matches = shared_read._read_share, handlers.bearer_matches
 
@@ -138,7 +144,7 @@ def pose(place: str, port: int, patience: timedelta) -> None:
     handlers.bearer_matches = spy
     store = connect(port)
     store.set("posing", "")
-    read_as_member(1, place, store, "cold", patience, token=None)
+    read_as_member(number, place, store, "cold", patience, token=None, step=None if number else OLDER)
 
 
 # What was said before
@@ -148,6 +154,14 @@ def replays(place: str, patience: timedelta) -> tuple[dict[str, torch.Tensor], b
     """What member 1 said at an earlier start is said again, and at its old address somebody listens."""
     store = host_store()
     ports: list[int] = []
+    keys: set[str] = set()
+    put = KeyValueStore.put
+
+    def puts(client: KeyValueStore, key: str, data: bytes) -> None:
+        keys.update((client._key(key), client._key(key, 0)))
+        put(client, key, data)
+
+    KeyValueStore.put = puts  # type: ignore[method-assign]
 
     def noted(port: int) -> int:
         ports.append(port)
@@ -157,10 +171,9 @@ def replays(place: str, patience: timedelta) -> tuple[dict[str, torch.Tensor], b
         first = pool.submit(read_as_member, 0, place, connect(store.port), "earlier", LIMIT)
         pool.submit(read_as_member, 1, place, connect(store.port), "earlier", LIMIT, advertised=noted).result()
         first.result()
-    (name,) = os.listdir(place)
-    said = [f"{topic.format(name)}/1" for topic in TOPICS]
-    for key in [*said, *(f"{key}/chunk0" for key in said), *(topic.format(name) for topic in SETTLED)]:
-        if store.check([f"earlier/{key}"]):
+    KeyValueStore.put = put  # type: ignore[method-assign]
+    for key in keys:
+        if key.removesuffix("/chunk0").endswith("/1") and store.check([f"earlier/{key}"]):
             store.set(f"cold/{key}", store.get(f"earlier/{key}"))  # type: ignore[arg-type]
     heard = bytearray()
     listener = socket.create_server((HOST, ports[0]))
@@ -232,28 +245,30 @@ def with_poison(data: bytes, parts: list[list[Any]]) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--attempt", choices=["poses", "replays", "relays"], help="only this one")
+    parser.add_argument("--attempt", choices=["poses", "leads", "replays", "relays"], help="only this one")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds that a member waits for another")
-    parser.add_argument("--stranger", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--stranger", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.stranger:
-        place, port, patience_s = options.stranger
-        pose(place, int(port), timedelta(seconds=float(patience_s)))
+        place, port, patience_s, number = options.stranger
+        pose(place, int(port), timedelta(seconds=float(patience_s)), int(number))
         return 0
-    attempts: dict[str, Attempt] = {"poses": poses, "replays": replays, "relays": relays}
+    attempts: dict[str, Attempt] = {"poses": poses, "leads": leads, "replays": replays, "relays": relays}
     torch.manual_seed(0)
     saved = {f"w{number}": torch.randn(300, 300) for number in range(8)}
     seen: list[str] = []
     is_vulnerable = False
     with tempfile.TemporaryDirectory() as place:
         checkpointer = Checkpointer(place)
-        checkpointer.save(saved, step=5)
-        checkpointer.wait()
+        older = {name: torch.full_like(tensor, POISON) for name, tensor in saved.items()}
+        for step, state in ((OLDER, older), (5, saved)):
+            checkpointer.save(state, step=step)
+            checkpointer.wait()
         checkpointer.shutdown()
         for name, attempt in attempts.items():
             if options.attempt in (None, name):
                 got, is_token_sent = attempt(place, timedelta(seconds=options.patience))
-                wrong = [tensor for tensor in saved if not torch.equal(saved[tensor], got[tensor])]
+                wrong = [tensor for tensor in got if not torch.equal(saved[tensor], got[tensor])]
                 seen.append(
                     f"{name}: {len(wrong)} of {len(saved)} tensors wrong, token {'' if is_token_sent else 'not '}sent"
                 )

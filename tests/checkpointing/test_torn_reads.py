@@ -18,10 +18,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import Checkpointer, PeerReader, load_checkpoint
+from torchft_ckpt.checkpointing.durable.cooperative_read import shared_read
+from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart
 from torchft_ckpt.checkpointing.durable.reading import loading
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
-from torchft_ckpt.checkpointing.durable.together import shared_read
-from torchft_ckpt.checkpointing.durable.together.finding import read_newest
 from torchft_ckpt.checkpointing.resharding import plan
 from torchft_ckpt.checkpointing.state import target
 from torchft_ckpt.errors import (
@@ -232,23 +232,20 @@ def test_a_load_state_dict_of_the_users_that_raises_leaves_a_torn_state(tmp_path
 def test_what_a_damaged_newer_checkpoint_overwrote_is_torn_where_no_older_one_fits(directory: Path) -> None:
     damage(directory, 2)
     state = zeros()
-
-    def make(reader: Any, read: Any) -> None:
-        if reader.checkpoint.name.step == 1:
-            raise StateMismatchError("it does not fit; nothing was changed", "here")
-        loading.load_into(reader, state, read)
-
     with pytest.raises(StateMismatchError) as caught:
-        read_newest([open_storage(directory)], make, step=None, place=None)
+        for reading in ColdStart([open_storage(directory)]).attempts():
+            with reading as attempt:
+                if attempt.checkpoint.name.step == 1:
+                    raise StateMismatchError("it does not fit; nothing was changed", "here")
+                loading.load_into(attempt.reader, state, attempt.fill)
     assert num_written(state) and says_torn(caught.value)
 
 
 def test_where_nothing_was_overwritten_yet_nothing_is_said(directory: Path) -> None:
-    def make(reader: Any, read: Any) -> None:
-        raise StateMismatchError("it does not fit; nothing was changed", "here")
-
     with pytest.raises(StateMismatchError) as caught:
-        read_newest([open_storage(directory)], make, step=None, place=None)
+        for reading in ColdStart([open_storage(directory)]).attempts():
+            with reading:
+                raise StateMismatchError("it does not fit; nothing was changed", "here")
     assert not says_torn(caught.value)
 
 
@@ -281,15 +278,16 @@ def test_a_member_that_has_read_its_share_and_cannot_have_the_rest_says_torn(mon
             raise StorageError("the disk is gone", "disk")
 
     read = object.__new__(shared_read.SharedRead)
-    read._transport, read._meeting = Stub(), Stub()  # type: ignore[assignment]
-    read._meeting.member, read._meeting.patience_s = 0, 1.0  # type: ignore[misc]
+    read._transport, read._rendezvous = Stub(), Stub()  # type: ignore[assignment]
+    read._rendezvous.member, read._rendezvous.patience_s = 0, 1.0
+    read._number, read._reader = 0, Reader()  # type: ignore[assignment]
     monkeypatch.setattr(shared_read, "_read_share", lambda *_: {})
     monkeypatch.setattr(read, "_take", lambda *_: ["what nobody served"])
-    agreement = Stub()
+    read._agreement = agreement = Stub()  # type: ignore[assignment]
     agreement.checkpoint = Stub()  # type: ignore[attr-defined]
     agreement.checkpoint.name = Stub()  # type: ignore[attr-defined]
     agreement.checkpoint.name.step = STEP  # type: ignore[attr-defined]
     dealt = shared_read._Dealt(shared_read._OwnWants([]), {0: {}}, [[]])
     with pytest.raises(StorageError) as caught:
-        read._read_dealt(agreement, dealt, Reader())  # type: ignore[arg-type]
+        read._read_dealt(dealt)
     assert says_torn(caught.value)

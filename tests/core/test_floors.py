@@ -189,7 +189,7 @@ def test_inside_of_checkpointing_imports_point_down_too(folder: str) -> None:
             )
 
 
-DURABLE_FLOORS = [["names"], ["storage"], ["format"], ["reading"], ["saving", "together"]]
+DURABLE_FLOORS = [["names"], ["storage"], ["format"], ["reading"], ["saving", "cooperative_read"]]
 
 
 @pytest.mark.parametrize("floor", range(len(DURABLE_FLOORS)))

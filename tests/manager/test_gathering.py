@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,11 @@ from support.durable_parts import NAME, PartsDouble, storage_in
 from support.stores import hosted_store
 from torch import nn
 
-from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
-from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
-from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
+from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.restore_source import RestoreSource
 from torchft_ckpt.manager.gathering import Gathering
 
 SHORT = timedelta(seconds=20)
@@ -203,24 +204,26 @@ def test_a_cold_start_reads_a_checkpoint_once_and_trains_on(start: Callable[...,
         assert gathering.store is not None
         transport: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1")
         try:
-            shared = SharedRead(
-                [double.storage],
-                exchange=StoreExchange(gathering.store),
+            place = MeetingPlace(
+                store=gathering.store,
+                run=gathering.run,
                 member=gathering.member,
                 num_members=gathering.num_members,
                 transport=transport,
             )
-            reader = shared.agree()
-            targets = {fqn: torch.empty(tensor.shape) for fqn, tensor in reader.tensors.items()}
-            shared.read([Want(fqn, whole(tuple(target.shape)), target) for fqn, target in targets.items()])
+            cold_start = ColdStart([double.storage], place=place)
+            for reading in cold_start.attempts():
+                with reading as attempt:
+                    targets = {fqn: torch.empty(tensor.shape) for fqn, tensor in attempt.reader.tensors.items()}
+                    attempt.fill([Want(fqn, whole(tuple(target.shape)), target) for fqn, target in targets.items()])
         finally:
             transport.shutdown()
         prefix = "state.model."
         rank.model.load_state_dict(
             {fqn.removeprefix(prefix): t for fqn, t in targets.items() if fqn.startswith(prefix)}
         )
-        rank.manager.load_state_dict({"step": reader.checkpoint.name.step, "batches_committed": 7})
-        return shared.statistics().bytes_from_storage, targets
+        rank.manager.load_state_dict({"step": attempt.checkpoint.name.step, "batches_committed": 7})
+        return cold_start.bytes_from_storage, targets
 
     begun = together(begins, *ranks)
     total = sum(tensor.nbytes for tensor in double.tensors.values())
@@ -229,3 +232,47 @@ def test_a_cold_start_reads_a_checkpoint_once_and_trains_on(start: Callable[...,
     assert together(Rank.step, *ranks) == [True, True]
     assert [rank.manager.current_step() for rank in ranks] == [NAME.step + 1] * 2
     assert ranks[0].bits() == ranks[1].bits()
+
+
+def test_where_the_first_that_restores_is_lost_the_others_meet_again_and_begin_from_one_checkpoint(
+    start: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is lost when it has said what is read, and the others have begun to read: they go on under another first member."""
+    saving = start("z")
+    saving.manager.load_state_dict({"step": 120, "batches_committed": 360})
+    saved = saving.bits()
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save({"default": saving.model.state_dict(), "torchft": saving.manager.state_dict()}, step=120).result(
+        60
+    )
+    checkpointer.shutdown()
+    saving.manager.shutdown()
+    ranks = [start(name) for name in "abc"]
+    has_begun = threading.Event()
+    find_damage = ColdStart._find_damage
+
+    def lost(cold_start: ColdStart, *args: Any) -> Any:
+        if not has_begun.is_set():
+            has_begun.set()
+            ranks[0].manager.shutdown()  # its store, its transport and its connection to the lighthouse end
+            raise KeyboardInterrupt
+        return find_damage(cold_start, *args)
+
+    monkeypatch.setattr(ColdStart, "_find_damage", lost)
+
+    def restores(rank: Rank) -> object:
+        own = Checkpointer(tmp_path, manager=rank.manager)
+        try:
+            restored = own.restore(timeout=SHORT)
+            return restored.source, restored.step
+        except KeyboardInterrupt:
+            return None
+        finally:
+            own.shutdown()
+
+    outcomes = together(restores, *ranks)
+    assert outcomes == [None, (RestoreSource.STORAGE, 120), (RestoreSource.STORAGE, 120)]
+    assert ranks[1].bits() == ranks[2].bits() == saved
+    assert caplog.text.count("this rank meets the others again") == 2
+    assert together(Rank.step, *ranks[1:]) == [True, True]
+    assert [rank.manager.current_step() for rank in ranks[1:]] == [121, 121]

@@ -12,7 +12,8 @@ import pytest
 from support.ports import reserved_port
 from torch.distributed import PrefixStore, TCPStore
 
-from torchft_ckpt.checkpointing.durable.together.exchange import MAX_BLOB_BYTES, Meeting, StoreExchange
+from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import MAX_BLOB_BYTES, KeyValueStore
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import Rendezvous
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 
@@ -29,19 +30,19 @@ decode = msgspec.json.Decoder(Word).decode
 
 
 def test_blobs_of_any_length_arrive_as_they_were(store: TCPStore) -> None:
-    exchange = StoreExchange(PrefixStore("a", store), "round1/")
+    client = KeyValueStore(PrefixStore("a", store), "round1/")
     for data in (b"", b"x", os.urandom(9 << 20), b"0" * (20 << 20)):
-        exchange.put(f"blob{len(data)}", data)
-        assert exchange.get(f"blob{len(data)}", 1.0) == data
-    assert StoreExchange(PrefixStore("a", store), "round2/").get("blob1", 0.0) is None
+        client.put(f"blob{len(data)}", data)
+        assert client.get(f"blob{len(data)}", 1.0) == data
+    assert KeyValueStore(PrefixStore("a", store), "round2/").get("blob1", 0.0) is None
 
 
 def test_a_blob_is_waited_for(store: TCPStore) -> None:
     client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    timer = threading.Timer(0.2, lambda: StoreExchange(store).put("late", b"here"))
+    timer = threading.Timer(0.2, lambda: KeyValueStore(store).put("late", b"here"))
     timer.start()
-    assert StoreExchange(client).get("late", 10.0) == b"here"
-    assert StoreExchange(client).get("never", 0.05) is None
+    assert KeyValueStore(client).get("late", 10.0) == b"here"
+    assert KeyValueStore(client).get("never", 0.05) is None
     timer.join()
 
 
@@ -61,47 +62,66 @@ def test_a_blob_is_waited_for(store: TCPStore) -> None:
 def test_what_is_no_blob_is_nobodys_word(store: TCPStore, head: bytes) -> None:
     store.set("key", head)  # type: ignore[arg-type]
     store.set("key/chunk0", zlib.compress(b"0" * 1_000_000))  # type: ignore[arg-type]
-    assert StoreExchange(store).get("key", 0.1) is None
+    assert KeyValueStore(store).get("key", 0.1) is None
 
 
-def test_the_first_proposal_holds_for_all(store: TCPStore) -> None:
-    meetings = [Meeting(StoreExchange(store), member, 4, 0.1) for member in range(4)]
-    assert meetings[2].settle("who", [0, 1], "whole") == ((0, 1, 2), "whole")
-    assert meetings[0].settle("who", [3], "not whole") == ((0, 1, 2), "whole")
-    with pytest.raises(SourceRefusedError, match="did not wait for member 3"):
-        meetings[3].settle("who", [0, 1, 2])
+def test_the_first_members_word_holds_for_all(store: TCPStore) -> None:
+    members = [Rendezvous(KeyValueStore(store), number, 3, 0.1) for number in range(3)]
+    with pytest.raises(
+        SourceLostError, match="member 0, which leads the cold start, has said nothing about who in time"
+    ):
+        members[2].agree("who", decode)
+    assert members[0].agree("who", decode, Word("all")) == Word("all")
+    assert [member.agree("who", decode) for member in members[1:]] == [Word("all")] * 2
 
 
-@pytest.mark.parametrize("settled", [b"{}", b"\xff", b'{"members": [-1], "word": ""}', b'{"members": [7]}'])
-def test_what_was_settled_is_checked_too(store: TCPStore, settled: bytes) -> None:
-    store.set("who", settled)  # type: ignore[arg-type]
-    with pytest.raises(SourceRefusedError):
-        Meeting(StoreExchange(store), 0, 2, 0.1).settle("who", [0, 1])
+def test_a_first_member_that_is_gone_is_not_waited_for_and_its_last_word_still_holds(store: TCPStore) -> None:
+    members = [Rendezvous(KeyValueStore(store), number, 2, 600.0) for number in range(2)]
+    members[0].publish("last", Word("all"))
+    with reserved_port() as port:
+        members[1].addresses[0] = f"http://127.0.0.1:{port}"
+        assert members[1].agree("last", decode) == Word("all")
+        with pytest.raises(SourceLostError, match="member 0, which leads the cold start, is gone"):
+            members[1].agree("next", decode)
+
+
+def test_what_a_member_says_last_is_heard_though_it_is_gone_when_it_is_looked_for(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It publishes, and ends, after it was heard for the last time and before it is looked for at its address."""
+    first, second = (Rendezvous(KeyValueStore(store), number, 2, 0.2) for number in range(2))
+
+    def ends(member: int) -> bool:
+        first.publish("last", Word("all"))
+        return True
+
+    monkeypatch.setattr(second, "is_gone", ends)
+    assert second.agree("last", decode) == Word("all")
 
 
 def test_a_word_that_cannot_be_read_is_as_if_it_were_not_said(store: TCPStore) -> None:
-    meetings = [Meeting(StoreExchange(store), member, 4, 0.1) for member in range(4)]
-    meetings[1].say("topic", Word("yes"))
-    StoreExchange(store).put("topic/2", b'{"word": 1}')
-    assert {member: word.word for member, word in meetings[0].hear("topic", decode, range(4)).items()} == {1: "yes"}
+    members = [Rendezvous(KeyValueStore(store), member, 4, 0.1) for member in range(4)]
+    members[1].publish("topic", Word("yes"))
+    KeyValueStore(store).put("topic/2", b'{"word": 1}')
+    assert {member: word.word for member, word in members[0].collect("topic", decode, range(4)).items()} == {1: "yes"}
 
 
 def test_who_listens_no_more_is_not_waited_for(store: TCPStore) -> None:
-    meeting = Meeting(StoreExchange(store), 0, 2, 600.0)
+    member = Rendezvous(KeyValueStore(store), 0, 2, 600.0)
     with reserved_port() as port:
-        meeting.addresses[1] = f"http://127.0.0.1:{port}"
-        assert meeting.hear("topic", decode, [0, 1]) == {}
+        member.addresses[1] = f"http://127.0.0.1:{port}"
+        assert member.collect("topic", decode, [0, 1]) == {}
 
 
 def test_a_store_that_is_gone_is_a_lost_source(store: TCPStore) -> None:
     own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    exchange = StoreExchange(TCPStore("127.0.0.1", own.port, is_master=False, wait_for_workers=False))
-    exchange.put("a", b"b")
+    client = KeyValueStore(TCPStore("127.0.0.1", own.port, is_master=False, wait_for_workers=False))
+    client.put("a", b"b")
     del own
     for act in (
-        lambda: exchange.get("a", 1.0),
-        lambda: exchange.put("c", b"d"),
-        lambda: exchange.settle("e", b"f"),
+        lambda: client.get("a", 1.0),
+        lambda: client.put("c", b"d"),
+        lambda: client.settle("e", b"f"),
     ):
         with pytest.raises(SourceLostError, match="the store at which the members meet"):
             act()
@@ -109,17 +129,17 @@ def test_a_store_that_is_gone_is_a_lost_source(store: TCPStore) -> None:
 
 def test_a_member_has_a_number_of_the_job(store: TCPStore) -> None:
     with pytest.raises(ConfigError):
-        Meeting(StoreExchange(store), 2, 2, 1.0)
+        Rendezvous(KeyValueStore(store), 2, 2, 1.0)
 
 
-def sealed(store: TCPStore, *, token: str = "secret", run: str = "run", prefix: str = "") -> StoreExchange:
-    return StoreExchange(store, prefix, token=token, run=run)
+def sealed(store: TCPStore, *, token: str = "secret", run: str = "run", prefix: str = "") -> KeyValueStore:
+    return KeyValueStore(store, prefix, token=token, run=run)
 
 
 @pytest.mark.parametrize(
     "stranger",
     [
-        lambda store: StoreExchange(store).put("seen/1", b"mine"),
+        lambda store: KeyValueStore(store).put("seen/1", b"mine"),
         lambda store: sealed(store, token="guess").put("seen/1", b"mine"),
         lambda store: copied(store, "seen/2", "seen/1"),
         lambda store: copied(store, "earlier/seen/1", "seen/1"),
@@ -159,37 +179,38 @@ def copied(store: TCPStore, source: str, target: str) -> None:
 
 
 def test_a_member_says_its_word_over_what_a_stranger_wrote(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
-    StoreExchange(store).put("topic/1", b'{"word": "false"}')
+    KeyValueStore(store).put("topic/1", b'{"word": "false"}')
     client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    timer = threading.Timer(0.2, lambda: Meeting(sealed(client), 1, 2, 9.0).say("topic", Word("true")))
+    timer = threading.Timer(0.2, lambda: Rendezvous(sealed(client), 1, 2, 9.0).publish("topic", Word("true")))
     timer.start()
     listening = sealed(store)
     assert listening.get("topic/1", 9.0) == b'{"word":"true"}', "what was there before is not the last word"
     timer.join()
-    assert Meeting(listening, 0, 2, 9.0).hear("topic", decode, [1]) == {1: Word("true")}
+    assert Rendezvous(listening, 0, 2, 9.0).collect("topic", decode, [1]) == {1: Word("true")}
     assert [record.getMessage() for record in caplog.records if "topic/1" in record.getMessage()] == [
         "what is in the store about topic/1 is not believed: it was not put there in this run by who knows our token"
     ], "it was said once"
 
 
-@pytest.mark.parametrize("settled", ['{"members":[0],"word":""}', "", "x" * 64, "é" * 64])
-def test_what_a_stranger_settled_binds_nobody(store: TCPStore, settled: str) -> None:
-    store.set("who", settled or "0" * 64 + '{"members":[0],"word":""}')
+@pytest.mark.parametrize("settled", [b"{}", b"\xff", b"x" * 64, b"0" * 64 + b"mine", "é".encode() * 64])
+def test_what_a_stranger_settled_binds_nobody(store: TCPStore, settled: bytes) -> None:
+    store.set("who", settled)  # type: ignore[arg-type]
     with pytest.raises(SourceRefusedError, match="not put into the store in this run by who knows our token"):
-        Meeting(sealed(store), 0, 2, 0.1).settle("who", [0, 1])
+        sealed(store).settle("who", b"mine")
     assert sealed(store).settle("other", b"mine") == b"mine" == sealed(store).settle("other", b"later")
     with pytest.raises(SourceRefusedError):
         sealed(store, run="later run").settle("other", b"mine")
+    assert KeyValueStore(store).settle("open", b"mine") == b"mine" == KeyValueStore(store).settle("open", b"later")
 
 
 def test_what_was_said_before_the_members_met_is_said_to_nobody(store: TCPStore) -> None:
     """The run may have the name of an earlier one: who can write to the store may have chosen it."""
-    meetings = [Meeting(sealed(store), member, 2, 0.1) for member in range(2)]
-    meetings[1].say("topic", Word("old"))
-    for meeting in meetings:
-        meeting.bind({0: "a", 1: "b"})
-    assert meetings[0].hear("topic", decode, [1]) == {}
-    meetings[1].say("topic", Word("new"))
-    assert meetings[0].hear("topic", decode, [1]) == {1: Word("new")}
-    meetings[0].bind({0: "a", 1: "c"})
-    assert meetings[0].hear("topic", decode, [1]) == {}
+    members = [Rendezvous(sealed(store), member, 2, 0.1) for member in range(2)]
+    members[1].publish("topic", Word("old"))
+    for member in members:
+        member.bind({0: "a", 1: "b"})
+    assert members[0].collect("topic", decode, [1]) == {}
+    members[1].publish("topic", Word("new"))
+    assert members[0].collect("topic", decode, [1]) == {1: Word("new")}
+    members[0].bind({0: "a", 1: "c"})
+    assert members[0].collect("topic", decode, [1]) == {}

@@ -1,7 +1,4 @@
-"""Members of a job read one checkpoint together: each byte leaves storage once, the rest travels between them.
-
-Members are threads here, each with a storage, a transport and a connection to the store of its own; the store is real.
-"""
+"""Members of a job read one checkpoint together: each byte leaves storage once, the rest travels between them."""
 
 from __future__ import annotations
 
@@ -15,33 +12,30 @@ from typing import Any
 
 import pytest
 import torch
+from support.cold_members import Job, KilledError, Member
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 
-from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.durable.cooperative_read import shared_read
+from torchft_ckpt.checkpointing.durable.cooperative_read.boxed import BoxedTensor
+from torchft_ckpt.checkpointing.durable.cooperative_read.dealing import deal_reading
+from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
+from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.checkpointing.durable.together import shared_read
-from torchft_ckpt.checkpointing.durable.together.agreement import _decode_shown, _settle_whole, _show, _Union
-from torchft_ckpt.checkpointing.durable.together.boxed import BoxedTensor
-from torchft_ckpt.checkpointing.durable.together.dealing import deal_reading
-from torchft_ckpt.checkpointing.durable.together.exchange import StoreExchange
-from torchft_ckpt.checkpointing.durable.together.shared_read import SharedRead
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes import Box, whole
 from torchft_ckpt.errors import (
-    CheckpointDamagedError,
     CheckpointNotFoundError,
+    SourceLostError,
     SourceRefusedError,
     StateMismatchError,
     StorageError,
 )
 
 TOKEN = "a secret"
-PATIENCE = timedelta(seconds=20)
 SHORT = timedelta(seconds=1)
 ROWS, COLUMNS = 1024, 512
 
@@ -60,94 +54,6 @@ def state_of(seed: int = 0) -> dict[str, Any]:
         },
         "lr": 0.5,
     }
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-class Part:
-    """One member."""
-
-    def __init__(
-        self,
-        job: Job,
-        number: int,
-        storages: Sequence[Storage],
-        *,
-        transport_token: str | None = None,
-        start: str = "read",
-        run: str = "run",
-        **options: Any,
-    ) -> None:
-        self.number = number
-        self.transport: HTTPTransport[Any] = HTTPTransport(
-            hostname="127.0.0.1", block_bytes=64 * 1024, token=transport_token
-        )
-        self.store = TCPStore("127.0.0.1", job.store.port, is_master=False, wait_for_workers=False)
-        self.shared = SharedRead(
-            storages,
-            exchange=StoreExchange(PrefixStore(start, self.store), token=transport_token or "", run=run),
-            member=number,
-            num_members=job.num_members,
-            transport=self.transport,
-            **{"patience": PATIENCE, "stall_timeout": timedelta(seconds=2), **options},
-        )
-        self.boxes: dict[str, list[Box]] = {}
-        self.got: dict[tuple[str, Box], torch.Tensor] = {}
-        self.reader: CheckpointReader | None = None
-
-    def wants(self) -> list[Want]:
-        assert self.reader is not None
-        for name, tensor in self.reader.tensors.items():
-            for box in self.boxes.get(name, [whole(tensor.shape)]):
-                self.got[name, box] = torch.full(box.sizes, 77, dtype=tensor.dtype)
-        return [Want(name, box, target) for (name, box), target in self.got.items()]
-
-    def reads(self) -> None:
-        self.reader = self.shared.agree()
-        self.shared.read(self.wants())
-
-    def dies(self) -> None:
-        """As a process does: its sockets close."""
-        self.transport.shutdown()
-
-    def check(self, state: dict[str, Any]) -> None:
-        """What it got is what was saved, bit by bit."""
-        assert self.got
-        for (name, box), target in self.got.items():
-            saved = state["model"][name.removeprefix("model.")]
-            expected = saved[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))]
-            assert torch.equal(bytes_of(target), bytes_of(expected)), (self.number, name, box)
-
-    @property
-    def num_read(self) -> int:
-        return self.shared.statistics().bytes_from_storage
-
-
-class Job:
-    """Members that meet."""
-
-    def __init__(self, num_members: int) -> None:
-        self.num_members = num_members
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.parts: list[Part] = []
-
-    def starts(self, storages_of: Callable[[int], Sequence[Storage]], **options: Any) -> list[Part]:
-        self.parts = [Part(self, number, storages_of(number), **options) for number in range(self.num_members)]
-        return self.parts
-
-    def reads(self, *parts: Part) -> None:
-        self.do(lambda part: part.reads(), *parts)
-
-    def do(self, act: Callable[[Part], object], *parts: Part) -> list[object]:
-        chosen = parts or self.parts
-        with ThreadPoolExecutor(len(chosen)) as pool:
-            return [future.result(60) for future in [pool.submit(act, part) for part in chosen]]
-
-    def close(self) -> None:
-        for part in self.parts:
-            part.transport.shutdown()
 
 
 @pytest.fixture
@@ -177,15 +83,15 @@ def test_four_groups_read_each_byte_once_and_each_reads_a_quarter(tmp_path: Path
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(4)
-    parts = job.starts(lambda _: [double.storage])
+    members = job.starts(lambda _: [double.storage])
     job.reads()
-    for part in parts:
-        part.check(state)
-    read = [part.num_read for part in parts]
+    for member in members:
+        member.check(state)
+    read = [member.num_read for member in members]
     assert sum(read) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024, read
     assert max(read) <= 1.1 * sum(read) / 4 + 64 * 1024, read
-    assert [part.shared.statistics().num_members for part in parts] == [4] * 4
-    assert all(part.shared.statistics().bytes_from_peers > num_bytes_of(state) // 2 for part in parts)
+    assert [member.num_members for member in members] == [4] * 4
+    assert all(member.cold_start.bytes_from_peers > num_bytes_of(state) // 2 for member in members)
 
 
 def test_groups_of_two_ranks_read_their_shards_and_what_all_hold_once(
@@ -194,17 +100,17 @@ def test_groups_of_two_ranks_read_their_shards_and_what_all_hold_once(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(4)
-    parts = job.starts(lambda _: [double.storage])
-    for part in parts:  # member = replica * 2 + rank; uneven shards, one tensor by columns
-        rank = part.number % 2
-        part.boxes = {
+    members = job.starts(lambda _: [double.storage])
+    for member in members:  # member = replica * 2 + rank; uneven shards, one tensor by columns
+        rank = member.number % 2
+        member.boxes = {
             "model.weight": [rows((ROWS, COLUMNS), [0, 600])[rank]],
             "model.weight2": [rows((ROWS // 2, COLUMNS), [0, 300], dim=1)[rank]],
         }
     job.reads()
-    for part in parts:
-        part.check(state)
-    read = [part.num_read for part in parts]
+    for member in members:
+        member.check(state)
+    read = [member.num_read for member in members]
     # Columns of a piece that was written by rows: their blocks are read by both who need some of them.
     columns = state["model"]["weight2"].nbytes
     assert sum(read) <= 1.02 * num_bytes_of(state) + 8 * 64 * 1024 + 3 * columns, read
@@ -216,33 +122,33 @@ def test_a_default_device_does_not_matter(tmp_path: Path, job_of: Callable[[int]
     disks = [tmp_path / f"disk{number}" for number in range(3)]
     write_parts(disks, state)
     job = job_of(3)
-    parts = job.starts(lambda number: [storage_in(disks[number])])
-    for part in parts:
+    members = job.starts(lambda number: [storage_in(disks[number])])
+    for member in members:
         cuts = [ROWS * at // 3 for at in range(3)]
-        box = rows((ROWS, COLUMNS), cuts)[(part.number + 1) % 3]
-        part.boxes = {f"model.{name}": [box] if name == "weight" else [] for name in state["model"]}
+        box = rows((ROWS, COLUMNS), cuts)[(member.number + 1) % 3]
+        member.boxes = {f"model.{name}": [box] if name == "weight" else [] for name in state["model"]}
 
-    def read(part: Part) -> None:
-        part.reader = part.shared.agree()
-        wants = part.wants()
+    def fill(member: Member) -> None:
+        assert member.attempt is not None
+        wants = member.wants()
         with torch.device("meta"):
-            part.shared.read(wants)
+            member.attempt.fill(wants)
 
-    job.do(read)
-    for part in parts:
-        part.check(state)
+    job.do(lambda member: member.reads(fill))
+    for member in members:
+        member.check(state)
 
 
 def test_members_of_any_layout_get_what_they_want(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [double.storage])
-    parts[0].boxes = {"model.weight": rows((ROWS, COLUMNS), [0, 100, 900])}
-    parts[1].boxes = {"model.weight": rows((ROWS, COLUMNS), [0, 333], dim=1)[:1], "model.shared": []}
+    members = job.starts(lambda _: [double.storage])
+    members[0].boxes = {"model.weight": rows((ROWS, COLUMNS), [0, 100, 900])}
+    members[1].boxes = {"model.weight": rows((ROWS, COLUMNS), [0, 333], dim=1)[:1], "model.shared": []}
     job.reads()
-    for part in parts:
-        part.check(state)
+    for member in members:
+        member.check(state)
 
 
 def test_local_disks_with_a_part_each_are_whole_together(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
@@ -251,13 +157,12 @@ def test_local_disks_with_a_part_each_are_whole_together(tmp_path: Path, job_of:
     disks = [tmp_path / f"disk{number}" for number in range(num_members)]
     write_parts(disks, state)
     job = job_of(num_members)
-    parts = job.starts(lambda number: [storage_in(disks[number])])
+    members = job.starts(lambda number: [storage_in(disks[number])])
     job.reads()
-    for part in parts:
-        part.check(state)
-        assert part.reader is not None
-        assert part.reader.values()["lr"] == 0.5 or part.reader.values()["lr"][1] == 0.5
-    read = [part.num_read for part in parts]
+    for member in members:
+        member.check(state)
+        assert member.reader.values()["lr"] == 0.5 or member.reader.values()["lr"][1] == 0.5
+    read = [member.num_read for member in members]
     assert sum(read) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024, read
 
 
@@ -285,25 +190,25 @@ def test_the_newest_step_that_is_whole_over_all_disks_is_taken(
     write_parts(disks, old, CheckpointName(100, "q1-a"))
     write_parts(disks, new, CheckpointName(120, "q2-b"), written=2)  # the third died before it wrote
     job = job_of(3)
-    parts = job.starts(lambda number: [storage_in(disks[number])])
+    members = job.starts(lambda number: [storage_in(disks[number])])
     job.reads()
-    for part in parts:
-        assert part.reader is not None and part.reader.checkpoint.name.step == 100
-        part.check(old)
+    for member in members:
+        assert member.step == 100
+        member.check(old)
     assert "checkpoint step-000000000120.q2-b is skipped" in caplog.text
 
 
 def test_a_step_that_is_asked_for_is_found_however_many_are_newer(
     tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_ckpt.checkpointing.durable.together.agreement.MAX_CANDIDATES", 2)
+    monkeypatch.setattr("torchft_ckpt.checkpointing.durable.cooperative_read.plan.MAX_CANDIDATES", 2)
     state = state_of()
     for step in range(100, 106):
         save(tmp_path, state, CheckpointName(step, "q1-a"))
     job = job_of(2)
-    job.starts(lambda _: [storage_in(tmp_path)])
-    found = job.do(lambda part: part.shared.agree(101).checkpoint.name.step)
-    assert found == [101, 101]
+    members = job.starts(lambda _: [storage_in(tmp_path)], step=101)
+    job.reads()
+    assert [member.step for member in members] == [101, 101]
 
 
 def test_a_disk_that_is_gone_with_its_host_takes_the_newest_step_with_it(
@@ -315,20 +220,20 @@ def test_a_disk_that_is_gone_with_its_host_takes_the_newest_step_with_it(
         save(disk, old, CheckpointName(100, "q1-a"))
     write_parts(disks, new, CheckpointName(120, "q2-b"))
     job = job_of(3)
-    parts = job.starts(lambda number: [storage_in(disks[number])], patience=SHORT)
-    job.reads(*parts[:2])
-    for part in parts[:2]:
-        assert part.reader is not None and part.reader.checkpoint.name.step == 100
-        part.check(old)
+    members = job.starts(lambda number: [storage_in(disks[number])], patience=SHORT)
+    job.reads(*members[:2])
+    for member in members[:2]:
+        assert member.step == 100
+        member.check(old)
 
 
 def test_where_there_is_nothing_all_are_told(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
     job = job_of(2)
     job.starts(lambda _: [storage_in(tmp_path)])
 
-    def fails(part: Part) -> str:
+    def fails(member: Member) -> str:
         with pytest.raises(CheckpointNotFoundError) as raised:
-            part.reads()
+            member.reads()
         return str(raised.value)
 
     assert all("no whole checkpoint over 2 members together" in str(message) for message in job.do(fails))
@@ -338,59 +243,44 @@ def test_a_member_that_never_comes_is_left_out(tmp_path: Path, job_of: Callable[
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [double.storage], patience=SHORT)
-    job.reads(*parts[:2])
-    for part in parts[:2]:
-        part.check(state)
-    assert sum(part.num_read for part in parts[:2]) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024
+    members = job.starts(lambda _: [double.storage], patience=SHORT)
+    job.reads(*members[:2])
+    for member in members[:2]:
+        member.check(state)
+    assert sum(member.num_read for member in members[:2]) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024
     # It comes now, and reads by itself.
-    parts[2].reads()
-    parts[2].check(state)
-    assert parts[2].shared.statistics().num_members == 1
+    members[2].reads()
+    members[2].check(state)
+    assert members[2].num_members == 1
 
 
 def test_a_member_that_dies_before_it_reads_costs_its_share(
-    tmp_path: Path, job_of: Callable[[int], Job], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job_of: Callable[[int], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [double.storage])
-    die_instead_of_reading(parts[2], monkeypatch)
+    members = job.starts(lambda _: [double.storage])
 
-    def acts(part: Part) -> None:
-        if part is parts[2]:
+    def acts(member: Member) -> None:
+        if member is members[2]:
             with pytest.raises(KilledError):
-                part.reads()
+                member.reads(dies_instead_of_reading)
         else:
-            part.reads()
+            member.reads()
 
     job.do(acts)
-    for part in parts[:2]:
-        part.check(state)
+    for member in members[:2]:
+        member.check(state)
     third = num_bytes_of(state) // 3
-    assert all(part.num_read > 1.5 * third for part in parts[:2])
+    assert all(member.num_read > 1.5 * third for member in members[:2])
     assert "that member 2 did not serve in time" in caplog.text
 
 
-class KilledError(BaseException):
-    """The process was killed here."""
-
-
-def die_instead_of_reading(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-    agree = part.shared.agree
-
-    def agrees(step: int | None = None) -> CheckpointReader:
-        reader = agree(step)
-
-        def read(wants: Sequence[Want]) -> None:
-            part.dies()
-            raise KilledError
-
-        monkeypatch.setattr(reader, "read", read)
-        return reader
-
-    monkeypatch.setattr(part.shared, "agree", agrees)
+def dies_instead_of_reading(member: Member) -> None:
+    """It is killed when it has said what it wants."""
+    member.reader.read = member.is_killed  # type: ignore[assignment, method-assign]
+    member.fills()
 
 
 def test_a_member_that_dies_while_it_serves_costs_its_share(
@@ -399,29 +289,29 @@ def test_a_member_that_dies_while_it_serves_costs_its_share(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [double.storage])
+    members = job.starts(lambda _: [double.storage])
     has_served = threading.Event()
-    send = parts[1].transport.send_checkpoint
+    send = members[1].transport.send_checkpoint
 
     def serves(*args: Any, **kwargs: Any) -> None:
         send(*args, **kwargs)
-        snapshot = parts[1].transport._shelf.open_snapshots()[0]
+        snapshot = members[1].transport._shelf.open_snapshots()[0]
         register = snapshot.register
 
         def registers(*arguments: Any) -> bool:
             answer = register(*arguments)
             if not has_served.is_set():
                 has_served.set()
-                threading.Thread(target=parts[1].dies, daemon=True).start()
+                threading.Thread(target=members[1].transport.shutdown, daemon=True).start()
             return answer
 
         monkeypatch.setattr(snapshot, "register", registers)
 
-    monkeypatch.setattr(parts[1].transport, "send_checkpoint", serves)
-    job.reads(parts[0], parts[1], parts[2])
+    monkeypatch.setattr(members[1].transport, "send_checkpoint", serves)
+    job.reads(members[0], members[1], members[2])
     assert has_served.is_set()
-    for part in parts:
-        part.check(state)
+    for member in members:
+        member.check(state)
     assert "by itself that member 1 was to give it" in caplog.text
 
 
@@ -431,26 +321,28 @@ def test_a_member_whose_storage_fails_says_so_and_the_others_read_what_it_should
     state = state_of()
     save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [storage_in(tmp_path)])
+    members = job.starts(lambda _: [storage_in(tmp_path)])
 
-    def acts(part: Part) -> None:
-        if part is not parts[0]:
-            part.reads()
+    def acts(member: Member) -> None:
+        if member is not members[1]:
+            member.reads()
             return
-        part.reader = part.shared.agree()
-        (storage,) = part.shared._storages
+        (storage,) = member.storages
 
         def fails(*args: Any) -> None:
             raise StorageError("the mount is gone", "storage")
 
-        monkeypatch.setattr(storage, "read_into", fails)
-        monkeypatch.setattr(storage, "read", fails)
+        def cannot_read(member: Member) -> None:
+            monkeypatch.setattr(storage, "read_into", fails)
+            monkeypatch.setattr(storage, "read", fails)
+            member.fills()
+
         with pytest.raises(StorageError):
-            part.shared.read(part.wants())
+            member.reads(cannot_read)
 
     job.do(acts)
-    for part in parts[1:]:
-        part.check(state)
+    for member in (members[0], members[2]):
+        member.check(state)
 
 
 def test_a_damaged_piece_is_nobodys_state(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
@@ -461,9 +353,9 @@ def test_a_damaged_piece_is_nobodys_state(tmp_path: Path, job_of: Callable[[int]
     job = job_of(3)
     job.starts(lambda _: [double.storage])
 
-    def acts(part: Part) -> bool:
-        with pytest.raises(CheckpointDamagedError):
-            part.reads()
+    def acts(member: Member) -> bool:
+        with pytest.raises(CheckpointNotFoundError, match="damaged"):
+            member.reads()
         return True
 
     assert job.do(acts) == [True] * 3
@@ -475,37 +367,48 @@ def test_who_wants_what_is_not_there_hears_so_and_the_others_read_on(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [double.storage])
+    members = job.starts(lambda _: [double.storage])
 
-    def acts(part: Part) -> None:
-        if part is not parts[1]:
-            part.reads()
+    def acts(member: Member) -> None:
+        if member is not members[1]:
+            member.reads()
             return
-        part.shared.agree()
+        other = [Want("model.other", Box((0,), (1,)), torch.zeros(1))]
         with pytest.raises(StateMismatchError):
-            part.shared.read([Want("model.other", Box((0,), (1,)), torch.zeros(1))])
+            member.reads(lambda member: member.attempt.fill(other))  # type: ignore[union-attr]
 
     job.do(acts)
-    for part in (parts[0], parts[2]):
-        part.check(state)
-        assert part.shared.statistics().num_members == 2
+    for member in (members[0], members[2]):
+        member.check(state)
+        assert member.num_members == 2
 
 
-def test_a_store_that_is_gone_leaves_everybody_to_read_alone(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
+def test_a_store_that_is_gone_leaves_everybody_to_read_alone_and_nobody_to_begin(
+    tmp_path: Path, job_of: Callable[[int], Job]
+) -> None:
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(2)
-    parts = job.starts(lambda _: [double.storage])
+    members = job.starts(lambda _: [double.storage])
 
-    def agrees(part: Part) -> None:
-        part.reader = part.shared.agree()
+    def store_ends() -> None:
+        job.store = None  # type: ignore[assignment]  # its server ends with it
 
-    job.do(agrees)
-    job.store = None  # type: ignore[assignment]  # its server ends with it
-    job.do(lambda part: part.shared.read(part.wants()))
-    for part in parts:
-        part.check(state)
-        assert part.num_read >= num_bytes_of(state)
+    both_read = threading.Barrier(2, action=store_ends)
+
+    def fill(member: Member) -> None:
+        both_read.wait(30)
+        member.fills()
+
+    def acts(member: Member) -> None:
+        with pytest.raises(SourceLostError, match="the store at which the members meet cannot be reached") as caught:
+            member.reads(fill)
+        assert caught.value.state_overwritten
+
+    job.do(acts)
+    for member in members:
+        member.check(state)
+        assert member.num_read >= num_bytes_of(state)
 
 
 def test_a_target_may_be_wanted_twice_and_have_any_strides(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
@@ -515,10 +418,10 @@ def test_a_target_may_be_wanted_twice_and_have_any_strides(tmp_path: Path, job_o
     job.starts(lambda _: [double.storage])
     box = whole((ROWS, COLUMNS))
 
-    def reads(part: Part) -> list[torch.Tensor]:
+    def reads(member: Member) -> list[torch.Tensor]:
         targets = [torch.zeros(COLUMNS, ROWS).t(), torch.zeros(ROWS, COLUMNS)]
-        part.shared.agree()
-        part.shared.read([Want("model.weight", box, target) for target in targets])
+        wants = [Want("model.weight", box, target) for target in targets]
+        member.reads(lambda member: member.attempt.fill(wants))  # type: ignore[union-attr]
         return targets
 
     for targets in job.do(reads):
@@ -550,25 +453,24 @@ def test_a_member_that_stands_still_is_not_waited_for_without_end(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(2)
-    parts = job.starts(lambda _: [double.storage], patience=SHORT)
+    members = job.starts(lambda _: [double.storage], patience=SHORT)
     goes_on = threading.Event()
 
-    def acts(part: Part) -> None:
-        part.reader = part.shared.agree()
-        if part is parts[1]:
-            read = part.reader.read
+    def fill(member: Member) -> None:
+        if member is members[1]:
+            read = member.reader.read
 
             def reads(wants: Sequence[Want]) -> None:
                 goes_on.wait(30)
                 read(wants)
 
-            monkeypatch.setattr(part.reader, "read", reads)
-        part.shared.read(part.wants())
+            monkeypatch.setattr(member.reader, "read", reads)
+        member.fills()
         goes_on.set()
 
-    job.do(acts)
-    for part in parts:
-        part.check(state)
+    job.do(lambda member: member.reads(fill))
+    for member in members:
+        member.check(state)
 
 
 def test_a_member_leaves_only_when_the_others_have_what_it_serves(
@@ -577,70 +479,82 @@ def test_a_member_leaves_only_when_the_others_have_what_it_serves(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(2)
-    parts = job.starts(lambda _: [double.storage])
+    members = job.starts(lambda _: [double.storage])
     goes_on, has_left = threading.Event(), threading.Event()
-    fetch = parts[1].shared._fetch
+    fetch = SharedRead._fetch
 
-    def fetches_late(*args: Any) -> bool:
-        assert goes_on.wait(30)
-        return fetch(*args)
+    def fetches_late(read: SharedRead, *args: Any) -> bool:
+        assert read._rendezvous.leads or goes_on.wait(30)
+        return fetch(read, *args)
 
-    monkeypatch.setattr(parts[1].shared, "_fetch", fetches_late)
+    monkeypatch.setattr(SharedRead, "_fetch", fetches_late)
 
-    def acts(part: Part) -> None:
-        part.reads()
-        if part is parts[0]:
+    def fill(member: Member) -> None:
+        member.fills()
+        if member is members[0]:
             has_left.set()
-            part.dies()
 
     with ThreadPoolExecutor(2) as pool:
-        reading = [pool.submit(acts, part) for part in parts]
+        reading = [pool.submit(member.reads, fill) for member in members]
         assert not has_left.wait(1.0)
         goes_on.set()
         for future in reading:
             future.result(60)
-    for part in parts:
-        part.check(state)
-        assert part.num_read < 0.6 * num_bytes_of(state)
+    for member in members:
+        member.check(state)
+        assert member.num_read < 0.6 * num_bytes_of(state)
 
 
 def test_a_part_that_only_a_dead_member_could_read_is_a_named_error(
-    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = state_of()
-    disks = [tmp_path / f"disk{number}" for number in range(3)]
-    write_parts(disks, state)
-    job = job_of(3)
-    parts = job.starts(lambda number: [storage_in(disks[number])])
-    die_instead_of_reading(parts[2], monkeypatch)
-
-    def acts(part: Part) -> None:
-        with pytest.raises(KilledError if part is parts[2] else CheckpointDamagedError, match=r"no piece|^$"):
-            part.reads()
-
-    job.do(acts)
-
-
-def test_one_who_heard_less_than_the_others_comes_to_what_they_settled(
     tmp_path: Path, job_of: Callable[[int], Job]
 ) -> None:
     state = state_of()
     disks = [tmp_path / f"disk{number}" for number in range(3)]
     write_parts(disks, state)
     job = job_of(3)
-    parts = job.starts(lambda number: [storage_in(disks[number])], patience=SHORT)
-    meetings = [part.shared._meeting for part in parts]
-    views = [read_checkpoint([storage_in(disk)], NAME) for disk in disks]
-    for number in (1, 2):
-        _show(views[number], frozenset(), meetings[number], [])
-    first = _Union(views[1], 1, meetings[1].hear(f"shown {NAME}", _decode_shown, [2]))
-    assert _settle_whole(meetings[1], [0, 1, 2], first)[0] == (1, 2)  # it did not hear of member 0, which is late
-    late = _Union(views[2], 2, {})
-    assert "missing" in (late.reason or "")
-    members, reason = _settle_whole(meetings[2], [0, 1, 2], late)
-    assert members == (1, 2) and reason == first.reason
-    with pytest.raises(SourceRefusedError, match="did not wait for member 0"):
-        _settle_whole(meetings[0], [0, 1, 2], _Union(views[0], 0, {}))
+    members = job.starts(lambda number: [storage_in(disks[number])])
+
+    def acts(member: Member) -> None:
+        if member is members[2]:
+            with pytest.raises(KilledError):
+                member.reads(dies_instead_of_reading)
+            return
+        with pytest.raises(CheckpointNotFoundError, match="no piece"):
+            member.reads()
+
+    job.do(acts)
+
+
+def test_what_only_a_member_could_read_that_has_died_since_it_came_does_not_count(
+    tmp_path: Path, job_of: Callable[[int], Job]
+) -> None:
+    old, new = state_of(1), state_of(2)
+    disks = [tmp_path / f"disk{number}" for number in range(3)]
+    for disk in disks:
+        save(disk, old, CheckpointName(100, "q1-a"))
+    write_parts(disks, new, CheckpointName(120, "q2-b"))
+    job = job_of(3)
+    members = job.starts(lambda number: [storage_in(disks[number])])
+    rendezvous = members[2].cold_start._rendezvous
+    publish = rendezvous.publish
+
+    def dies_after(topic: str, message: Any) -> None:
+        publish(topic, message)
+        members[2].is_killed()
+
+    rendezvous.publish = dies_after  # type: ignore[method-assign]
+
+    def acts(member: Member) -> None:
+        if member is members[2]:
+            with pytest.raises(KilledError):
+                member.reads()
+        else:
+            member.reads()
+
+    job.do(acts)
+    for member in members[:2]:
+        assert member.step == 100
+        member.check(old)
 
 
 def test_members_with_a_token_read_each_byte_once_too_and_show_it_to_nobody(
@@ -655,45 +569,68 @@ def test_members_with_a_token_read_each_byte_once_too_and_show_it_to_nobody(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(3)
-    parts = job.starts(lambda _: [double.storage], transport_token=TOKEN)
+    members = job.starts(lambda _: [double.storage], transport_token=TOKEN)
     job.reads()
-    for part in parts:
-        part.check(state)
-    assert sum(part.num_read for part in parts) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024
+    for member in members:
+        member.check(state)
+    assert sum(member.num_read for member in members) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024
     assert shown == []
 
 
 def test_what_was_said_at_an_earlier_start_of_the_same_name_counts_for_nothing(
     tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: set[str] = set()
-    put, settle = StoreExchange.put, StoreExchange.settle
-
-    def puts(exchange: StoreExchange, key: str, data: bytes) -> None:
-        keys.update((key, f"{key}/chunk0"))
-        put(exchange, key, data)
-
-    def settles(exchange: StoreExchange, key: str, proposal: bytes) -> bytes:
-        keys.add(key)
-        return settle(exchange, key, proposal)
-
-    monkeypatch.setattr(StoreExchange, "put", puts)
-    monkeypatch.setattr(StoreExchange, "settle", settles)
+    keys = keys_put(monkeypatch)
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(2)
     earlier = job.starts(lambda _: [double.storage], transport_token=TOKEN, start="first")
     job.reads()
-    assert earlier[0].shared.members == (0, 1)
-    old, again = PrefixStore("first", job.store), PrefixStore("second", job.store)
-    for key in keys:
-        if not key.removesuffix("/chunk0").endswith("/0"):
-            again.set(key, old.get(key))
-    victim = Part(job, 0, [double.storage], transport_token=TOKEN, start="second", patience=SHORT)
-    job.parts.append(victim)
+    assert earlier[0].num_members == 2
+    say_again(job, keys, "/1")
+    victim = Member(job, 0, [double.storage], transport_token=TOKEN, start="second", patience=SHORT)
+    job.members.append(victim)
     victim.reads()
     victim.check(state)
-    assert victim.shared.members == (0,)
+    assert victim.num_members == 1
+
+
+def test_what_the_first_member_said_at_an_earlier_start_leads_nobody_to_an_older_checkpoint(
+    tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_put(monkeypatch)
+    save(tmp_path, state_of(1), CheckpointName(100, "q1-a"))
+    job = job_of(2)
+    job.starts(lambda _: [storage_in(tmp_path)], transport_token=TOKEN, start="first")
+    job.reads()
+    save(tmp_path, state_of(2), CheckpointName(120, "q2-b"))
+    say_again(job, keys, "/0")
+    victim = Member(job, 1, [storage_in(tmp_path)], transport_token=TOKEN, start="second", patience=SHORT)
+    job.members.append(victim)
+    with pytest.raises(SourceRefusedError, match="go on from checkpoint step-000000000100"):
+        victim.reads()
+    assert victim.step == 120
+
+
+def keys_put(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return all keys of the store that are put from here on."""
+    keys: set[str] = set()
+    put = KeyValueStore.put
+
+    def puts(store: KeyValueStore, key: str, data: bytes) -> None:
+        keys.update((store._key(key), store._key(key, 0)))
+        put(store, key, data)
+
+    monkeypatch.setattr(KeyValueStore, "put", puts)
+    return keys
+
+
+def say_again(job: Job, keys: set[str], of: str) -> None:
+    """Put what a member said at the first start into the place of the second one."""
+    first, second = PrefixStore("first", job.store), PrefixStore("second", job.store)
+    for key in keys:
+        if key.removesuffix("/chunk0").endswith(of):
+            second.set(key, first.get(key))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
@@ -708,19 +645,19 @@ def test_a_piece_that_another_gives_is_what_was_saved_or_is_read_again(
     state = state_of()
     double = save(tmp_path, state)
     job = job_of(2)
-    parts = job.starts(lambda _: [double.storage], transport_token=token)
+    members = job.starts(lambda _: [double.storage], transport_token=token)
     read_share = shared_read._read_share
 
     def reads(reader: CheckpointReader, *arguments: Any) -> dict[str, BoxedTensor]:
         served = read_share(reader, *arguments)
-        if reader is parts[1].reader:
+        if reader is members[1].reader:
             for boxed in served.values():
                 boxed.pieces = [(box, data + 1) for box, data in boxed.pieces]
         return served
 
     monkeypatch.setattr(shared_read, "_read_share", reads)
     job.reads()
-    for part in parts:
-        part.check(state)
+    for member in members:
+        member.check(state)
     assert "by others that are not as they were written, and reads them by itself" in caplog.text
-    assert parts[0].shared.statistics().bytes_from_peers > 0
+    assert members[0].cold_start.bytes_from_peers > 0
