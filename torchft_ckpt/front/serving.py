@@ -1,22 +1,44 @@
-"""Serves an aiohttp application on sockets that listen, behind the limits of `limits`. On its event loop only."""
+"""Serves an aiohttp application on sockets that listen, behind the limits of `limits`. On its event loop only.
+
+Each connection is counted in before anything else is done for it, and then TLS is spoken with it. asyncio's own server would do a
+TLS handshake before it asks whether the connection is wanted, and would answer a client that speaks plain HTTP to a TLS port with
+silence.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import logging
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from torchft_ckpt.front.acceptor import Acceptor
-from torchft_ckpt.front.limits import ClientLimits, FrontLimits, SparseLog, refuse
+from torchft_ckpt.core.admission import client_of_address
+from torchft_ckpt.front.limits import (
+    ClientLimits,
+    FrontLimits,
+    GuardedConnection,
+    SparseLog,
+    raw_refusal,
+    refuse,
+)
+from torchft_ckpt.network import keep_from_forked_children
 
 logger = logging.getLogger(__name__)
 _LINGER_S = 1.0
 _CLOSE_TIMEOUT_S = 2.5
+_ACCEPTS_AT_ONCE = 8  # so few that who has just come is heard before many others have come
+_PAUSE_S = 1.0
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_TLS_HANDSHAKE = b"\x16"
+_SPEAKS_HTTPS = raw_refusal(
+    "400 Bad Request", "https_only", "this server speaks https only: its address must begin with https://"
+)
 
 
 class Front:
@@ -105,3 +127,121 @@ async def _refuse_web_pages(request: web.Request, handler: Handler) -> web.Strea
     if "Origin" in request.headers:
         return refuse(403, "web_page", "web pages are not answered")
     return await handler(request)
+
+
+class Acceptor:
+    """Accepts connections from `start` until `stop`.
+
+    Args:
+        listeners: listening sockets that do not block; they stay the caller's.
+        make_protocol: returns aiohttp's protocol for one connection.
+        clients: where connections are counted.
+        ssl_context: speak TLS with this one.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        make_protocol: Callable[[], asyncio.Protocol],
+        clients: ClientLimits,
+        ssl_context: ssl.SSLContext | None,
+    ) -> None:
+        self._listeners = listeners
+        self._make_protocol = make_protocol
+        self._clients = clients
+        self._ssl_context = ssl_context
+        self._loop = clients.loop
+        self._resuming: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Accept from now on."""
+        self._resuming = None
+        for listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def stop(self) -> None:
+        """Accept nothing more, and give up what is still being opened."""
+        self._stop_reading()
+        if self._resuming is not None:
+            self._resuming.cancel()
+        for task in self._opening:
+            task.cancel()
+
+    async def close(self, timeout_s: float) -> None:
+        """Cut every connection; return when all are closed. After `stop`.
+
+        Raises:
+            asyncio.TimeoutError: some are not.
+        """
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=timeout_s)
+        await self._clients.abort_all(timeout_s)
+
+    def _stop_reading(self) -> None:
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):  # then others have their turn
+            try:
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._clients.log.error("%s cannot accept connections: %s", self._clients.name, error)
+                self._stop_reading()
+                if self._resuming is not None:
+                    self._resuming.cancel()
+                self._resuming = self._loop.call_later(_PAUSE_S, self.start)
+                return
+            connection = GuardedConnection(self._make_protocol(), self._clients, client_of_address(str(address[0])))
+            if not self._clients.admit(connection):
+                sock.close()
+                continue
+            keep_from_forked_children(sock)
+            sock.setblocking(False)
+            task = connection.opening = self._loop.create_task(self._open(sock, connection))
+            self._opening.add(task)
+            task.add_done_callback(functools.partial(self._opened, sock, connection))
+
+    def _opened(self, sock: socket.socket, connection: GuardedConnection, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if task.cancelled():
+            sock.close()
+            connection.leave()
+            return
+        error = task.exception()
+        if error is not None:
+            sock.close()
+            connection.leave()
+            ended = isinstance(error, ConnectionError | asyncio.TimeoutError)
+            level = logging.DEBUG if ended else logging.WARNING
+            self._clients.log.log(level, "a connection of %s was not opened: %r", connection.client, error)
+
+    async def _open(self, sock: socket.socket, connection: GuardedConnection) -> None:
+        if self._ssl_context is None:
+            await self._loop.connect_accepted_socket(lambda: connection, sock)
+            return
+        deadline = self._loop.time() + self._clients.limits.head_timeout_s
+        await asyncio.wait_for(self._readable(sock), deadline - self._loop.time())
+        if sock.recv(1, socket.MSG_PEEK) not in (_TLS_HANDSHAKE, b""):
+            sock.recv(64 * 1024)  # what is left unread would make the kernel take the answer back
+            sock.send(_SPEAKS_HTTPS)
+            raise ConnectionAbortedError("it does not speak TLS")
+        await self._loop.connect_accepted_socket(
+            lambda: connection,
+            sock,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=max(deadline - self._loop.time(), 0.001),
+        )
+
+    async def _readable(self, sock: socket.socket) -> None:
+        readable = asyncio.Event()
+        self._loop.add_reader(sock, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(sock)
