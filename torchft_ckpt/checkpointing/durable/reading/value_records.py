@@ -305,15 +305,6 @@ class _Checks:
         self._check_keys(arguments[0])
         return True
 
-    def _is_nothing(self, arguments: Sequence[object]) -> bool:
-        return not arguments
-
-    def _is_dict_or_nothing(self, arguments: Sequence[object]) -> bool:
-        return not arguments or (len(arguments) == 1 and type(arguments[0]) is Pairs)
-
-    def _are_dims(self, arguments: Sequence[object]) -> bool:
-        return len(arguments) == 1 and _volume(arguments[0]) is not None
-
     def _are_literals(self, arguments: Sequence[object]) -> bool:
         return len(arguments) <= 2 and all(type(given) in (str, int, float) for given in arguments)
 
@@ -342,33 +333,30 @@ class _Checks:
         self._check_call(arguments[0], arguments[2], None)
         return True
 
-    def _is_anything(self, arguments: Sequence[object]) -> bool:
-        return True
-
 
 _VIEWS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_WITHOUT_ELEMENTS = (
+    *("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"),
+    *("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor"),
+    *("torch._utils._rebuild_meta_tensor_no_storage", "torch._utils._rebuild_wrapper_subclass"),
+    "torch._utils._rebuild_device_tensor_from_numpy",
+)
+"""They take no memory for elements."""
 _CALLS: dict[str, Callable[[_Checks, Sequence[object]], bool]] = {
     "_codecs.encode": _Checks._is_text,
     "builtins.bytearray": _Checks._is_bytes_or_nothing,
     "builtins.set": _Checks._is_list_of_keys,
     "builtins.complex": _Checks._are_literals,
-    "collections.OrderedDict": _Checks._is_nothing,
-    "collections.Counter": _Checks._is_dict_or_nothing,
-    "torch.Size": _Checks._are_dims,
+    "collections.OrderedDict": lambda _, given: not given,
+    "collections.Counter": lambda _, given: not given or (len(given) == 1 and type(given[0]) is Pairs),
+    "torch.Size": lambda _, given: len(given) == 1 and _volume(given[0]) is not None,
     "torch.device": _Checks._are_literals,
     "torch.serialization._get_layout": _Checks._are_literals,
     **dict.fromkeys(_VIEWS, _Checks._is_view),
     "torch._utils._rebuild_qtensor": _Checks._is_quantized,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Checks._is_copy_of_view,
     "torch._tensor._rebuild_from_type_v2": _Checks._is_subclass,
-    # They take no memory for elements.
-    "torch._utils._rebuild_parameter": _Checks._is_anything,
-    "torch._utils._rebuild_parameter_with_state": _Checks._is_anything,
-    "torch._utils._rebuild_sparse_tensor": _Checks._is_anything,
-    "torch._utils._rebuild_nested_tensor": _Checks._is_anything,
-    "torch._utils._rebuild_meta_tensor_no_storage": _Checks._is_anything,
-    "torch._utils._rebuild_wrapper_subclass": _Checks._is_anything,
-    "torch._utils._rebuild_device_tensor_from_numpy": _Checks._is_anything,
+    **dict.fromkeys(_WITHOUT_ELEMENTS, lambda *_: True),
 }
 """The calls of `torch.save` for when a value is loaded. torch allows more: storages and tensors of any length, to begin with."""
 
