@@ -22,15 +22,15 @@ from blake3 import blake3
 from support.waiting import wait_until
 from test_peers import BLOCK, NUM_BLOCKS, STEP, Scene, WrongPeer, get, scene  # noqa: F401 (a fixture)
 
+from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.fetching.streams import Stream
-from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving import handlers, sending
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
-from torchft_ckpt.checkpointing.state.blocks import digest_of
+from torchft_ckpt.checkpointing.state.blocks import digest_of, start_digest
 from torchft_ckpt.errors import DigestMismatchError, SourceLostError
 from torchft_ckpt.testing.transport_conformance import differences
 
@@ -47,7 +47,7 @@ class Receiving:
     def __init__(self, kind: str) -> None:
         snapshot = Snapshot(STATE, step=STEP, lock=StateDictLock(), pool=BufferPool(BLOCK), num_expected=0)
         self.destination = Destination(snapshot.manifest, BufferShelf())
-        self.state = TransferState(["source", "other"] if kind == "replica" else ["source"], seed=1)
+        self.state = BlockTransfer(["source", "other"] if kind == "replica" else ["source"], seed=1)
         assert self.state.elect("source", snapshot.manifest)
         self.state.begin("source", self.destination, {}, {}, (0, 1))
         if kind == "replica":
@@ -65,7 +65,8 @@ class Receiving:
 
     def bring(self, name: str, sent: list[bytes], num_bytes: int = BLOCK) -> None:
         """Bring blocks from a source until all are here or it fails, each with its true xxh3; cut after so many bytes."""
-        Stream(self.state, self.destination, lambda run: None).run(Sender(name, sent, num_bytes), self.manifest, int)
+        sender = Sender(name, sent, num_bytes)
+        Stream(self.state, self.destination, sender.ask).run(sender, self.manifest, int)
 
     def contents(self) -> list[bytes]:
         return [b"".join(self.destination.views(block)) for block in range(2)]
@@ -74,9 +75,9 @@ class Receiving:
         """Whether a source would be asked for something now."""
         ledger = self.state._ledger
         stream = ledger.open_stream(name, 0.0)
-        run = ledger.next_run(stream, 0.0)
+        batch = ledger.next_batch(stream, 0.0)
         ledger.close_stream(stream)
-        return run is not None
+        return bool(batch)
 
 
 class Sender(SimpleNamespace):
@@ -86,18 +87,18 @@ class Sender(SimpleNamespace):
         super().__init__(name=name, path=name)
         self.sent, self.num_bytes = sent, num_bytes
 
-    def open_blocks(self, manifest: Any, run: range, received: str) -> Iterator[tuple[int, Any]]:
-        for block in run:
-            yield block, SimpleNamespace(read_into=self._reader(block))
+    def ask(self, client: Any, manifest: Any, blocks: list[int]) -> Iterator[tuple[int, Any]]:
+        for block in blocks:
+            yield block, SimpleNamespace(read_into=self._reader(block), start_part_digest=start_digest)
 
     def _reader(self, block: int) -> Callable[..., None]:
         coming = self.sent[block][: self.num_bytes] + (XXH3S[block] if self.num_bytes == BLOCK else b"")
 
-        def read_into(target: memoryview, came: Callable[[int], None] = lambda num_bytes: None) -> None:
+        def read_into(target: memoryview, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
             nonlocal coming
             part, coming = coming[: len(target)], coming[len(target) :]
             target[: len(part)] = part
-            came(len(part))
+            on_bytes(len(part))
             if len(part) < len(target):
                 raise SourceLostError("it closed the connection", "other")
 
@@ -205,7 +206,7 @@ def test_a_block_that_came_while_its_source_was_lost_does_not_count_for_the_next
     receiving = Receiving("replica")
     state = receiving.state
     stream = state.open_stream("source", "source")
-    assert state.next_run(stream, "source", "source") is not None
+    assert state.next_batch(stream, "source", "source") is not None
     state.check_digest("source", 0, XXH3S[0], XXH3S[0])
     state.fail_source("source", SourceLostError("it is gone", "source"))
     state.adopt("other", XXH3S)

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import PeerReader
 from torchft_ckpt.checkpointing import protocol
-from torchft_ckpt.checkpointing.fetching import fetch as fetch_module
+from torchft_ckpt.checkpointing.fetching import engine
+from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.resharding import fetch as sharded_fetch
 from torchft_ckpt.checkpointing.resharding import peer_reader
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
@@ -117,13 +118,13 @@ def test_a_bug_that_one_sources_answers_reach_costs_that_source_and_is_in_the_lo
     state = {"w": torch.arange(5000.0)}
     with source_of(state) as honest, LyingSource(honest, Reply.send) as other:
 
-        class Client(fetch_module.SourceClient):
+        class Client(engine.SourceClient):
             def fetch_manifest(self, **arguments: Any) -> Any:
                 if self.name == other.url:
                     raise ZeroDivisionError("nobody thought of that")
                 return super().fetch_manifest(**arguments)
 
-        monkeypatch.setattr(sharded_fetch if sharded else fetch_module, "SourceClient", Client)
+        monkeypatch.setattr(engine, "SourceClient", Client)
         with caplog.at_level(logging.ERROR):
             received = receive([[other.url], [honest]], sharded, {"w": torch.zeros(5000)})
     assert torch.equal(received["w"], state["w"])
@@ -137,25 +138,25 @@ def test_parts_that_a_source_was_asked_for_when_such_a_bug_came_are_asked_for_el
     """They would be waited for until the deadline: of a lost source that is asked for no more, its thread gives them back."""
     monkeypatch.setattr(plan_module, "PART_BYTES", 2048)
     state = {"w": torch.arange(5000.0)}
-    real = sharded_fetch.ShardedFetch._receive
+    real = Stream._receive
     with source_of(state) as honest, LyingSource(honest, Reply.send) as other:
 
-        def fail(self: Any, transfer: Any, client: Any, *rest: Any) -> bytes:
+        def fail(self: Any, number: int, client: Any, *rest: Any) -> bool:
             if client.name == other.url:
                 raise ZeroDivisionError("nobody thought of that")
-            return real(self, transfer, client, *rest)
+            return real(self, number, client, *rest)
 
-        monkeypatch.setattr(sharded_fetch.ShardedFetch, "_receive", fail)
+        monkeypatch.setattr(Stream, "_receive", fail)
         received = receive([[honest], [other.url]], True, {"w": torch.zeros(5000)}, timedelta(seconds=10))
     assert torch.equal(received["w"], state["w"])
 
 
 def test_where_it_is_the_only_source_the_error_says_what_came_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Client(fetch_module.SourceClient):
+    class Client(engine.SourceClient):
         def fetch_manifest(self, **_: Any) -> Any:
             raise ZeroDivisionError("nobody thought of that")
 
-    monkeypatch.setattr(fetch_module, "SourceClient", Client)
+    monkeypatch.setattr(engine, "SourceClient", Client)
     with source_of({}) as url, pytest.raises(TransferError, match="ZeroDivisionError: nobody thought of that"):
         receive([[url]], False, {})
 

@@ -21,11 +21,10 @@ from support.sources import BLOCK, make_transport
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
 from torchft_ckpt.checkpointing.address import Route, parse_metadata, proof_of
 from torchft_ckpt.checkpointing.fetching import connection as connection_module
-from torchft_ckpt.checkpointing.fetching import fetch
+from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.checkpointing.resharding import fetch as resharding_fetch
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state import format as format_module
 from torchft_ckpt.checkpointing.state.format import Elsewhere
@@ -37,6 +36,8 @@ LONG = timedelta(seconds=20)
 STEP = 3
 NUM_BLOCKS = 64
 TOKEN = "a secret"
+IN_FLIGHT = {"whole": BLOCK, "sharded": 4 * BLOCK}
+"""Bytes of what a link brings at a time: a block, or the box of a layer."""
 
 
 def make_state() -> dict[str, torch.Tensor]:
@@ -130,11 +131,11 @@ def test_what_one_link_does_not_bring_comes_by_another(
 
 
 @both_ways
-def test_a_link_that_dies_in_the_middle_costs_its_blocks_in_flight(source: HTTPTransport[Any], how: str) -> None:
+def test_a_link_that_dies_in_the_middle_costs_what_it_had_in_flight(source: HTTPTransport[Any], how: str) -> None:
     receiver = Receiver(how)
     with FaultyProxy(port_of(source), held_up(receiver, breaks), ("127.0.0.2", port_of(source))) as lost:
         assert is_all_of(receiver.receive(lost.url))
-    assert receiver.progress is not None and receiver.progress.resent_bytes <= BLOCK
+    assert receiver.progress is not None and receiver.progress.resent_bytes <= IN_FLIGHT[how]
 
 
 @both_ways
@@ -149,7 +150,7 @@ def test_a_further_link_that_dies_costs_no_more(
         FaultyProxy(port, held_up(receiver, breaks), ("127.0.0.3", port)),
     ):
         assert is_all_of(receiver.receive(slow.url))
-    assert receiver.progress is not None and receiver.progress.resent_bytes <= BLOCK
+    assert receiver.progress is not None and receiver.progress.resent_bytes <= IN_FLIGHT[how]
 
 
 class Stranger:
@@ -218,8 +219,7 @@ def test_a_stranger_at_an_address_of_the_source_is_told_nothing(
 def test_an_address_at_which_nobody_answers_holds_nothing_up(
     source: HTTPTransport[Any], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (fetch, resharding_fetch):
-        monkeypatch.setattr(module, "_TELL_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(engine, "_TELL_TIMEOUT_S", 60.0)
     place = ("127.0.0.3", port_of(source))
     with contextlib.ExitStack() as silent:
         silent.enter_context(socket.create_server(place, backlog=0))

@@ -25,8 +25,8 @@ from test_transfer_processes import SOURCE
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.fetching import transfer_state
-from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
+from torchft_ckpt.checkpointing.fetching import block_transfer
+from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.core import transfer as ledger
 from torchft_ckpt.errors import (
@@ -158,14 +158,14 @@ def learnt(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """What fetches have learnt so far: sources by the name of the method that was told of them."""
     found: dict[str, set[str]] = {"learn_digests": set(), "note_divergence": set(), "adopt": set()}
     for method in found:
-        original = getattr(TransferState, method)
+        original = getattr(BlockTransfer, method)
 
-        def wrapper(self: TransferState, name: str, what: Any, original: Any = original, method: str = method) -> Any:
+        def wrapper(self: BlockTransfer, name: str, what: Any, original: Any = original, method: str = method) -> Any:
             result = original(self, name, what)
             found[method].add(name)
             return result
 
-        monkeypatch.setattr(TransferState, method, wrapper)
+        monkeypatch.setattr(BlockTransfer, method, wrapper)
     return found
 
 
@@ -207,7 +207,7 @@ def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(sce
 @pytest.mark.parametrize("first", ["http://127.0.0.1:1", "nobody", "of another step"])
 def test_the_first_source_does_not_have_to_have_it(scene, first, monkeypatch):
     """Nobody waits for one that is known not to: with that patience the receive would not end before its deadline."""
-    monkeypatch.setattr(transfer_state, "_PRIMARY_PATIENCE_S", 10 * LONG.total_seconds())
+    monkeypatch.setattr(block_transfer, "_PRIMARY_PATIENCE_S", 10 * LONG.total_seconds())
     gate = scene.add(make_state())
     url = scene.add(make_state(), step=STEP + 1).url if first == "of another step" else first
     assert differences(scene.fetch(urls=[url, gate.url]), make_state()) == []

@@ -16,11 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
+from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
-from torchft_ckpt.checkpointing.state.blocks import block_range, digest_of
+from torchft_ckpt.checkpointing.state.blocks import block_range, digest_of, start_digest
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
@@ -51,8 +52,9 @@ def round_trip(state: object, here: object = None) -> Any:
             target[:] = data[taken : taken + len(target)]  # noqa: B023 - called in this turn of the loop
             taken += len(target)
 
-        digest = destination.receive(block, read_into, memoryview(bytearray(SLICE_BYTES)))
-        assert (taken, digest) == (len(data), digest_of(block, data))
+        hasher = start_digest(block)
+        destination.receive(block, read_into, memoryview(bytearray(SLICE_BYTES)), hasher.update)
+        assert (taken, hasher.digest()) == (len(data), digest_of(block, data))
     return destination.assemble()
 
 

@@ -21,7 +21,7 @@ from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
+from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.checkpointing.serving.shelf import Answer
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -303,8 +303,8 @@ def test_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
             assert stepped.wait_for(lambda: step > seen or over.is_set(), LONG_S)
         real_check(*arguments)
 
-    real_check = TransferState.check_digest
-    monkeypatch.setattr(TransferState, "check_digest", check_after_a_step)
+    real_check = BlockTransfer.check_digest
+    monkeypatch.setattr(BlockTransfer, "check_digest", check_after_a_step)
     trainer = threading.Thread(target=train)
     trainer.start()
     torn = []

@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
+from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.errors import SourceLostError
 
-MANIFEST: Any = SimpleNamespace(block_bytes=4096, total_bytes=8192, tensors=[])
+MANIFEST: Any = SimpleNamespace(step=7, block_bytes=4096, total_bytes=8192, tensors=[])
 OF_B, OF_C = ({0: letter * 16, 1: letter * 16} for letter in (b"b", b"c"))
 
 
-def begun() -> TransferState:
+def begun() -> BlockTransfer:
     """A transfer of two blocks from a, with b beside it, that has lost a; c answers late."""
-    state = TransferState(["a", "b", "c"], seed=1)
+    state = BlockTransfer(["a", "b", "c"], seed=1)
     assert state.elect("a", MANIFEST)
     destination: Any = SimpleNamespace(
         num_blocks=2, manifest=MANIFEST, retarget=lambda _: None, names_of=lambda _: ["t"]
@@ -52,3 +52,28 @@ def test_a_heir_that_fails_makes_room_for_the_next():
     assert state.elect("c", MANIFEST)
     state.adopt("c", OF_C)
     assert state.primary == "c"
+
+
+def test_a_fetch_that_begins_again_meets_the_receivers_again():
+    """The one that began was lost, and the next one's tensors lie otherwise: what others hold of those is another state."""
+    state = begun()
+    assert state.meet_peers({"peer": 0b11}, 0) == ["peer"]
+    assert state.meet_peers({"peer": 0b11}, 0) == []
+    first = state.begun()
+    assert first is None, "the primary is lost"
+    state.fail_source("b", SourceLostError("b is gone", "b"))
+    state._manifests["c"] = MANIFEST
+    assert state.await_restart("c")
+    destination: Any = SimpleNamespace(num_blocks=2, manifest=MANIFEST)
+    state.begin("c", destination, {}, {}, (0, 1))
+    assert state.begun() == ("c", MANIFEST, destination)
+    assert state.meet_peers({"peer": 0b01}, 0) == ["peer"]
+
+
+def test_what_would_be_served_on_of_a_state_that_was_begun_before_is_not():
+    state = begun()
+    closed: list[bool] = []
+    relay: Any = SimpleNamespace(close=lambda: closed.append(True))
+    before: Any = SimpleNamespace()
+    state.attach(relay, before)
+    assert (closed, state.relay) == ([True], None)

@@ -9,80 +9,91 @@ from dataclasses import dataclass, field
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.transfer import SourceKind, TransferLedger, blocks_of, mask_of
+from torchft_ckpt.core.transfer import Batches, SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
 
 PRIMARY, REPLICA, PEER = SourceKind.PRIMARY, SourceKind.REPLICA, SourceKind.PEER
 
 
+def blocks(num_blocks: int, seed: int = 1) -> TransferLedger:
+    """A ledger of blocks of one byte."""
+    batches = Batches(first_bytes=2, are_runs=True)
+    return TransferLedger([1] * num_blocks, batches=batches, pick=random.Random(seed).randrange)
+
+
 def ledger_of(num_blocks: int, *names: str) -> TransferLedger:
-    ledger = TransferLedger(num_blocks, pick=random.Random(1).randrange)
+    ledger = blocks(num_blocks)
     for name in names:
         ledger.add_source(name, PRIMARY if name == names[0] else REPLICA)
     return ledger
 
 
-def bring(ledger: TransferLedger, stream: int, run: range | None, now: float = 1.0) -> None:
-    for block in run or ():
-        ledger.arrived(stream, block, now)
+def arrive(ledger: TransferLedger, stream: int, block: int, now: float) -> bool:
+    ledger.came(stream, block, now)
+    return ledger.arrived(stream, block)
+
+
+def bring(ledger: TransferLedger, stream: int, run: list[int], now: float = 1.0) -> None:
+    for block in run:
+        arrive(ledger, stream, block, now)
 
 
 def test_one_stream_of_one_source_brings_every_block_once():
     ledger = ledger_of(100, "a")
     stream, order, now = ledger.open_stream("a", 0.0), [], 0.0
-    while (run := ledger.next_run(stream, now)) is not None:
+    while run := ledger.next_batch(stream, now):
         for block in run:
             now += 0.01
             order.append(block)
-            ledger.arrived(stream, block, now)
+            arrive(ledger, stream, block, now)
         ledger.validate()
     assert (order, ledger.is_done) == (list(range(100)), True)
 
 
 def test_the_first_run_is_short_because_no_rate_is_known():
     ledger = ledger_of(1000, "a")
-    assert ledger.next_run(ledger.open_stream("a", 0.0), 0.0) == range(2)
+    assert ledger.next_batch(ledger.open_stream("a", 0.0), 0.0) == [0, 1]
 
 
 def test_a_run_takes_about_a_second_at_the_rate_seen():
     ledger = ledger_of(1000, "a")
     stream = ledger.open_stream("a", 0.0)
-    ledger.next_run(stream, 0.0)
-    ledger.arrived(stream, 0, 0.1)
-    ledger.arrived(stream, 1, 0.2)
-    assert ledger.next_run(stream, 0.2) == range(2, 12)
+    ledger.next_batch(stream, 0.0)
+    arrive(ledger, stream, 0, 0.1)
+    arrive(ledger, stream, 1, 0.2)
+    assert ledger.next_batch(stream, 0.2) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def test_near_the_end_runs_are_shared_between_the_streams():
     ledger = ledger_of(16, "a", "b")
     streams = [ledger.open_stream(name, 0.0) for name in ("a", "b")]
     for stream in streams:
-        run = ledger.next_run(stream, 0.0)
+        run = ledger.next_batch(stream, 0.0)
         bring(ledger, stream, run, 0.001)
-    assert [len(ledger.next_run(stream, 0.001) or ()) for stream in streams] == [3, 2]
+    assert [len(ledger.next_batch(stream, 0.001)) for stream in streams] == [3, 2]
 
 
 def test_what_a_lost_stream_had_in_flight_is_given_to_another():
     ledger = ledger_of(10, "a", "b")
     lost, other = ledger.open_stream("a", 0.0), ledger.open_stream("b", 0.0)
-    assert ledger.next_run(lost, 0.0) == range(2)
-    ledger.arrived(lost, 0, 0.1)
+    assert ledger.next_batch(lost, 0.0) == [0, 1]
+    arrive(ledger, lost, 0, 0.1)
     ledger.close_stream(lost)
     ledger.drop_source("a")
     seen = []
-    while (run := ledger.next_run(other, 1.0)) is not None:
+    while run := ledger.next_batch(other, 1.0):
         seen += run
         bring(ledger, other, run)
     assert (seen, ledger.is_done, ledger.counts().num_requeued) == (list(range(1, 10)), True, 1)
 
 
 def test_blocks_on_which_two_sources_disagree_come_from_the_primary_alone():
-    ledger = TransferLedger(6, pick=random.Random(1).randrange)
+    ledger = blocks(6)
     ledger.add_source("a", PRIMARY)
     ledger.add_source("b", REPLICA, eligible=0b010101)
     first, second = ledger.open_stream("a", 0.0), ledger.open_stream("b", 0.0)
     taken: dict[str, list[int]] = {"a": [], "b": []}
     for name, stream in (("b", second), ("a", first)):
-        while (run := ledger.next_run(stream, 0.0)) is not None:
+        while run := ledger.next_batch(stream, 0.0):
             taken[name] += run
             bring(ledger, stream, run)
     assert taken == {"b": [0, 2, 4], "a": [1, 3, 5]}
@@ -91,7 +102,7 @@ def test_blocks_on_which_two_sources_disagree_come_from_the_primary_alone():
 def test_without_a_source_for_a_block_there_is_no_hope_but_in_flight_there_is():
     ledger = ledger_of(3, "a")
     stream = ledger.open_stream("a", 0.0)
-    ledger.next_run(stream, 0.0)
+    ledger.next_batch(stream, 0.0)
     ledger.hold(0b110)
     ledger.drop_source("a")
     assert not ledger.is_hopeless()
@@ -103,7 +114,7 @@ def test_blocks_that_are_held_already_are_not_asked_for():
     ledger = ledger_of(4, "a")
     ledger.hold(0b0110)
     stream, seen = ledger.open_stream("a", 0.0), []
-    while (run := ledger.next_run(stream, 0.0)) is not None:
+    while run := ledger.next_batch(stream, 0.0):
         seen += run
         bring(ledger, stream, run)
     assert (seen, ledger.is_done, ledger.counts().num_arrived) == ([0, 3], True, 2)
@@ -113,28 +124,28 @@ def test_blocks_that_turn_out_to_be_others_than_wanted_are_asked_for_again():
     ledger = ledger_of(4, "a")
     ledger.hold(0b1111)
     ledger.invalidate(0b0100)
-    assert ledger.next_run(ledger.open_stream("a", 0.0), 0.0) == range(2, 3)
+    assert ledger.next_batch(ledger.open_stream("a", 0.0), 0.0) == [2]
 
 
 def test_a_slow_stream_at_the_end_is_cut_when_an_idle_one_would_be_done_much_sooner():
     ledger = ledger_of(4, "fast", "slow")
     fast, slow = ledger.open_stream("fast", 0.0), ledger.open_stream("slow", 0.0)
-    assert ledger.next_run(slow, 0.0) == range(1)
-    bring(ledger, fast, ledger.next_run(fast, 0.0), 0.01)
-    bring(ledger, fast, ledger.next_run(fast, 0.01), 0.02)
-    bring(ledger, fast, ledger.next_run(fast, 0.02), 0.03)
-    assert ledger.next_run(fast, 0.03) is None
+    assert ledger.next_batch(slow, 0.0) == [0]
+    bring(ledger, fast, ledger.next_batch(fast, 0.0), 0.01)
+    bring(ledger, fast, ledger.next_batch(fast, 0.01), 0.02)
+    bring(ledger, fast, ledger.next_batch(fast, 0.02), 0.03)
+    assert ledger.next_batch(fast, 0.03) == []
     assert (ledger.overdue(0.5), ledger.overdue(1.5)) == ([], [slow])
 
 
 def test_a_slow_stream_is_not_cut_where_nobody_else_has_its_block():
-    ledger = TransferLedger(2, pick=random.Random(1).randrange)
+    ledger = blocks(2)
     ledger.add_source("fast", PRIMARY, eligible=0b01)
     ledger.add_source("slow", REPLICA, eligible=0b10)
     fast, slow = ledger.open_stream("fast", 0.0), ledger.open_stream("slow", 0.0)
-    ledger.next_run(slow, 0.0)
-    bring(ledger, fast, ledger.next_run(fast, 0.0), 0.01)
-    ledger.next_run(fast, 0.01)
+    ledger.next_batch(slow, 0.0)
+    bring(ledger, fast, ledger.next_batch(fast, 0.0), 0.01)
+    ledger.next_batch(fast, 0.01)
     assert ledger.overdue(1000.0) == []
 
 
@@ -142,26 +153,26 @@ def test_a_path_that_was_cut_is_asked_last_and_another_path_to_the_same_source_i
     ledger = ledger_of(4, "a")
     slow, fast = ledger.open_stream("a", 0.0, "by ethernet"), ledger.open_stream("a", 0.0, "by ib0")
     assert ledger.streams_over("by ethernet") == [slow]
-    run = ledger.next_run(slow, 0.0)
-    assert run is not None and ledger.idle_sources() == {"a"}
-    bring(ledger, fast, ledger.next_run(fast, 0.0))
-    while (found := ledger.next_run(fast, 1.0)) is not None:
+    run = ledger.next_batch(slow, 0.0)
+    assert run and ledger.idle_sources() == {"a"}
+    bring(ledger, fast, ledger.next_batch(fast, 0.0))
+    while found := ledger.next_batch(fast, 1.0):
         bring(ledger, fast, found)
     assert ledger.overdue(100.0) == [slow]
     ledger.demote(slow)
     ledger.close_stream(slow)
     again = ledger.open_stream("a", 100.0, "by ethernet")
-    assert ledger.next_run(again, 100.0) is None
-    bring(ledger, fast, ledger.next_run(fast, 100.0), 100.0)
+    assert ledger.next_batch(again, 100.0) == []
+    bring(ledger, fast, ledger.next_batch(fast, 100.0), 100.0)
     assert ledger.is_done
 
 
 def test_from_the_source_a_receiver_among_others_takes_first_what_nobody_was_sent():
-    ledger = TransferLedger(8, pick=random.Random(3).randrange)
+    ledger = blocks(8, 3)
     ledger.add_source("source", PRIMARY)
     ledger.add_source("peer", PEER, eligible=0b1)
     ledger.note_sent("source", 0b01111111, 0.0)
-    assert ledger.next_run(ledger.open_stream("source", 0.0), 0.0) == range(7, 8)
+    assert ledger.next_batch(ledger.open_stream("source", 0.0), 0.0) == [7]
 
 
 def test_receivers_that_start_together_ask_the_source_for_different_blocks():
@@ -169,17 +180,17 @@ def test_receivers_that_start_together_ask_the_source_for_different_blocks():
     for index in range(4):
         ledger = ledger_of(16, "source")
         ledger.take_share(index, 4)
-        firsts.append(ledger.next_run(ledger.open_stream("source", 0.0), 0.0))
-    assert [run is not None and run[0] // 4 for run in firsts] == [0, 1, 2, 3]
+        firsts.append(ledger.next_batch(ledger.open_stream("source", 0.0), 0.0))
+    assert [run[0] // 4 for run in firsts] == [0, 1, 2, 3]
 
 
 def test_what_is_on_its_way_to_another_receiver_is_waited_for_but_not_for_ever():
-    ledger = TransferLedger(4, pick=random.Random(1).randrange)
+    ledger = blocks(4)
     ledger.add_source("source", PRIMARY)
     ledger.add_source("peer", PEER, eligible=0b0111)
     ledger.note_sent("source", 0b1111, 10.0)
     stream = ledger.open_stream("source", 10.0)
-    assert (ledger.next_run(stream, 10.5), ledger.next_run(stream, 11.5)) == (None, range(3, 4))
+    assert (ledger.next_batch(stream, 10.5), ledger.next_batch(stream, 11.5)) == ([], [3])
 
 
 @pytest.mark.parametrize("mask", [0, 1, 0b1011, 0b11110000, (1 << 70) | 3])
@@ -208,7 +219,7 @@ def check_that_every_block_arrives(seed):
     rng = random.Random(seed)
     print("seed", seed)
     num_blocks = rng.randint(1, 200)
-    ledger = TransferLedger(num_blocks, pick=random.Random(seed).randrange)
+    ledger = blocks(num_blocks, seed)
     rates, streams, events, counter = {}, {}, [], 0
     for index in range(rng.randint(1, 5)):
         name = f"s{index}"
@@ -226,8 +237,7 @@ def check_that_every_block_arrives(seed):
     def start(stream: int, now: float) -> None:
         nonlocal counter
         if not runs.get(stream):
-            run = ledger.next_run(stream, now)
-            runs[stream] = list(run or ())
+            runs[stream] = ledger.next_batch(stream, now)
         if runs[stream]:
             counter += 1
             took = rates[streams[stream]] * rng.uniform(0.5, 2.0)
@@ -247,7 +257,7 @@ def check_that_every_block_arrives(seed):
                 busy.discard(stream)
         elif event.stream in streams:
             arrivals[event.block] += 1
-            if not ledger.arrived(event.stream, event.block, event.at):
+            if not arrive(ledger, event.stream, event.block, event.at):
                 runs[event.stream] = []
             busy.discard(event.stream)
         for stream in list(streams):
@@ -264,7 +274,7 @@ def test_eight_receivers_of_one_source_are_done_in_little_more_than_the_time_of_
     """Links of 25 MB/s, blocks of 4 MiB, a state of 256 MiB; what receivers know of each other is 0.15 s old at most."""
     print("seed", seed)
     num_blocks, num_receivers, block_s, dt_s = 64, 8, 4 * 1.048576 / 25, 0.01
-    ledgers = [TransferLedger(num_blocks, pick=random.Random(seed * 100 + r).randrange) for r in range(num_receivers)]
+    ledgers = [blocks(num_blocks, seed * 100 + r) for r in range(num_receivers)]
     streams: list[dict[str, int]] = []
     for receiver, ledger in enumerate(ledgers):
         ledger.add_source("source", PRIMARY)
@@ -285,9 +295,9 @@ def test_eight_receivers_of_one_source_are_done_in_little_more_than_the_time_of_
                     if other != receiver:
                         ledger.allow(f"r{other}", ledgers[other].held)
             for name, stream in streams[receiver].items():
-                if (receiver, name) not in left and (run := ledger.next_run(stream, now)) is not None:
+                if (receiver, name) not in left and (run := ledger.next_batch(stream, now)):
                     left[receiver, name] = (run[0], 1.0)
-                    sent |= mask_of(run) if name == "source" else 0
+                    sent |= mask_of_each(run) if name == "source" else 0
         load: dict[str, int] = {}
         for _, name in left:
             load[name] = load.get(name, 0) + 1
@@ -298,5 +308,5 @@ def test_eight_receivers_of_one_source_are_done_in_little_more_than_the_time_of_
                 left[receiver, name] = (block, share)
             else:
                 del left[receiver, name]
-                ledgers[receiver].arrived(streams[receiver][name], block, now)
+                arrive(ledgers[receiver], streams[receiver][name], block, now)
     assert now < 1.25 * num_blocks * block_s

@@ -27,10 +27,10 @@ from support.resharding import (
 )
 from support.thoroughness import by_default
 
+from torchft_ckpt.checkpointing.fetching import streams
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.protocol import Part
-from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.serving import parts as parts_module
@@ -149,7 +149,9 @@ def test_a_state_comes_over_real_transports_onto_another_layout(seed, monkeypatc
     print("seed", seed)
     chance = random.Random(1000 + seed)
     monkeypatch.setattr(plan_module, "PART_BYTES", chance.choice([64, 512, 1 << 22]))
-    monkeypatch.setattr(fetch_module, "_SLICE_BYTES", chance.choice([64, 1 << 20]))
+    slice_bytes = chance.choice([64, 1 << 20])
+    for module in (streams, plan_module):
+        monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)
     slice_bytes = chance.choice([64, 1 << 20])
     for module in (parts_module, sending_module):
         monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)

@@ -12,6 +12,7 @@ import torch
 from support.resharding import LONG, Group, Layout, imagined_rank, make_transport
 from torch.distributed.tensor import DTensor
 
+from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
@@ -64,10 +65,10 @@ def test_who_may_become_the_source_keeps_what_is_here_already(monkeypatch: pytes
     monkeypatch.setattr(transfer_module, "_RUN_S", 0.01)
     monkeypatch.setattr(fetch_module, "_ACKNOWLEDGED_S", 0.0)
     primary_is_gone, most_is_here = threading.Event(), threading.Event()
-    receive = fetch_module.ShardedFetch._receive
+    receive = Stream._receive
     num_received = 0
 
-    def slow(self: fetch_module.ShardedFetch, *arguments: Any) -> bytes:
+    def slow(self: Stream, *arguments: Any) -> bool:
         nonlocal num_received
         num_received += 1
         if num_received == 25:
@@ -75,7 +76,7 @@ def test_who_may_become_the_source_keeps_what_is_here_already(monkeypatch: pytes
             assert primary_is_gone.wait(20)
         return receive(self, *arguments)
 
-    monkeypatch.setattr(fetch_module.ShardedFetch, "_receive", slow)
+    monkeypatch.setattr(Stream, "_receive", slow)
     full = torch.randn(1024, 32, generator=torch.Generator().manual_seed(1))
     groups = [Group([{"w": full.clone()}], 7) for _ in range(2)]
     receiver = make_transport()

@@ -6,6 +6,7 @@ and says whether something was written to.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -41,7 +42,8 @@ from support.resharding import (
 
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
-from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
+from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
+from torchft_ckpt.core.transfer import mask_of_each
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,
@@ -84,11 +86,12 @@ class Receiver:
 
     Args:
         stall_s: how long a source may send nothing; by default longer than a busy machine keeps a healthy one from sending.
+        num_streams: connections that all sources of boxes share; 0 for as many as it takes by itself.
     """
 
-    def __init__(self, *, in_place: bool = False, stall_s: float = 60.0) -> None:
+    def __init__(self, *, in_place: bool = False, stall_s: float = 60.0, num_streams: int = 0) -> None:
         self.in_place = in_place
-        self.transport = make_transport(stall_timeout=timedelta(seconds=stall_s))
+        self.transport = make_transport(stall_timeout=timedelta(seconds=stall_s), num_chunks=num_streams)
         with imagined_rank(1, 3):
             self.local = model_of(0).state(COLUMNS, 1, lr=-1.0)
         overwrite(self.local)
@@ -262,6 +265,31 @@ def test_fetches_that_fail_again_and_again_leave_nothing_behind():
                 receiver.fetch([[primary.urls[0], lying.url]], timedelta(seconds=20))
 
 
+@pytest.mark.parametrize("name", ["cut in the middle, each time", "stalls in the middle", "another bit", "gone"])
+def test_a_rank_that_fails_on_several_connections_is_made_up_for_by_another_group(name):
+    change, _ = FAULTS[name]
+    receiver = Receiver(in_place=True, stall_s=stall_of(name), num_streams=9)
+    with group_of(ROWS, 2) as primary, group_of(WHOLE, 1) as other, receiver:
+        with LyingSource(primary.urls[1], change) as lying:
+            received = receiver.fetch([[primary.urls[0], lying.url], other.urls])
+    assert whose(received) == {0}
+
+
+def test_boxes_come_from_one_source_over_several_connections_at_once():
+    """The first three requests are answered when all of them are there."""
+    three, turns = threading.Barrier(3), itertools.count()
+
+    def meet(reply: Reply) -> None:
+        if next(turns) < 3:
+            three.wait(20)
+        reply.send()
+
+    with group_of(WHOLE, 1) as primary, Receiver(num_streams=3) as receiver:
+        with LyingSource(primary.urls[0], on("parts", meet)) as lying:
+            received = receiver.fetch([[lying.url]])
+    assert whose(received) == {0} and not three.broken
+
+
 def test_a_source_that_is_shut_down_in_the_middle_is_made_up_for():
     with group_of(ROWS, 2) as primary, group_of(WHOLE, 1) as other, Receiver() as receiver:
         down = threading.Event()
@@ -392,19 +420,24 @@ def test_nothing_of_a_part_that_another_group_sent_is_left_where_it_does_not_cou
     assert marker not in receiver.local["w"].to_local().numpy().tobytes()
 
 
-def test_a_part_that_counted_is_not_wiped_nor_given_back_though_it_is_invalidated_in_that_moment(monkeypatch):
+def test_a_part_that_counted_is_not_wiped_though_it_is_invalidated_in_that_moment(monkeypatch):
     """Another group may be adopted as soon as a part counts, and another thread be asked for it and be writing there."""
-    monkeypatch.setattr(PartTransfer, "is_held", lambda transfer, part: False)
-    returned: list[int] = []
-    return_batch = PartTransfer.return_batch
-    monkeypatch.setattr(
-        PartTransfer,
-        "return_batch",
-        lambda self, path, parts: (returned.extend(parts), return_batch(self, path, parts)),
-    )
+    invalidated: list[int] = []
+    wiped: list[int] = []
+    confirmed, wipe = BoxTransfer.confirmed, plan_module.Plan.wipe
+
+    def confirmed_and_invalidated(self: BoxTransfer, stream: int, path: str, agreed: set[int], group: int) -> None:
+        with self.changed:
+            confirmed(self, stream, path, agreed, group)
+            if not invalidated and not self.over:
+                invalidated.extend(agreed)
+                self._ledger.invalidate(mask_of_each(agreed))
+
+    monkeypatch.setattr(BoxTransfer, "confirmed", confirmed_and_invalidated)
+    monkeypatch.setattr(plan_module.Plan, "wipe", lambda self, part: (wiped.append(part), wipe(self, part)))
     with group_of(ROWS, 2) as primary, group_of(ROWS, 2) as other, Receiver(in_place=True) as receiver:
         received = receiver.fetch([primary.urls, other.urls])
-    assert (whose(received), returned) == ({0}, [])
+    assert (whose(received), wiped) == ({0}, [])
 
 
 def test_a_group_of_other_shapes_is_left_aside():

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
+from support.waiting import wait_until
 
 from torchft_ckpt.checkpointing.resharding.plan import Place, Plan, PlannedPart
-from torchft_ckpt.checkpointing.resharding.transfer import PartTransfer
+from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.boxes import Box
 from torchft_ckpt.errors import SourceLostError
 
 
 def transfer_of(
-    holders: dict[str, list[int]], groups: dict[str, int], num_parts: int, **options: object
-) -> PartTransfer:
+    holders: dict[str, list[int]], groups: dict[str, int], num_parts: int, heirs: list[int] | None = None
+) -> BoxTransfer:
     """Parts of 10 bytes; `holders` is what each source can give."""
     target = torch.empty(10 * num_parts, dtype=torch.uint8)
     boxes = [Box((10 * number,), (10,)) for number in range(num_parts)]
@@ -27,17 +27,40 @@ def transfer_of(
     places = {
         name: {number: Place(0, number, 0, boxes[number]) for number in numbers} for name, numbers in holders.items()
     }
-    return PartTransfer(Plan(parts, places, groups), **{"heirs": sorted(set(groups.values())), **options})
+    transfer = BoxTransfer()
+    heirs = sorted(set(groups.values())) if heirs is None else heirs
+    transfer.begin(Plan(parts, places, groups), heirs, max_units=10)
+    return transfer
 
 
-def ask(transfer: PartTransfer, name: str, max_parts: int = 10) -> list[int]:
+def ask(transfer: BoxTransfer, name: str, at_most: int = 10) -> list[int]:
     """What a source is asked for next. That there is nothing is no reason to wait here."""
     guard = threading.Timer(5.0, transfer.end, [lost("the test")])
     guard.start()
     try:
-        return transfer.next_batch(name, max_parts) or []
+        return (transfer.next_batch(stream_of(transfer, name), name, name) or [])[:at_most]
     finally:
         guard.cancel()
+
+
+def stream_of(transfer: BoxTransfer, name: str) -> int:
+    """The one stream of a source."""
+    return next(iter(transfer._ledger.streams_over(name)), 0) or transfer.open_stream(name, name)
+
+
+def bring(transfer: BoxTransfer, name: str, *parts: int) -> None:
+    """Have a source bring parts; of another group than the primary they come, and do not count yet."""
+    for part in parts:
+        transfer.arrived(stream_of(transfer, name), name, name, part, bytes(16))
+
+
+def confirm(transfer: BoxTransfer, name: str, part: int, group: int) -> None:
+    """A group says that it has the same as a source sent."""
+    transfer.confirmed(stream_of(transfer, name), name, [part], group)
+
+
+def is_held(transfer: BoxTransfer, part: int) -> bool:
+    return part not in transfer.missing()
 
 
 def lost(name: str) -> SourceLostError:
@@ -47,10 +70,10 @@ def lost(name: str) -> SourceLostError:
 def test_the_primarys_parts_are_held_and_the_last_one_ends_it():
     transfer = transfer_of({"a": [0, 1]}, {"a": 0}, 2)
     assert ask(transfer, "a") == [0]
-    assert transfer.arrived("a", [0], 0)
+    bring(transfer, "a", 0)
     assert ask(transfer, "a") == [1]
     assert not transfer.over
-    assert transfer.arrived("a", [1], 0)
+    bring(transfer, "a", 1)
     assert (transfer.over, transfer.outcome, transfer.received_bytes) == (True, None, 20)
 
 
@@ -58,51 +81,56 @@ def test_what_agreed_with_a_primary_that_is_lost_meanwhile_is_not_held():
     """The primary's digest came; before the part was noted, another group had been adopted, and compared."""
     transfer = transfer_of({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, {"a": 0, "b": 1, "c": 2}, 2)
     (part,) = ask(transfer, "c", 1)
-    transfer.fail("a", lost("a"))
+    bring(transfer, "c", part)
+    transfer.fail_source("a", lost("a"))
     assert (transfer.primary, transfer.to_confirm()) == (1, [])
     transfer.adopted([], 1)
-    assert not transfer.arrived("c", [part], 0)
+    confirm(transfer, "c", part, 0)
     transfer.diverged("c", [part], 0)
-    assert not transfer.is_held(part) and transfer.divergences() == {}
-    transfer.return_batch("c", [part])
-    assert transfer.arrived("c", [part], 1) and transfer.is_held(part)
+    assert not is_held(transfer, part) and transfer.divergences() == {}
+    confirm(transfer, "c", part, 1)
+    assert is_held(transfer, part)
 
 
 def test_a_group_that_differed_from_a_lost_primary_can_give_everything_when_it_is_adopted():
     transfer = transfer_of({"a": [0, 1, 2], "b": [0, 1, 2]}, {"a": 0, "b": 1}, 3)
-    transfer.arrived("a", [0], 0)
+    bring(transfer, "a", 0)
     transfer.diverged("b", [1, 2], 0)
-    assert transfer.divergences() == {"b": ["t1", "t2"]}
-    transfer.fail("a", lost("a"))
+    assert transfer.divergences() == {"b": "differences in t1, t2"}
+    transfer.fail_source("a", lost("a"))
     assert transfer.to_confirm() == [0]
     transfer.adopted([0], 1)
-    assert not transfer.is_held(0) and transfer.divergences() == {}
+    assert not is_held(transfer, 0) and transfer.divergences() == {}
     given: list[int] = []
     while not transfer.over:
         batch = ask(transfer, "b")
         assert batch
         given += batch
-        transfer.arrived("b", batch, 1)
+        bring(transfer, "b", *batch)
     assert sorted(given) == [0, 1, 2]
     assert transfer.outcome is None
 
 
 def test_nothing_is_asked_for_while_what_is_held_is_compared():
     transfer = transfer_of({"a": [0, 1], "b": [0, 1]}, {"a": 0, "b": 1}, 2)
-    transfer.arrived("a", [0], 0)
-    transfer.fail("a", lost("a"))
-    transfer.cut("b", lost("b"))
-    with pytest.raises(SourceLostError):  # else it would wait
-        ask(transfer, "b")
+    bring(transfer, "a", 0)
+    transfer.fail_source("a", lost("a"))
+    asked = threading.Thread(target=ask, args=(transfer, "b"))
+    asked.start()
+    wait_until(lambda: transfer._ledger.num_streams() == 2, "the other source asks")
+    assert transfer._ledger.in_flight() == 0
+    transfer.adopted([], 1)
+    asked.join(20)
+    assert transfer._ledger.in_flight() == 0b10
 
 
 def test_a_transfer_whose_last_part_came_during_the_comparison_ends_with_it():
     transfer = transfer_of({"a": [0, 1], "b": [0, 1]}, {"a": 0, "b": 1}, 2)
     batch = ask(transfer, "b", 1)
     (other,) = {0, 1} - set(batch)
-    transfer.arrived("a", [other], 0)
-    transfer.fail("a", lost("a"))
-    transfer.arrived("b", batch, 1)
+    bring(transfer, "a", other)
+    transfer.fail_source("a", lost("a"))
+    bring(transfer, "b", *batch)
     assert not transfer.over
     transfer.adopted([], 1)
     assert transfer.over and transfer.outcome is None
@@ -110,31 +138,31 @@ def test_a_transfer_whose_last_part_came_during_the_comparison_ends_with_it():
 
 def test_a_heir_that_is_lost_too_gives_way_to_the_next():
     transfer = transfer_of({"a": [0], "b": [0], "c": [0]}, {"a": 0, "b": 1, "c": 2}, 1)
-    transfer.fail("a", lost("a"))
-    transfer.fail("b", lost("b"))
+    transfer.fail_source("a", lost("a"))
+    transfer.fail_source("b", lost("b"))
     assert transfer.primary == 2
     transfer.adopted([], 2)
-    transfer.fail("c", lost("c"))
+    transfer.fail_source("c", lost("c"))
     assert isinstance(transfer.outcome, SourceLostError)
     assert str(transfer.outcome) == "no source is left for t0. a: a is gone; b: b is gone; c: c is gone"
 
 
 def test_a_group_whose_state_could_not_stand_for_the_primarys_is_no_heir():
     transfer = transfer_of({"a": [0], "b": [0]}, {"a": 0, "b": 1}, 1, heirs=[0])
-    transfer.fail("a", lost("a"))
+    transfer.fail_source("a", lost("a"))
     assert transfer.over and isinstance(transfer.outcome, SourceLostError)
 
 
 def test_a_group_that_cannot_give_everything_is_no_heir():
     transfer = transfer_of({"a": [0, 1], "b": [1]}, {"a": 0, "b": 1}, 2)
-    transfer.fail("a", lost("a"))
+    transfer.fail_source("a", lost("a"))
     assert transfer.over
 
 
 def test_the_primary_stays_as_long_as_it_can_give_what_is_missing():
     transfer = transfer_of({"a0": [0], "a1": [1], "b": [0, 1]}, {"a0": 0, "a1": 0, "b": 1}, 2)
-    transfer.arrived("a0", [0], 0)
-    transfer.fail("a0", lost("a0"))
+    bring(transfer, "a0", 0)
+    transfer.fail_source("a0", lost("a0"))
     assert (transfer.primary, transfer.to_confirm(), transfer.over) == (0, None, False)
 
 
@@ -145,22 +173,22 @@ def test_a_transfer_of_nothing_is_over_at_once():
 def test_what_a_source_sent_in_vain_is_counted_apart():
     transfer = transfer_of({"a": [0], "b": [0]}, {"a": 0, "b": 1}, 1)
     transfer.diverged("b", [0], 0)
-    transfer.arrived("a", [0], 0)
+    bring(transfer, "a", 0)
     assert (transfer.received_bytes, transfer.wasted_bytes, transfer.total_bytes) == (10, 10, 10)
 
 
 def test_failures_are_told_once_and_the_first_counts():
     transfer = transfer_of({"a": [0], "b": [0]}, {"a": 0, "b": 0}, 1)
-    transfer.fail("a", lost("a"))
-    transfer.fail("a", lost("another"))
+    transfer.fail_source("a", lost("a"))
+    transfer.fail_source("a", lost("another"))
     assert {name: str(error) for name, error in transfer.failures().items()} == {"a": "a is gone"}
     assert transfer.num_sources() == 1
 
 
 def test_a_comparison_with_a_group_that_is_lost_meanwhile_counts_for_nothing():
     transfer = transfer_of({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, {"a": 0, "b": 1, "c": 2}, 2)
-    transfer.arrived("a", [0], 0)
-    transfer.fail("a", lost("a"))
-    transfer.fail("b", lost("b"))
+    bring(transfer, "a", 0)
+    transfer.fail_source("a", lost("a"))
+    transfer.fail_source("b", lost("b"))
     transfer.adopted([], 1)
     assert (transfer.primary, transfer.to_confirm()) == (2, [0])

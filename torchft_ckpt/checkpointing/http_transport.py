@@ -64,7 +64,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Args:
         timeout: limit for the lock, and default of what has no limit of its own.
-        num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport.
+        num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport. The ranks that a state
+            is put together from share as many, and each has one at least.
         hostname: address that peers are told, and the only one where it is given; default: `TORCHFT_CKPT_HOSTNAME`, else that of
             the interface which `NCCL_SOCKET_IFNAME` (on a machine with CUDA) or `GLOO_SOCKET_IFNAME` names, else that of the
             outward interface. A `Manager` hands in what it has chosen.

@@ -34,8 +34,7 @@ discards            what would help where steps are discarded again and again
 outer_schedule      when an outer loop exchanges a fragment, and what becomes of its round
 
 Transfers and services:
-transfer            which block of a state comes from which source
-parts               which part of a re-sharded state comes from which rank
+transfer            which unit of a state, a block or a box, comes from which source
 paths               over which of a source's addresses it comes
 pages               with which pages fresh memory is touched
 boxes               boxes of index space: what two of them share, and how others make one up

@@ -18,12 +18,19 @@ import numpy as np
 
 from torchft_ckpt.core.pages import PageChoice
 
+SLICE_BYTES = 1024 * 1024
+"""So much is received at a time."""
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 TOUCH_FROM_BYTES = _HUGE_PAGE_BYTES
 """Shorter memory is not worth the calls."""
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+
+ReadInto = Callable[[memoryview], None]
+"""Fills memory with what comes next."""
+Update = Callable[[memoryview], object]
+"""Takes bytes that have come."""
 
 
 def fresh_memory(num_bytes: int) -> np.ndarray:

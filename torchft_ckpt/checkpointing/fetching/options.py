@@ -28,8 +28,8 @@ def physical_memory_bytes() -> int | None:
 class FetchOptions:
     """Durations in seconds, lengths in bytes.
 
-    `num_streams` are connections to each source. `receiver` names this receiver over all its connections. `address` is where
-    it serves what it holds to other receivers, or None.
+    `num_streams` are connections to each source of blocks, or to all sources of boxes together. `receiver` names this receiver
+    over all its connections. `address` is where it serves what it holds to other receivers, or None.
     """
 
     connect_timeout_s: float

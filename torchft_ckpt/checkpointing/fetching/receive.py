@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from blake3 import blake3
 
-from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, Toucher, fresh_memory
+from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, ReadInto, Toucher, Update, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.description import Description
@@ -27,11 +26,8 @@ from torchft_ckpt.checkpointing.state.space import pieces_of
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
 
-SLICE_BYTES = 1024 * 1024
 _SCATTER_BELOW_BYTES = 128 * 1024
 """Blocks whose pieces are smaller on average are received as one and then copied to where they belong."""
-
-ReadInto = Callable[[memoryview], None]
 
 
 def _num_references(buffers: list[np.ndarray], index: int) -> int:
@@ -165,39 +161,24 @@ class Destination:
             if self._lengths[segment] >= TOUCH_FROM_BYTES and segment in self._buffers:
                 self._toucher.touch(self._buffers[segment].data[low:high])
 
-    def receive(self, block: int, read_into: ReadInto, scratch: memoryview, also: blake3 | None = None) -> bytes:
-        """Receive a block; return its digest.
-
-        Args:
-            block: which one.
-            read_into: fills memory with what comes next of it.
-            scratch: has `SLICE_BYTES` for this thread alone.
-            also: another hasher that is fed the block.
-        """
+    def receive(self, unit: int, read_into: ReadInto, scratch: memoryview, update: Update) -> None:
+        """Receive a block; see `streams.Memory`."""
         self.is_overwritten = self.is_overwritten or bool(self._direct)
-        self.touch(block)
-        hasher = start_digest(block)
-
-        def update(part: memoryview) -> None:
-            hasher.update(part)
-            if also is not None:
-                also.update(part)
-
-        views = self.views(block)
-        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        self.touch(unit)
+        views = self.views(unit)
+        start, stop = block_range(unit, self.manifest.total_bytes, self.manifest.block_bytes)
         if stop - start < _SCATTER_BELOW_BYTES * len(views):
             _receive_scattered(views, stop - start, read_into, scratch, update)
         else:
             for view in views:
-                for at in range(0, len(view), SLICE_BYTES):
-                    part = view[at : at + SLICE_BYTES]
+                for at in range(0, len(view), len(scratch)):
+                    part = view[at : at + len(scratch)]
                     read_into(part)
                     update(part)
-        return hasher.digest()
 
-    def wipe(self, block: int) -> None:
+    def wipe(self, unit: int) -> None:
         """Write zeros over a block that does not count: the next receive may look here for what it need not fetch."""
-        for view in self.views(block):
+        for view in self.views(unit):
             view[:] = bytes(len(view))
 
     def samples(self, block: int) -> set[bytes]:
@@ -329,11 +310,11 @@ def _receive_scattered(
     num_bytes: int,
     read_into: ReadInto,
     scratch: memoryview,
-    update: Callable[[memoryview], None],
+    update: Update,
 ) -> None:
     index, filled = 0, 0
-    for at in range(0, num_bytes, SLICE_BYTES):
-        part = scratch[: min(SLICE_BYTES, num_bytes - at)]
+    for at in range(0, num_bytes, len(scratch)):
+        part = scratch[: num_bytes - at]
         read_into(part)
         update(part)
         taken = 0

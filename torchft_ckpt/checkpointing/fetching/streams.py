@@ -1,24 +1,46 @@
-"""One stream of blocks: asks the ledger for runs, receives them over one connection, verifies each block.
+"""One stream of units, blocks or boxes: receives what the ledger says over one connection, and verifies each.
 
-What comes from another party than the primary is digested by BLAKE3 as well. It decides nothing: what to ask for, and
-whether to go on, is the ledger's to say.
+What comes from another party than the one whose state counts is digested by BLAKE3 as well. It decides nothing: what to ask
+for, and whether to go on, is the ledger's to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 from torchft_ckpt.checkpointing.fetching.connection import Answer
-from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, Destination
+from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.errors import SourceLostError
 
+Ask = Callable[[SourceClient, Manifest, list[int]], Iterator[tuple[int, Answer]]]
+Settle = Callable[[int, SourceClient, Mapping[int, bytes]], None]
+
+
+class Memory(Protocol):
+    """Where units are received to. Different units may be received on different threads."""
+
+    def receive(self, unit: int, read_into: ReadInto, scratch: memoryview, update: Update) -> None:
+        """Receive a unit.
+
+        Args:
+            unit: which one.
+            read_into: fills memory with what comes next of it.
+            scratch: for this thread alone; as long as what is received at a time.
+            update: told of all bytes, in order.
+        """
+
+    def wipe(self, unit: int) -> None:
+        """Write zeros over a unit that does not count: the next receive may look here for what it need not fetch."""
+
 
 class RunTakenBackError(SourceLostError):
-    """The rest of a run was given to others: the connection has to be closed, the source is not to blame."""
+    """The rest of a batch was given to others: the connection has to be closed, the source is not to blame."""
 
 
 class Stream:
@@ -26,20 +48,28 @@ class Stream:
 
     Args:
         state: of the fetch.
-        destination: where blocks are received to.
-        on_asked: told of each run of blocks before it is asked for.
+        memory: where units are received to.
+        ask: asks a source for units; yields each with the answer at its beginning.
+        settle: called with the stream's number, the source, and what has come and does not count yet, with its BLAKE3 digests
+            (empty where none was made); what it does not settle comes from others.
     """
 
-    def __init__(self, state: TransferState, destination: Destination, on_asked: Callable[[range], None]) -> None:
+    def __init__(
+        self, state: TransferState, memory: Memory, ask: Ask, settle: Settle = lambda number, client, came: None
+    ) -> None:
         self._state = state
-        self._on_asked = on_asked
-        self._destination = destination
+        self._memory = memory
+        self._ask = ask
+        self._settle = settle
         self._scratch = memoryview(bytearray(SLICE_BYTES))
         self._digest = memoryview(bytearray(DIGEST_BYTES))
+        self._path = ""
         self._num_unfinished = 0
+        self.num_batches = 0
+        """Brought whole."""
 
     def run(self, client: SourceClient, manifest: Manifest, opened: Callable[[int], None]) -> None:
-        """Bring blocks until the fetch is over.
+        """Bring units until the fetch is over.
 
         Raises:
             RunTakenBackError: bring more over another connection.
@@ -48,38 +78,60 @@ class Stream:
         state = self._state
         number = state.open_stream(client.name, client.path)
         opened(number)
+        self._path = client.path
         self._num_unfinished = 0
         try:
-            while True:
-                work = state.next_run(number, client.name, client.path)
-                if work is None:
-                    return
-                run, received = work
-                self._on_asked(run)
-                for block, answer in client.open_blocks(manifest, run, received):
-                    goes_on = self._receive(number, client, block, answer)
-                    if not goes_on and block != run[-1]:
-                        raise RunTakenBackError(f"blocks {block + 1} to {run[-1]} are not wanted any more", client.name)
+            while (batch := state.next_batch(number, client.name, client.path)) is not None:
+                self._bring(number, client, manifest, batch)
+                self.num_batches += 1
         finally:
             state.close_stream(number, self._num_unfinished)
 
-    def _receive(self, number: int, client: SourceClient, block: int, answer: Answer) -> bool:
-        def came(num_bytes: int) -> None:
-            self._num_unfinished += num_bytes
-            self._state.gave(client.path, num_bytes)
-
-        def read_into(target: memoryview) -> None:
-            answer.read_into(target, came)
-
-        also = None if self._state.is_primary(client.name) else start_blake3()
+    def _bring(self, number: int, client: SourceClient, manifest: Manifest, batch: list[int]) -> None:
+        from_others: dict[int, bytes] = {}
         try:
-            actual = self._destination.receive(block, read_into, self._scratch, also)
-            answer.read_into(self._digest)
-            strong = None if also is None else also.digest()
-            self._state.check_digest(client.name, block, actual, bytes(self._digest), strong)
-            self._num_unfinished = 0
-            return self._state.arrived(number, client.name, client.path, block, actual, strong)
+            for unit, answer in self._ask(client, manifest, batch):
+                if not self._receive(number, client, unit, answer, from_others) and unit != batch[-1]:
+                    raise RunTakenBackError(f"{unit + 1} to {batch[-1]} are not wanted any more", client.name)
+            left = self._state.asked_of(number)
+            if left:
+                self._settle(number, client, {unit: from_others.get(unit, b"") for unit in left})
         finally:
-            # Of one that arrived and was invalidated since, another stream may have asked: what is there is not ours.
-            if also is not None and self._state.is_asked_for(number, block):
-                self._destination.wipe(block)
+            if from_others:
+                # Of one that arrived and was invalidated since, another stream may have asked: what is there is not ours.
+                for unit in self._state.asked_of(number) & from_others.keys():
+                    self._memory.wipe(unit)
+        if left:
+            self._state.give_back(number)
+
+    def _receive(
+        self, number: int, client: SourceClient, unit: int, answer: Answer, from_others: dict[int, bytes]
+    ) -> bool:
+        state = self._state
+        read_into = functools.partial(answer.read_into, on_bytes=self._came)
+        hasher = answer.start_part_digest(unit)
+        also = None if state.is_primary(client.name) else start_blake3()
+        blake3 = None
+        if also is None:
+            self._memory.receive(unit, read_into, self._scratch, hasher.update)
+        else:
+            from_others[unit] = b""
+            self._memory.receive(unit, read_into, self._scratch, _both(hasher.update, also.update))
+            blake3 = from_others[unit] = also.digest()
+        answer.read_into(self._digest)
+        actual = hasher.digest()
+        state.check_digest(client.name, unit, actual, bytes(self._digest), blake3)
+        self._num_unfinished = 0
+        return state.arrived(number, client.name, client.path, unit, actual, blake3)
+
+    def _came(self, num_bytes: int) -> None:
+        self._num_unfinished += num_bytes
+        self._state.gave(self._path, num_bytes)
+
+
+def _both(one: Update, other: Update) -> Update:
+    def update(data: memoryview) -> None:
+        one(data)
+        other(data)
+
+    return update

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable
 
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
+from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
+from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
-from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.state.blocks import parse_runs
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer import mask_of
@@ -23,18 +24,20 @@ MAX_PEER_STREAMS = 8
 
 
 def run_swarm(
-    state: TransferState,
+    state: BlockTransfer,
     client: SourceClient,
     manifest: Manifest,
+    destination: Destination,
     address: str,
     start_peer: Callable[[SourceAddress], None],
 ) -> None:
-    """Poll the source until the fetch is over.
+    """Poll the source until the fetch is over, or has begun anew.
 
     Args:
         state: of the fetch.
         client: a connection to the source that is polled.
         manifest: what it serves.
+        destination: where that is received to.
         address: where this receiver serves.
         start_peer: called with each peer that blocks are to come from.
 
@@ -42,21 +45,22 @@ def run_swarm(
         CheckpointError: the source is lost, or does not know peers.
     """
     num_started = 0
-    while not state.over:
+    num_blocks = destination.num_blocks
+    while not state.over and state.destination is destination:
         peers = client.fetch_peers(manifest, state.unreported(client.name), address)
         held_by: dict[str, int] = {}
         addresses: dict[str, SourceAddress] = {}
         for peer in peers.peers:
             try:
                 where = parse_metadata(peer.address)
-                held = sum(mask_of(run) for run in parse_runs(peer.held, state.num_blocks()))
+                held = sum(mask_of(run) for run in parse_runs(peer.held, num_blocks))
             except (SourceLostError, ValueError) as error:
                 raise StateFormatError(
                     f"source {client.name} names a peer that is none: {error}", client.name
                 ) from error
             addresses[str(where)] = where
             held_by[str(where)] = held
-        sent = _runs(peers.sent, state.num_blocks(), client.name)
+        sent = _runs(peers.sent, num_blocks, client.name)
         known = set(state.peer_names())
         room = max(MAX_PEER_STREAMS - num_started, 0)
         fresh = [name for name in held_by if name not in known][:room]
@@ -64,9 +68,7 @@ def run_swarm(
             logger.debug("taking blocks from %s as well, which receives the same state", name)
             start_peer(addresses[name])
             num_started += 1
-        with state.changed:
-            if not state.over:
-                state.changed.wait_for(lambda: state.over, POLL_S)
+        state.pause(POLL_S)
 
 
 def _runs(text: str, num_blocks: int, party: str) -> int:

@@ -1,93 +1,53 @@
-"""What the threads of one fetch share, under one condition: the ledger, whose digests count, and how it ends.
+"""What the threads of one fetch share, under one condition: what is missing, who brings it over which path, and how it ends.
 
-The *primary* source is the one whose state is received: the digests and the plain values that count are its own. Other
-sources contribute blocks for which they have announced the primary's digest, other receivers blocks that they hold. What any
-of these sends counts only with the BLAKE3 digest that the primary announces for it, since the other one can be forged.
-
-When the primary is lost, another source is adopted, with all its digests at once: blocks that are held and differ from it are
-missing again, so that at every moment what is held belongs to one source's state.
+Whose state counts is said where it differs: of blocks one source's is (`block_transfer`), of boxes one group's
+(`resharding.transfer`).
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 
-from torchft_ckpt.checkpointing.fetching.receive import SLICE_BYTES, Destination
-from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
-from torchft_ckpt.checkpointing.serving.relay import Relay
-from torchft_ckpt.checkpointing.state.blocks import format_ranges
+from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.paths import Path, Paths
-from torchft_ckpt.core.transfer import SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
-from torchft_ckpt.errors import CheckpointError, DigestMismatchError
+from torchft_ckpt.core.transfer import Batches, TransferLedger
+from torchft_ckpt.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
-_PRIMARY_PATIENCE_S = 2.0
-_WAIT_S = 1.0
+WAIT_S = 1.0
 
 
-class _Announced:
-    """The digests that a whole source has announced; bit sets of which they are, and of which are the primary's."""
-
-    __slots__ = ("agreed", "digests", "known")
-
-    def __init__(self) -> None:
-        self.digests: dict[int, bytes] = {}
-        self.known = 0
-        self.agreed = 0
-
-
-class TransferState:
+class TransferState(ABC):
     """The state of one fetch. Every method may be called from any thread.
 
     Args:
-        sources: their names, the primary first.
-        seed: for the order of blocks among many receivers.
+        seed: for the order of units among many receivers.
     """
 
-    def __init__(self, sources: list[str], seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.changed = threading.Condition()
         self._pick = random.Random(seed).randrange
-        self._expected = list(sources)
         self._failures: dict[str, CheckpointError] = {}
         self._over = False
         self._outcome: CheckpointError | None = None
-        self.primary: str | None = None
         self._ready = False
-        self.ready_at = 0.0
-        self._destination: Destination | None = None
-        self._ledger = TransferLedger(0, pick=self._pick)
-        self._paths = Paths(SLICE_BYTES)
         self._manifests: dict[str, Manifest] = {}
-        self._successor: str | None = None
-        self._lost: str | None = None
-        self._names = frozenset(sources)
-        self._announced: dict[str, _Announced] = {}
-        self._digests: dict[int, bytes] = {}
-        self._known = 0
-        self._last_arrival_at = 0.0
-        self._verified: dict[int, bytes] = {}
-        self._blake3s: dict[int, bytes] = {}
-        """Of the primary."""
-        self._checkable = 0
-        """The blocks of `_blake3s`, as a bit set: only these may come from others."""
-        self._asked = 0
-        """Blocks whose BLAKE3 digest the primary was asked for, as a bit set."""
-        self._reported: dict[str, int] = {}
+        self._ledger = TransferLedger((), batches=Batches(first_bytes=0), pick=self._pick)
+        self._paths = Paths(SLICE_BYTES)
         self._arrived_over: dict[str, int] = {}
-        self._relay: Relay | None = None
-        self._divergent: dict[str, str] = {}
-        self._peers: dict[str, int] = {}
-        """What they hold, as a bit set."""
-        self._received_bytes = 0
-        self._wasted_bytes = 0
+        self._last_arrival_at = 0.0
+        self.step = 0
+        """Of the state that is received, once it is ready."""
+        self.total_bytes = 0
+        self.received_bytes = 0
+        self.skipped_bytes = 0
+        """Were here already."""
+        self.wasted_bytes = 0
         self.brought_bytes = 0
         """Came from sources and peers, verified or not."""
-        self._skipped = 0  # a bit set
 
     # How it ends
 
@@ -105,8 +65,7 @@ class TransferState:
         """Set the outcome; the first one counts."""
         with self.changed:
             if not self._over:
-                self._over = True
-                self._outcome = outcome
+                self._over, self._outcome = True, outcome
                 self.changed.notify_all()
 
     def fail_source(self, name: str, error: CheckpointError) -> None:
@@ -115,465 +74,150 @@ class TransferState:
             if self._over:
                 return
             self._failures.setdefault(name, error)
-            if name in self._expected:
-                self._expected.remove(name)
             self._ledger.drop_source(name)
-            if name == self.primary:
-                self.primary, self._lost = None, name
-            if name == self._successor:
-                self._successor = None
-            self._end_if_hopeless()
+            self._without(name)
+            self._check_sources()
             self.changed.notify_all()
 
     def fail_peer(self, name: str) -> None:
         """Ask another receiver for nothing more."""
         with self.changed:
             self._ledger.drop_source(name)
-            self._end_if_hopeless()
+            self._check_sources()
             self.changed.notify_all()
 
-    def _end_if_hopeless(self) -> None:
-        if self._over or not self._failures:
-            return
-        if self._ready and self._ledger.is_done:
-            return
-        if self._expected or (self._ready and not self._ledger.is_hopeless()):
-            return
-        self.end(self._why_hopeless())
+    def failures(self) -> dict[str, CheckpointError]:
+        """Why sources were dropped."""
+        with self.changed:
+            return dict(self._failures)
 
-    def _why_hopeless(self) -> CheckpointError:
+    def _without(self, name: str) -> None:  # noqa: B027 - nothing by default
+        """With `changed` held: forget a source that has failed."""
+
+    @abstractmethod
+    def _check_sources(self) -> None:
+        """With `changed` held: end the fetch where what is missing cannot be had any more."""
+
+    def why_hopeless(self, what: str = "") -> CheckpointError:
+        """Return the error of a fetch that no source is left for."""
         (first, error), *others = self._failures.items()
-        if not others:
-            return error
-        also = "; ".join(f"{name}: {str(other)[:300]}" for name, other in others)
-        return type(error)(f"no source is left. {first}: {error}; {also}", party=error.party)
+        also = "".join(f"; {name}: {str(other)[:300]}" for name, other in others)
+        return type(error)(f"no source is left{what}. {first}: {error}{also}", party=error.party)
 
-    # How it begins
-
-    def elect(self, name: str, manifest: Manifest) -> bool:
-        """Return whether this source, whose manifest is here, is the primary; wait where that is not decided yet.
-
-        The first source is, if it answers soon. A source that has failed, or whose fetch is over, is not.
-        """
-        patient_until = time.monotonic() + _PRIMARY_PATIENCE_S
+    def pause(self, pause_s: float) -> bool:
+        """Wait for some seconds; return False, at once, where it is over."""
         with self.changed:
-            self._manifests[name] = manifest
-            while not self._over:
-                if self._ready and self.primary is None and self._successor is None:
-                    # Only named: until it is adopted, the digests that count are those of the one that was lost.
-                    self._successor = name
-                    return True
-                if self._ready:
-                    return False
-                is_next = bool(self._expected) and name == self._expected[0]
-                if self.primary is None and (is_next or time.monotonic() >= patient_until):
-                    self.primary = name
-                    return True
-                self.changed.wait(min(max(patient_until - time.monotonic(), 0.01), _WAIT_S))
-            return False
-
-    def begin(
-        self,
-        name: str,
-        destination: Destination,
-        digests: Mapping[int, bytes],
-        held: Mapping[int, bytes],
-        share: tuple[int, int],
-    ) -> None:
-        """Begin to receive the state of the primary; `held` are blocks that are here already, with their digests.
-
-        `share` says which receiver this is, from 0 on, and of how many.
-        """
-        with self.changed:
-            if self._relay is not None:
-                self._relay.close()
-                self._relay = None
-            self.primary, self._successor = name, None
-            self._announced = {}
-            self._destination = destination
-            self._ledger = TransferLedger(destination.num_blocks, pick=self._pick)
-            self._ledger.add_source(name, SourceKind.PRIMARY)
-            self._ledger.take_share(*share)
-            self._digests = dict(digests)
-            self._known = mask_of_each(digests)
-            self._forget_blake3s()
-            self._verified = dict(held)
-            self._ledger.hold(mask_of_each(held))
-            self._skipped = self._ledger.held
-            self._ready = True
-            self.ready_at = self._last_arrival_at = time.monotonic()
-            self._end_if_done()
-            self.changed.notify_all()
-
-    def await_restart(self, name: str) -> bool:
-        """Wait until a source whose tensors lie otherwise may begin again: nobody is left who could complete what was begun.
-
-        Returns False where the fetch is over instead.
-        """
-        with self.changed:
-            while not self._over:
-                is_free = self.primary is None and self._successor in (None, name)
-                if is_free and not any(other in self._announced for other in self._expected):
-                    for peer in self._peers:
-                        self._ledger.drop_source(peer)  # they hold what was begun
-                    self.changed.notify_all()
-                    if not self._ledger.num_streams():
-                        self._successor = name
-                        return True
-                self.changed.wait(_WAIT_S)
-            return False
-
-    @property
-    def destination(self) -> Destination | None:
-        """Where it is received to, once that is known."""
-        return self._destination
+            return not self.changed.wait_for(lambda: self._over, pause_s)
 
     def manifest_of(self, name: str) -> Manifest | None:
         """The manifest that a source sent."""
         with self.changed:
             return self._manifests.get(name)
 
-    # Digests
-
-    def num_blocks(self) -> int:
-        """Blocks of the state; 0 before it begins."""
-        return self._destination.num_blocks if self._destination is not None else 0
-
-    def unannounced(self, name: str, limit: int) -> int:
-        """Return up to `limit` blocks, as a bit set, whose digest of a source is not known, missing ones first."""
-        with self.changed:
-            announced = self._announced.get(name)
-            return self._some_of(-1 if announced is None else ~announced.known, limit)
-
-    def unknown_of(self, blocks: int) -> int:
-        """Return those of a bit set of blocks whose digest of the primary is not known."""
-        with self.changed:
-            return blocks & ~self._known
-
-    def learn_digests(self, name: str, digests: Mapping[int, bytes]) -> None:
-        """Note what a source announces. Blocks of another source than the primary may come from it where they agree."""
-        with self.changed:
-            blocks = mask_of_each(digests)
-            if name == self.primary:
-                self._digests.update(digests)
-                self._known |= blocks
-                # What it sent with another digest than it announces now is not its state.
-                self._invalidate(
-                    mask_of_each(b for b, digest in digests.items() if self._verified.get(b, digest) != digest)
-                )
-                for other, announced in self._announced.items():
-                    self._compare(other, announced, digests)
-            elif name in self._announced:
-                announced = self._announced[name]
-                announced.digests.update(digests)
-                announced.known |= blocks
-                self._compare(name, announced, digests)
-            self.changed.notify_all()
-
-    def add_replica(self, name: str) -> None:
-        """Let blocks come from another whole source, as far as its digests turn out to agree."""
-        with self.changed:
-            self._ledger.add_source(name, SourceKind.REPLICA, 0)
-            self._announced.setdefault(name, _Announced())
-            self.changed.notify_all()
-
-    def note_divergence(self, name: str, what: str) -> None:
-        """Note that a source differs from the primary in something else than blocks."""
-        with self.changed:
-            self._divergent[name] = what
-
-    def divergences(self) -> dict[str, str]:
-        """What differs from the primary, by source."""
-        with self.changed:
-            found = dict(self._divergent)
-            destination = self._destination
-            if destination is None:
-                return found
-            for name, announced in self._announced.items():
-                differing = announced.known & self._known & ~announced.agreed if name != self.primary else 0
-                blocks = [block for run in blocks_of(differing) for block in run]
-                if blocks:
-                    found[name] = _what_differs(destination, blocks)
-            return found
-
-    def adopt(self, name: str, digests: Mapping[int, bytes]) -> None:
-        """Make a source the primary, whose every digest is known; what is held and differs is missing again."""
-        with self.changed:
-            destination = self._destination
-            if self._over or destination is None or self.primary not in (None, name):
-                return
-            differing = [
-                block for block, wanted in {**self._digests, **self._verified}.items() if digests[block] != wanted
-            ]
-            self._invalidate(mask_of_each(differing))
-            what = self._divergent.pop(name, None)  # from the one that was lost; now it is that one which differs
-            if differing:
-                what = _what_differs(destination, sorted(differing))
-            if what is not None and self._lost is not None:
-                self._divergent[self._lost] = what
-            self._digests = dict(digests)
-            self._known = mask_of_each(digests)
-            self.primary, self._successor = name, None
-            destination.retarget(self._manifests[name])
-            self._announced.pop(name, None)
-            self._ledger.add_source(name, SourceKind.PRIMARY)
-            self._forget_blake3s()
-            for other, announced in self._announced.items():
-                announced.agreed = 0
-                self._compare(other, announced, announced.digests)
-            self.changed.notify_all()
-
-    def name_heir(self) -> str | None:
-        """Return a source to adopt, once, where the primary was lost and one is there that holds the same layout.
-
-        It is named from then on: no other one is, nor elected, before it has been adopted or has failed.
-        """
-        with self.changed:
-            if self.primary is not None or self._successor is not None or not self._ready or self._over:
-                return None
-            self._successor = next((name for name in self._expected if name in self._announced), None)
-            return self._successor
-
-    def is_held_up_by(self, stall_timeout_s: float) -> str | None:
-        """Return the primary if it keeps others waiting: no block has come for so long, and another source is there."""
-        with self.changed:
-            silent_s = time.monotonic() - self._last_arrival_at
-            if not self._ready or self._over or self.primary is None or silent_s < stall_timeout_s:
-                return None
-            return self.primary if any(name in self._announced for name in self._expected) else None
-
-    def _invalidate(self, blocks: int) -> None:
-        """Blocks that are held are not those that are wanted."""
-        blocks &= self._ledger.held
-        self._received_bytes -= self._num_bytes(blocks & ~self._skipped)
-        self._wasted_bytes += self._num_bytes(blocks & ~self._skipped)
-        self._skipped &= ~blocks
-        self._ledger.invalidate(blocks)
-
-    def _num_bytes(self, blocks: int) -> int:
-        if self._destination is None or not self._destination.num_blocks:
-            return 0
-        manifest = self._destination.manifest
-        last = self._destination.num_blocks - 1
-        short = self._destination.num_blocks * manifest.block_bytes - manifest.total_bytes if blocks >> last & 1 else 0
-        return blocks.bit_count() * manifest.block_bytes - short
-
-    def _some_of(self, mask: int, limit: int) -> int:
-        """Return up to `limit` blocks of a set, missing ones first."""
-        mask &= (1 << self.num_blocks()) - 1
-        first = _lowest(mask & ~self._ledger.held, limit)
-        return first | _lowest(mask & ~first, limit - first.bit_count())
-
-    def _compare(self, name: str, announced: _Announced, digests: Mapping[int, bytes]) -> None:
-        """Let blocks come from a source where its digest is the primary's; `digests` are new, of either."""
-        agreed = mask_of_each(
-            block
-            for block in digests
-            if block in announced.digests and announced.digests[block] == self._digests.get(block)
-        )
-        announced.agreed |= agreed
-        self._ledger.allow(name, agreed & self._checkable)
-
-    # BLAKE3 digests
-
-    def is_primary(self, name: str) -> bool:
-        """Whether a source is the one that announces the digests that count."""
-        return name == self.primary
-
-    def await_primary(self) -> str | None:
-        """Wait until there is a primary, to ask it for BLAKE3 digests from now on; None where the fetch is over."""
-        with self.changed:
-            while not self._over and (not self._ready or self.primary is None):
-                self.changed.wait(_WAIT_S)
-            self._asked = self._checkable
-            return None if self._over else self.primary
-
-    def await_uncheckable(self, primary: str, limit: int) -> list[int]:
-        """Wait until others could give blocks whose BLAKE3 digest the primary was not asked for; return up to `limit`, once.
-
-        Empty where the fetch is over or another source is the primary.
-        """
-        with self.changed:
-            while not self._over and primary == self.primary:
-                blocks = _lowest(self._givable() & self._ledger.missing & ~self._asked, limit)
-                if blocks:
-                    self._asked |= blocks
-                    return [block for run in blocks_of(blocks) for block in run]
-                self.changed.wait(_WAIT_S)
-            return []
-
-    def learn_blake3s(self, primary: str, found: Mapping[int, bytes]) -> None:
-        """Note the BLAKE3 digests that the primary announces: others may give these blocks now."""
-        with self.changed:
-            if primary != self.primary:
-                return
-            self._blake3s.update(found)
-            self._checkable |= mask_of_each(found)
-            for name, held in self._peers.items():
-                self._ledger.allow(name, held & self._checkable)
-            for name, announced in self._announced.items():
-                self._ledger.allow(name, announced.agreed & self._checkable)
-            self.changed.notify_all()
-
-    def _givable(self) -> int:
-        """Blocks that others than the primary could give, as a bit set."""
-        blocks = 0
-        for name, held in self._peers.items():
-            blocks |= held if self._ledger.has_source(name) else 0
-        for name, announced in self._announced.items():
-            blocks |= announced.agreed if self._ledger.has_source(name) else 0
-        return blocks
-
-    def _forget_blake3s(self) -> None:
-        """Another primary announces what counts: nothing comes from others before it has announced that again."""
-        self._blake3s = {}
-        self._checkable = self._asked = 0
-        for name in (*self._peers, *self._announced):
-            self._ledger.forbid(name, -1)
-
-    def _is_of_primary(self, source: str, block: int, digest: bytes, blake3: bytes | None) -> bool:
-        """Whether a block that a source has sent is the primary's."""
-        if self._digests.get(block, digest) != digest:
-            return False
-        return source == self.primary or (blake3 is not None and self._blake3s.get(block) == blake3)
-
-    # Peers
-
-    def meet_peers(self, held_by: Mapping[str, int], sent: int) -> list[str]:
-        """Note what other receivers hold and what the primary has sent; return those that are new."""
-        with self.changed:
-            if self.primary is not None:
-                self._ledger.note_sent(self.primary, sent, time.monotonic())
-            new = []
-            for name, held in held_by.items():
-                if name in self._names:
-                    continue  # a source is no peer of its receivers, whoever says so
-                if name not in self._peers:
-                    self._ledger.add_source(name, SourceKind.PEER, 0)
-                    new.append(name)
-                self._peers[name] = held
-                self._ledger.allow(name, held & self._checkable)
-            self.changed.notify_all()
-            return new
-
-    def peer_names(self) -> list[str]:
-        """The other receivers that were met, also those that were given up."""
-        with self.changed:
-            return list(self._peers)
+    @abstractmethod
+    def arrived_text(self) -> str:
+        """How much is here, for messages."""
 
     @property
-    def has_seen_peers(self) -> bool:
-        """Whether there were other receivers."""
-        return bool(self._peers)
-
-    def attach(self, relay: Relay) -> None:
-        """Serve the blocks that are here, and those that come, to other receivers."""
-        with self.changed:
-            for block, digest in self._verified.items():
-                if self._ledger.held >> block & 1:
-                    relay.add(block, digest)
-            self._relay = relay
-
-    @property
-    def relay(self) -> Relay | None:
-        """What is served on, if anything."""
-        return self._relay
+    def is_ready(self) -> bool:
+        """Whether it is known what is to be received."""
+        return self._ready
 
     # Streams
+
+    @abstractmethod
+    def is_primary(self, name: str) -> bool:
+        """Whether the state that counts is a source's own: what it sends needs no BLAKE3 digest."""
+
+    @abstractmethod
+    def check_digest(
+        self, source: str, unit: int, actual: bytes, announced: bytes, blake3: bytes | None = None
+    ) -> None:
+        """Check a unit that has been received.
+
+        Args:
+            source: who sent it.
+            unit: which one.
+            actual: its digest.
+            announced: the digest that came with it.
+            blake3: its BLAKE3 digest; None where the source's own state counted when the unit came.
+
+        Raises:
+            DigestMismatchError: the source is to blame for what it sent.
+        """
+
+    @abstractmethod
+    def arrived(
+        self, stream: int, source: str, path: str, unit: int, digest: bytes, blake3: bytes | None = None
+    ) -> bool:
+        """Note a unit that was checked, with both digests; whether the stream goes on with its batch."""
 
     def open_stream(self, source: str, path: str) -> int:
         """Add a stream from a source over a path."""
         with self.changed:
             return self._ledger.open_stream(source, time.monotonic(), path)
 
-    def next_run(self, stream: int, source: str, path: str) -> tuple[range, str] | None:
-        """Wait for work; return a run of blocks and what to acknowledge with it.
+    def next_batch(self, stream: int, source: str, path: str) -> list[int] | None:
+        """Wait for work; return what a stream is to ask for next.
 
         None where the stream is to end: the fetch is over, or its source or path was dropped.
         """
         with self.changed:
             while not self._over and self._ledger.has_source(source) and self._paths.is_used(path):
-                run = self._ledger.next_run(stream, time.monotonic())
-                if run is not None:
-                    return run, self._unreported(source)
-                self._end_if_hopeless()
-                self.changed.wait(_WAIT_S)
+                batch = self._next_batch(stream)
+                if batch:
+                    return batch
+                self._check_sources()
+                self.changed.wait(WAIT_S)
             return None
 
-    def is_asked_for(self, stream: int, block: int) -> bool:
-        """Whether a stream was asked for a block that has not arrived: its memory is that stream's alone."""
+    def _next_batch(self, stream: int) -> list[int]:
+        return self._ledger.next_batch(stream, time.monotonic())
+
+    def asked_of(self, stream: int) -> set[int]:
+        """What a stream was asked for and has not arrived: its memory is that stream's alone."""
         with self.changed:
-            return self._ledger.is_asked_for(stream, block)
+            return {*self._ledger.asked_of(stream)}
 
-    def check_digest(
-        self, source: str, block: int, actual: bytes, announced: bytes, blake3: bytes | None = None
-    ) -> None:
-        """Check a block that has been received.
+    def _note_arrival(self, stream: int, path: str, unit: int, now: float) -> bool:
+        """With `changed` held: a unit that `came` is here; whether the stream goes on with its batch."""
+        self._last_arrival_at = now
+        self._arrived_over[path] = self._arrived_over.get(path, 0) + 1
+        self.received_bytes += self._ledger.size(unit)
+        return self._ledger.arrived(stream, unit)
 
-        Args:
-            source: who sent it.
-            block: which one.
-            actual: its digest.
-            announced: the digest that came with it.
-            blake3: its BLAKE3 digest; None where the source was the primary when the block came.
-
-        Raises:
-            DigestMismatchError: it is not what came with it, or not the primary's.
-        """
-        if actual != announced:
-            raise DigestMismatchError(
-                f"block {block} from {source} does not have the digest that came with it: it was changed on the way",
-                party=source,
-            )
+    def give_back(self, stream: int) -> None:
+        """Have others bring what a stream was asked for and has not arrived; it does not write there any more."""
         with self.changed:
-            wanted = self._digests.get(block, actual)
-            own = self._announced.get(source)
-            is_honest = own is not None and own.digests.get(block) == actual
-            is_forged = actual == wanted and blake3 is not None and self._blake3s.get(block, blake3) != blake3
-        # A source whose block was asked for before another primary was adopted is not to blame: `arrived` leaves it out.
-        if actual != wanted and not is_honest:
-            raise DigestMismatchError(
-                f"block {block} from {source} is not the one that it announced before", party=source
-            )
-        if is_forged:
-            what = (
-                f"block {block} from {source} does not have the BLAKE3 digest that its primary source announces: it was forged, "
-                "or damaged there, and does not count"
-            )
-            logger.warning("taking nothing more from %s: %s", source, what)
-            raise DigestMismatchError(what, party=source)
-
-    def arrived(
-        self, stream: int, source: str, path: str, block: int, digest: bytes, blake3: bytes | None = None
-    ) -> bool:
-        """Note a block that was checked, with both digests; whether the stream goes on with its run."""
-        with self.changed:
-            destination = self._destination
-            if destination is None or self._over:
-                return False
-            if not self._is_of_primary(source, block, digest, blake3):  # the primary has changed since it was asked for
-                return False
-            self._verified[block] = digest
-            self._last_arrival_at = time.monotonic()
-            goes_on = self._ledger.arrived(stream, block, time.monotonic())
-            self._arrived_over[path] = self._arrived_over.get(path, 0) + 1
-            self._received_bytes += self._num_bytes(1 << block)
-            if self._relay is not None:
-                self._relay.add(block, digest)
-            self._end_if_done()
-            return goes_on
+            self._ledger.give_back(stream)
+            self.changed.notify_all()
 
     def close_stream(self, stream: int, wasted_bytes: int = 0) -> None:
         """Take a stream off; what it had in flight goes to others."""
         with self.changed:
             self._ledger.close_stream(stream)
-            self._wasted_bytes += wasted_bytes
+            self.wasted_bytes += wasted_bytes
             self.changed.notify_all()
 
     def num_arrived_over(self, path: str) -> int:
-        """Blocks that have come over a path."""
+        """Units that have come over a path."""
         with self.changed:
             return self._arrived_over.get(path, 0)
+
+    def overdue(self) -> list[int]:
+        """Return streams to cut; their sources are asked last from now on."""
+        with self.changed:
+            if not self._ready or self._over:
+                return []
+            numbers = self._ledger.overdue(time.monotonic())
+            for number in numbers:
+                self._ledger.demote(number)
+            return numbers
+
+    def num_sources(self) -> int:
+        """Sources that have not been dropped."""
+        with self.changed:
+            return self._ledger.num_sources()
 
     # Paths
 
@@ -591,7 +235,7 @@ class TransferState:
         """Wait until more is to come over a path; False where the source or the fetch is over before."""
         with self.changed:
             while not self._over and self._ledger.has_source(source) and not self._paths.is_used(path):
-                self.changed.wait(_WAIT_S)
+                self.changed.wait(WAIT_S)
             return not self._over and self._ledger.has_source(source)
 
     def gave(self, path: str, num_bytes: int) -> None:
@@ -619,78 +263,3 @@ class TransferState:
         """The paths to a source, with what came over each."""
         with self.changed:
             return self._paths.to(source)
-
-    def overdue(self) -> list[int]:
-        """Return streams to cut; their sources are asked last from now on."""
-        with self.changed:
-            if not self._ready or self._over:
-                return []
-            numbers = self._ledger.overdue(time.monotonic())
-            for number in numbers:
-                self._ledger.demote(number)
-            return numbers
-
-    def pause(self, pause_s: float) -> bool:
-        """Wait for some seconds; return False, at once, where it is over."""
-        with self.changed:
-            return not self.changed.wait_for(lambda: self._over, pause_s)
-
-    def unreported(self, source: str) -> str:
-        """Return blocks that are held and that a source has not been told of, as `0-3,7`."""
-        with self.changed:
-            return self._unreported(source)
-
-    def numbers(self) -> tuple[int, int, int, int, int]:
-        """Total, received, skipped and wasted bytes, and the number of sources."""
-        with self.changed:
-            destination = self._destination
-            if destination is None:
-                return 0, 0, 0, 0, 0
-            manifest = destination.manifest
-            return (
-                manifest.total_bytes,
-                self._received_bytes,
-                self._num_bytes(self._skipped),
-                self._wasted_bytes,
-                self._ledger.num_sources(),
-            )
-
-    def arrived_text(self) -> str:
-        """How much is here, for messages."""
-        with self.changed:
-            if not self._ready:
-                return "nothing"
-            return f"{self._ledger.counts().num_held} of {self.num_blocks()} blocks"
-
-    def _unreported(self, source: str) -> str:
-        if source in self._peers:
-            return ""
-        held = self._ledger.held
-        if source != self.primary:
-            # Only what is the same there: if this source is adopted, the rest is needed of it.
-            held &= self._announced[source].agreed if source in self._announced else 0
-        unreported = held & ~self._reported.get(source, 0)
-        runs = blocks_of(unreported)[:MAX_ACKNOWLEDGED_RUNS]
-        self._reported[source] = self._reported.get(source, 0) | sum(mask_of(run) for run in runs)
-        return format_ranges(runs)
-
-    def _end_if_done(self) -> None:
-        if self._ledger.is_done:
-            self.end(None)
-
-
-def _what_differs(destination: Destination, blocks: list[int]) -> str:
-    names = destination.names_of(blocks)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(blocks)} blocks differ, of {', '.join(name[:120] for name in names[:5])}{more}"
-
-
-def _lowest(mask: int, limit: int) -> int:
-    """Return the `limit` lowest blocks of a set."""
-    lowest = 0
-    while mask and limit > 0:
-        bit = mask & -mask
-        lowest |= bit
-        mask ^= bit
-        limit -= 1
-    return lowest

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.checkpointing.protocol import Part
+from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.description import Description, HeldEntry, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
-from torchft_ckpt.checkpointing.state.regions import Region, region_of
+from torchft_ckpt.checkpointing.state.regions import Region, gather, region_of, scatter, slices
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes import Box, contains, refine, relative_to, split
@@ -110,6 +112,38 @@ class Plan:
             )
             for part in parts
         ]
+
+    def receive(self, unit: int, read_into: ReadInto, scratch: memoryview, update: Update) -> None:
+        """Receive a part; see `streams.Memory`."""
+        where = self.parts[unit]
+        is_one_run = not where.region.steps and where.region.run <= len(scratch)
+        for piece in (where.region,) if is_one_run else slices(where.region, len(scratch), 1 << 62):
+            memory = data = where.memory[piece.start : piece.stop]
+            if piece.steps:
+                data = scratch[: piece.num_bytes]
+            read_into(data)
+            if piece.steps:
+                scatter(data, memory, piece)
+            update(data)
+
+    def wipe(self, unit: int) -> None:
+        """Write zeros over a part that does not count: the next receive may look here for what it need not fetch."""
+        where = self.parts[unit]
+        for piece in slices(where.region, SLICE_BYTES, 1 << 62):
+            scatter(memoryview(bytes(piece.num_bytes)), where.memory[piece.start : piece.stop], piece)
+
+    def blake3_of(self, unit: int) -> bytes:
+        """Return the BLAKE3 digest of a part that is here, over its elements in C order."""
+        where = self.parts[unit]
+        hasher = start_blake3()
+        scratch = memoryview(bytearray(min(where.region.num_bytes, SLICE_BYTES)))
+        for piece in slices(where.region, SLICE_BYTES, 1 << 62):
+            memory = where.memory[piece.start : piece.stop]
+            if piece.steps:
+                gather(memory, piece, scratch[: piece.num_bytes])
+                memory = scratch[: piece.num_bytes]
+            hasher.update(memory)
+        return hasher.digest()
 
 
 def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
