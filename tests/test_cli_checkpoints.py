@@ -28,13 +28,14 @@ from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing.durable.format.manifest import PieceEntry
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, parse_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
-from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
+from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.cli import checkpoint_content
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import StorageError
+from torchft_ckpt.integrations.dcp.metadata import load_metadata
+from torchft_ckpt.integrations.dcp.reader import DCPReader
 
 Capture = pytest.CaptureFixture[str]
 
@@ -661,7 +662,7 @@ def test_export_takes_memory_for_one_tensor_at_a_time(tmp_path: Path, monkeypatc
     monkeypatch.setattr(checkpoint_content, "_BATCH_BYTES", 100)
     state = {"a": torch.ones(5), "b": torch.ones(5), "c": torch.ones(20), "d": torch.arange(400.0), "e": torch.ones(6)}
     dcp.save(state, checkpoint_id=tmp_path / "dcps", no_dist=True)
-    reader = ForeignReader(LocalStorage(tmp_path / "dcps"))
+    reader = DCPReader(LocalStorage(tmp_path / "dcps"))
     parts = checkpoint_content.read_in_order(reader, checkpoint_content.outlines_of(reader))
     assert [len(part) for part in parts] == [40, 80, 1600, 24]
 

@@ -15,7 +15,7 @@ from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupG
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.coordination import LighthouseClient, ManagerServer
-from torchft_ckpt.core.interfaces import Interface
+from torchft_ckpt.core.services.interfaces import Interface
 from torchft_ckpt.errors import AddressInUseError, ConfigError
 from torchft_ckpt.network import (
     Host,
@@ -176,7 +176,7 @@ def test_what_a_managers_user_chose_is_used_by_all_that_it_has(monkeypatch: pyte
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
     group = ProcessGroupGloo()
     manager = Manager(group, None, None, 1, lighthouse_addr=lighthouse.address(), hostname="127.0.0.3")
-    hosts = [group._hostname, manager._launch.store_address, manager._transport.metadata()]
+    hosts = [group._hostname, manager._rank_config.store_address, manager._transport.metadata()]
     manager.shutdown()
     lighthouse.shutdown()
     assert [host.removeprefix("http://").partition(":")[0] for host in hosts] == ["127.0.0.3"] * 3

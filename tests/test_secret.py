@@ -88,7 +88,7 @@ def test_a_command_reads_it_from_a_file_and_says_that_ps_shows_an_argument(
 def test_a_service_that_is_open_to_all_is_named_once_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(network, "_told_that_open", False)
+    monkeypatch.setattr(network, "_has_logged_open", False)
     caplog.set_level(logging.WARNING)
     for host, secret in (("127.0.0.1", ""), ("::1", None), ("localhost", ""), ("0.0.0.0", "secret")):
         network.warn_if_open("the lighthouse", host, secret)
@@ -101,7 +101,7 @@ def test_a_service_that_is_open_to_all_is_named_once_with_what_to_do(
 
 
 def test_a_lighthouse_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(network, "_told_that_open", False)
+    monkeypatch.setattr(network, "_has_logged_open", False)
     monkeypatch.delenv("TORCHFT_CKPT_TOKEN", raising=False)
     LighthouseServer("127.0.0.1:0", min_replicas=1).shutdown()
     assert "without a token" not in caplog.text

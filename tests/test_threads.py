@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchft_ckpt.threads import Thread, Threads, end_at_exit, in_threads
+from torchft_ckpt.threads import Thread, Threads, end_at_exit, parallel_map
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 50])
@@ -20,13 +20,13 @@ def test_all_is_done_once_and_in_order(num_threads: int, num_items: int) -> None
         called.append(number)
         return number * number
 
-    assert in_threads(square, range(num_items), num_threads) == [number * number for number in range(num_items)]
+    assert parallel_map(square, range(num_items), num_threads) == [number * number for number in range(num_items)]
     assert sorted(called) == list(range(num_items))
 
 
 def test_it_is_done_at_once() -> None:
     barrier = threading.Barrier(4, timeout=30)
-    places = in_threads(lambda _: barrier.wait(), range(4), 4)
+    places = parallel_map(lambda _: barrier.wait(), range(4), 4)
     assert sorted(places) == [0, 1, 2, 3], "each has waited for all the others"
 
 
@@ -35,7 +35,7 @@ def test_where_no_thread_can_be_had_the_caller_does_it(monkeypatch: pytest.Monke
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert in_threads(str, range(5), 4) == ["0", "1", "2", "3", "4"]
+    assert parallel_map(str, range(5), 4) == ["0", "1", "2", "3", "4"]
 
 
 def test_the_first_error_is_raised_and_no_more_is_begun() -> None:
@@ -46,7 +46,7 @@ def test_the_first_error_is_raised_and_no_more_is_begun() -> None:
         raise ValueError(str(number))
 
     with pytest.raises(ValueError, match="0"):
-        in_threads(fail, range(1000), 1)
+        parallel_map(fail, range(1000), 1)
     assert called == [0]
 
 
@@ -61,7 +61,7 @@ def test_an_interrupt_is_not_taken_for_an_error_of_the_work() -> None:
             barrier.wait()
             fail(number)
 
-        in_threads(both, range(2), 2)
+        parallel_map(both, range(2), 2)
 
 
 def test_what_the_garbage_collector_drops_meanwhile_may_start_a_thread_to_end_itself() -> None:

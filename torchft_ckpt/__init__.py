@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     )
     from torchft_ckpt.checkpointing.durable.reading.directory import checkpoints_in, load_checkpoint
     from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode
-    from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
-    from torchft_ckpt.checkpointing.resharding.peer_reader import PeerReader
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
     from torchft_ckpt.ddp import DistributedDataParallel
     from torchft_ckpt.fsdp import set_all_reduce_hook
+    from torchft_ckpt.integrations.dcp.peer_reader import PeerReader
+    from torchft_ckpt.integrations.dcp.planners import ShardLoadPlanner, ShardSavePlanner
     from torchft_ckpt.local_sgd import DiLoCo, LocalSGD
     from torchft_ckpt.manager import Manager, WorldSizeMode
     from torchft_ckpt.optimizer import OptimizerWrapper
@@ -50,7 +50,7 @@ _HOME = {
     "Manager": ("torchft_ckpt.manager", "Manager"),
     "Optimizer": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
     "OptimizerWrapper": ("torchft_ckpt.optimizer", "OptimizerWrapper"),
-    "PeerReader": ("torchft_ckpt.checkpointing.resharding.peer_reader", "PeerReader"),
+    "PeerReader": ("torchft_ckpt.integrations.dcp.peer_reader", "PeerReader"),
     "ProcessGroup": ("torchft_ckpt.process_group", "ProcessGroup"),
     "ProcessGroupGloo": ("torchft_ckpt.process_group", "ProcessGroupGloo"),
     "ProcessGroupNCCL": ("torchft_ckpt.process_group", "ProcessGroupNCCL"),
@@ -59,8 +59,8 @@ _HOME = {
     "SaveMode": ("torchft_ckpt.checkpointing.durable.saving.saver", "SaveMode"),
     "SavedCheckpoint": ("torchft_ckpt.checkpointing.durable.saving.saver", "SavedCheckpoint"),
     "ShardAdapter": ("torchft_ckpt.checkpointing", "ShardAdapter"),
-    "ShardLoadPlanner": ("torchft_ckpt.checkpointing.planners", "ShardLoadPlanner"),
-    "ShardSavePlanner": ("torchft_ckpt.checkpointing.planners", "ShardSavePlanner"),
+    "ShardLoadPlanner": ("torchft_ckpt.integrations.dcp.planners", "ShardLoadPlanner"),
+    "ShardSavePlanner": ("torchft_ckpt.integrations.dcp.planners", "ShardSavePlanner"),
     "Tier": ("torchft_ckpt.checkpointer", "Tier"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),

@@ -1,8 +1,8 @@
 """Durable checkpoints for a training loop: save without stopping it, restore from whatever holds the newest state.
 
 It puts the parts together: what a Manager says of itself, the save's worker, the cold start, the readers. Rules are elsewhere:
-who writes what in `core/shares.py`, what to wait for in `core/saving.py`, what to remove in `core/retention.py`, where to take
-a state from in `core/restore_source.py`.
+who writes what in `core/durable/assignment.py`, what to wait for in `core/durable/saving.py`, what to remove in
+`core/durable/retention.py`, where to take a state from in `core/durable/restore_source.py`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPo
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.config import TOKEN, not_negative, resolve
-from torchft_ckpt.core.restore_source import RestoreSource, choose_restore_source
-from torchft_ckpt.core.retention import plan_removals
-from torchft_ckpt.core.saving import Member, Writers
+from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
+from torchft_ckpt.core.durable.retention import plan_removals
+from torchft_ckpt.core.durable.saving import SavingRank, Writers
 from torchft_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -79,13 +79,13 @@ from torchft_ckpt.manager.saving import (
     state_to_save,
     template_to_load,
 )
-from torchft_ckpt.manager.still import StateHeld, hold_to_save
+from torchft_ckpt.manager.volatile import StateToSave, capture_for_save
 from torchft_ckpt.threads import Thread
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing import CheckpointTransport
     from torchft_ckpt.manager import Manager
-    from torchft_ckpt.manager.gathering import Gathering
+    from torchft_ckpt.manager.cold_start import ColdStartGroup
 
 logger = logging.getLogger(__name__)
 _STAGING_SHARE = 4
@@ -144,8 +144,8 @@ class Checkpointer:
         manager: of this rank.
         local_location: a directory on this host's own disk, for saves of `Tier.LOCAL`.
         redundancy: how many replica groups hold each rank's share until it is written, so that the checkpoint survives the
-            death of any `redundancy - 1` of them in the save. Each rank copies its own share aside and `redundancy - 1` others'.
-            Of no effect with one group, without a Manager, and where each group writes all.
+            death of any `redundancy - 1` of them in the save. Each rank copies its own share aside and `redundancy - 1`
+            others'. Of no effect with one group, without a Manager, and where each group writes all.
         mode: who writes what in `location`. On local disks each group writes a whole copy, so that the loss of one costs none.
         keep_last: how many whole checkpoints stay; None: all.
         keep_every: checkpoints of a multiple of this step stay for ever.
@@ -226,7 +226,7 @@ class Checkpointer:
         self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
-        self._has_said_no_backups = False
+        self._has_logged_no_backups = False
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
@@ -274,8 +274,8 @@ class Checkpointer:
         Whoever changes weights outside of `optimizer.step`, as an evaluation with averaged weights does, holds
         `state_dict_lock.write()` around each change, or waits for the future first. Where torch's operations change a tensor in
         place without that, before it is written or copied, the save fails with `StateChangedError`, which names it, and later
-        saves copy all at once. Changes that torch does not count (through `x.data`, numpy; see `Manager.state_dict_lock`) are not
-        seen, and get into the save.
+        saves copy all at once. Changes that torch does not count (through `x.data`, numpy; see `Manager.state_dict_lock`) are
+        not seen, and get into the save.
 
         Args:
             state_dict: nested dicts and lists of tensors and plain values, or objects with `state_dict()`; default: what the
@@ -327,7 +327,7 @@ class Checkpointer:
         task = SaveTask(
             storage=self._storages[tier],
             name=name,
-            member=Member(identity.replica, identity.rank),
+            member=SavingRank(identity.replica, identity.rank),
             writers=Writers(identity.num_replicas, identity.num_ranks, identity.replica_id, redundancy),
             mode=mode,
             is_storage_shared=tier is Tier.STORAGE,
@@ -336,7 +336,7 @@ class Checkpointer:
         )
         self._say_once_if_alone(task)
         # Where a step that raised has kept the lock, nobody could read until it is given back.
-        will_not_be_told = self._lock.held_for_write() or held.changes_untold or self._copies_at_once
+        is_unannounced = self._lock.held_for_write() or held.unannounced_changes or self._copies_at_once
         with self._lock.read():
             captured = CapturedState(
                 held.state,
@@ -345,15 +345,15 @@ class Checkpointer:
                 lock=self._lock,
                 pool=self._pool,
                 index=self._index,
-                of_group=held.of_group,
+                group_local_ids=held.group_local_ids,
                 versions=held.versions,
             )
             worker = SaveWorker(
                 task, captured, self._book, who_is_lost=self._who_is_lost(identity), on_progress=self._on_progress
             )
-            if will_not_be_told:
+            if is_unannounced:
                 worker.detach()
-            elif held.loose and not worker.set_apart(held.loose):
+            elif held.unguarded_addresses and not worker.set_apart(held.unguarded_addresses):
                 logger.warning(
                     "what no optimizer owns could not be copied aside (staging_budget_bytes?): if anything writes to it while"
                     " step %d is being saved, the save is not of one moment",
@@ -374,7 +374,7 @@ class Checkpointer:
 
     def _run(self, worker: SaveWorker, task: SaveTask) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""
-        removes = not task.is_storage_shared or task.member == Member(0, 0)
+        removes = not task.is_storage_shared or task.member == SavingRank(0, 0)
         leftovers = self._leftovers[Tier.STORAGE if task.is_storage_shared else Tier.LOCAL]
         if removes:
             with _logged("what is not whole stays for now"):
@@ -421,7 +421,8 @@ class Checkpointer:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
         This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it. A place that does
-        not answer then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked child.
+        not answer then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked
+        child.
         """
         if os.getpid() != self._owner:
             return
@@ -453,20 +454,20 @@ class Checkpointer:
         return lambda asks: manager.lost_contributors(state, asks=asks)
 
     def _say_once_if_alone(self, task: SaveTask) -> None:
-        if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_said_no_backups:
-            self._has_said_no_backups = True
+        if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_logged_no_backups:
+            self._has_logged_no_backups = True
             why = "there is one replica group" if task.mode is not SaveMode.EVERY_GROUP else "each group writes all"
             logger.info(
                 "saves have no backups, because %s: a writer that dies in a save leaves it without its share", why
             )
 
-    def _state_of(self, state_dict: dict[str, Any] | None) -> StateHeld:
+    def _state_of(self, state_dict: dict[str, Any] | None) -> StateToSave:
         state = None if state_dict is None else {key: state_of_value(value) for key, value in state_dict.items()}
         if self._manager is not None:
             return state_to_save(self._manager, state)
         if state is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
-        return hold_to_save(state, self._guarded)._replace(of_group=frozenset())  # all of it is of one group
+        return capture_for_save(state, self._guarded)._replace(group_local_ids=frozenset())  # all of it is of one group
 
     def _make_way(self) -> None:
         """The state is about to be overwritten: have whatever reads it copy it aside first."""
@@ -553,8 +554,8 @@ class Checkpointer:
         Raises:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
                 (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
-            StateMismatchError: the state does not fit what is registered here, or there is no class for a named tuple or an enum
-                in it (`register_state_class`).
+            StateMismatchError: the state does not fit what is registered here, or there is no class for a named tuple or an
+                enum in it (`register_state_class`).
             StorageError: the storage failed.
             CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
                 read now: the job does not begin at step 0 beside them.
@@ -575,7 +576,7 @@ class Checkpointer:
         return _logged_restored(self._start(manager, step, timeout))
 
     def _start(self, manager: Manager, step: int | None, timeout: timedelta | None) -> Restored:
-        gathering = manager.gather(timeout)
+        gathering = manager.cold_start(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
         # Fresh weights, of step 0, are no state to go on from, whoever has them.
         peers = (gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)) or None
@@ -725,7 +726,7 @@ def _logged_restored(restored: Restored) -> Restored:
     return restored
 
 
-def _place_of(gathering: Gathering | None, transport: CheckpointTransport[Any]) -> MeetingPlace | None:
+def _place_of(gathering: ColdStartGroup | None, transport: CheckpointTransport[Any]) -> MeetingPlace | None:
     """Return where the groups that start together meet; None where this rank starts alone."""
     if gathering is None or gathering.store is None or not isinstance(transport, HTTPTransport):
         return None

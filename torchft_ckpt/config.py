@@ -84,7 +84,8 @@ def resolve(
     The token is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names, if no variable holds it.
 
     Raises:
-        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file cannot be
+        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file cannot
+            be
             used: see `read_secret`.
     """
     if argument is not None:
@@ -104,7 +105,7 @@ def resolve(
     return default
 
 
-_told_of: set[str] = set()
+_warned_of: set[str] = set()
 """Files that a warning was given of, once for this process."""
 
 
@@ -135,8 +136,8 @@ def read_secret(path: str, what: str) -> str:
             else error
         )
         raise ConfigError(f"the file {path!r} that {what} names cannot be used: {why}", party=what) from error
-    if mode & (stat.S_IRGRP | stat.S_IROTH) and path not in _told_of:
-        _told_of.add(path)
+    if mode & (stat.S_IRGRP | stat.S_IROTH) and path not in _warned_of:
+        _warned_of.add(path)
         logger.warning("others than its owner may read the token in %s; `chmod 600` keeps it secret", path)
     return text
 
@@ -203,8 +204,8 @@ def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple
         default_host: the host of `:port`.
 
     Raises:
-        ConfigError: there is no port or it is out of range, or the scheme is another than http (or ws): nobody who is reached at
-            such an address speaks TLS.
+        ConfigError: there is no port or it is out of range, or the scheme is another than http (or ws): nobody who is reached
+            at such an address speaks TLS.
     """
     scheme, has_scheme, text = address.strip().rpartition("://")
     host, colon, port_text = text.rstrip("/").rpartition(":")

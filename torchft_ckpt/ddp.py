@@ -71,7 +71,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 _refuse(name, why)
         kwargs["find_unused_parameters"] = True
         kwargs["init_sync"] = False  # it would copy all parameters through the dummy group
-        kwargs["process_group"] = reduction = _Reduction(manager)
+        kwargs["process_group"] = reduction = _BucketReduction(manager)
         super().__init__(module, **kwargs)
         self.broadcast_buffers = False  # likewise, before each forward pass
         self._reduction = reduction
@@ -85,7 +85,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         known = set(self._reduction.parameters)
         ignored = self.parameters_to_ignore
         self._frozen = [p for name, p in self.module.named_parameters() if p not in known and name not in ignored]
-        super().register_comm_hook(self._reduction, _Reduction.average)
+        super().register_comm_hook(self._reduction, _BucketReduction.average)
 
     def _rebuild(self) -> None:
         """Make another reducer, for the parameters that require a gradient now."""
@@ -134,11 +134,11 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise ConfigError(f"DistributedDataParallel takes no {name}: {why}", party=name)
 
 
-class _Reduction(ProcessGroupDummy):
+class _BucketReduction(ProcessGroupDummy):
     """The work of a reducer across replicas: the buckets, as its hook, and the map of used parameters, as its process group.
 
-    The reducer starts the buckets in their order; when it starts the last one, all gradients of the backward pass are there. Then
-    it reduces its map of the parameters that were used. It gives a gradient to what was used here at once, and looks at
+    The reducer starts the buckets in their order; when it starts the last one, all gradients of the backward pass are there.
+    Then it reduces its map of the parameters that were used. It gives a gradient to what was used here at once, and looks at
     the map for what was not. What is entered instead is which parameters have a gradient, be it of an earlier pass. That goes
     with the last bucket, where this is small, as a collective of its own costs a millisecond of processor time.
 

@@ -17,8 +17,8 @@ begin from, and the round begins anew: what was local when it was saved is not p
 then, whatever functions of the script have loaded into it. The inner optimizer's state is in a checkpoint only where the script
 registers it, as the first group had it; else it stays what it is in the new process.
 
-Parameters that need no gradient when the loop is made are global as well, and are not exchanged; a warning says so of those that
-need one later, and of those that the inner optimizer trains and no module here holds.
+Parameters that need no gradient when the loop is made are global as well, and are not exchanged; a warning says so of those
+that need one later, and of those that the inner optimizer trains and no module here holds.
 
 Sources: LocalSGD arXiv 1805.09767, DiLoCo 2311.08105, Streaming DiLoCo 2501.18512.
 """
@@ -33,7 +33,7 @@ from torch import nn, optim
 
 from torchft_ckpt import config
 from torchft_ckpt.compat.names import lookup
-from torchft_ckpt.core.outer_schedule import OuterSchedule
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.outer.fragment import AveragedFragment, PseudoGradientFragment
 from torchft_ckpt.outer.loop import OuterLoop

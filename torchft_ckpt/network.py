@@ -1,9 +1,10 @@
-"""Listening sockets, the address that a process advertises, and the check of a peer's token. Plain sockets, no torch, no aiohttp.
+"""Listening sockets, the address that a process advertises, and the check of a peer's token. Plain sockets, no torch, no
+aiohttp.
 
 The address that a server advertises is the one that the user chose: by an argument, `TORCHFT_CKPT_HOSTNAME`, or the interface
-that he named for NCCL or Gloo (`core.interfaces`). Else it is the address of the interface that routes to a peer that is known
-already (the lighthouse, say). Never the bare host name, which may resolve to the slowest network card, or on other machines to
-nothing.
+that he named for NCCL or Gloo (`core.services.interfaces`). Else it is the address of the interface that routes to a peer that
+is known already (the lighthouse, say). Never the bare host name, which may resolve to the slowest network card, or on other
+machines to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchft_ckpt import config
-from torchft_ckpt.core.interfaces import (
+from torchft_ckpt.core.services.interfaces import (
     Interface,
     NoSuchInterfaceError,
     address_by_gloo_names,
@@ -58,8 +59,8 @@ def choose_host(
     """Return the address of a process of a job.
 
     In this order: the argument, `TORCHFT_CKPT_HOSTNAME`, the address that is listened on, the interface of `NCCL_SOCKET_IFNAME`
-    where that counts, that of `GLOO_SOCKET_IFNAME`, the address that routes to a peer. On systems other than Linux the interfaces
-    of a machine cannot be read, and these two variables are ignored.
+    where that counts, that of `GLOO_SOCKET_IFNAME`, the address that routes to a peer. On systems other than Linux the
+    interfaces of a machine cannot be read, and these two variables are ignored.
 
     Args:
         argument, bound, towards: as of `advertised_host`.
@@ -145,7 +146,8 @@ def _listened_on(host: str, bound: str) -> str:
 
 
 def other_hosts(known_by: str, bound: str) -> list[str]:
-    """Return where else a server that listens on all interfaces can be reached: see `core.interfaces.further_addresses`.
+    """Return where else a server that listens on all interfaces can be reached: see
+    `core.services.interfaces.further_addresses`.
 
     Args:
         known_by: the address that peers are told anyhow.
@@ -266,7 +268,7 @@ def route_source(host: str, port: int) -> str | None:
     return None
 
 
-_told_that_open = False
+_has_logged_open = False
 
 
 def warn_if_open(what: str, host: str, token: str | None) -> None:
@@ -277,14 +279,14 @@ def warn_if_open(what: str, host: str, token: str | None) -> None:
         host: what it listens on.
         token: what it wants to be shown; empty or None: nothing.
     """
-    global _told_that_open
+    global _has_logged_open
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_local = host == "localhost"
-    if token or is_local or _told_that_open:
+    if token or is_local or _has_logged_open:
         return
-    _told_that_open = True
+    _has_logged_open = True
     logger.warning(
         "%s listens on %s without a token: whoever can connect to it may join the job, read its weights and end it. Set"
         " TORCHFT_CKPT_TOKEN, or TORCHFT_CKPT_TOKEN_FILE, to one secret for the lighthouse and all ranks",
@@ -350,7 +352,8 @@ def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:
 
 
 _not_for_children: dict[int, tuple[int, int]] = {}
-"""Descriptors that a forked child must not keep open, with what they were then: another one's number may be used again. So there
+"""Descriptors that a forked child must not keep open, with what they were then: another one's number may be used again. So
+there
 is at most one entry for each number, however many connections there have been."""
 
 

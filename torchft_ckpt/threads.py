@@ -1,10 +1,10 @@
 """Threads of the library, and their end with the process.
 
-All of them are daemon threads, as none may hold up the end of a process whose training loop has ended. But while the interpreter
-ends, CPython (before 3.14) unwinds a daemon thread that comes back from C++ to Python (`pthread_exit`), and where that passes
-C++ that must not be unwound, such as a destructor, the process aborts: "terminate called without an active exception". A thread
-inside of torch is such a one. So when the process exits, all that was named to `end_at_exit` is shut down, the newest first, and
-then the threads are waited for, in `atexit`, before the interpreter begins to end.
+All of them are daemon threads, as none may hold up the end of a process whose training loop has ended. But while the
+interpreter ends, CPython (before 3.14) unwinds a daemon thread that comes back from C++ to Python (`pthread_exit`), and where
+that passes C++ that must not be unwound, such as a destructor, the process aborts: "terminate called without an active
+exception". A thread inside of torch is such a one. So when the process exits, all that was named to `end_at_exit` is shut
+down, the newest first, and then the threads are waited for, in `atexit`, before the interpreter begins to end.
 
 Not `concurrent.futures.ThreadPoolExecutor`: its threads are waited for before `atexit`, when nobody has told them to end, and
 from then on it refuses work, the last save's too.
@@ -152,11 +152,13 @@ class Threads(Executor):
             del future, call  # an idle thread keeps nothing alive
 
 
-def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_threads: int, name: str = "torchft_ckpt") -> list[_R]:
+def parallel_map(
+    work: Callable[[_T], _R], items: Sequence[_T], num_threads: int, name: str = "torchft_ckpt"
+) -> list[_R]:
     """Return what `work` returns for each item, in their order. Does it on a few threads, this one among them.
 
-    Where it raises, no more is begun, and the error of the first such item is raised once all that was begun has ended. Where no
-    more threads can be had, those that there are do all of it.
+    Where it raises, no more is begun, and the error of the first such item is raised once all that was begun has ended. Where
+    no more threads can be had, those that there are do all of it.
 
     Args:
         work: for any thread.

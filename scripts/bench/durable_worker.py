@@ -36,7 +36,7 @@ from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode, SaveTask, 
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES
-from torchft_ckpt.core.saving import Member, Writers
+from torchft_ckpt.core.durable.saving import SavingRank, Writers
 
 Answer = dict[str, Any]
 TIMEOUT = timedelta(seconds=120)
@@ -217,7 +217,7 @@ class Worker:
         task = SaveTask(
             storage=open_storage(location),
             name=checkpoint_name(step, "q1-bench"),
-            member=Member(self._replica, self._rank),
+            member=SavingRank(self._replica, self._rank),
             writers=Writers(2, world_size, f"group-{self._replica}", redundancy=2),
             mode=SaveMode.SHARED,
             is_storage_shared=True,

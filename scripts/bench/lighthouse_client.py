@@ -92,7 +92,7 @@ class _Group(asyncio.Protocol):
     """One replica group's connection: HTTP upgrade, then frames. Frames are masked with zeros, which costs nothing."""
 
     def __init__(self, groups: _OurGroups, number: int) -> None:
-        from torchft_ckpt.core import messages
+        from torchft_ckpt.core.coordination import messages
 
         self._messages = messages
         self._groups = groups

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 
 _ODD = 2_654_435_761
 _INT32 = 1 << 32

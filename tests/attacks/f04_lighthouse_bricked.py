@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 from a_lighthouse import running
 
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import LighthouseSettings, Received, Send
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Received, Send
+from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Hello,

@@ -9,7 +9,15 @@ import sys
 import aiohttp
 from a_lighthouse import Lighthouse, running
 
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Heartbeat, Hello, LocateState, Outcome, StateVersion, encode
+from torchft_ckpt.core.coordination.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    LocateState,
+    Outcome,
+    StateVersion,
+    encode,
+)
 
 MOST_GROWTH_BYTES = 100 << 20
 """What four members may have said, what waits for one, and as much again for what Python keeps."""

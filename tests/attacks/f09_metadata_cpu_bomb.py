@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import load_metadata
 from torchft_ckpt.errors import CheckpointDamagedError
+from torchft_ckpt.integrations.dcp.metadata import load_metadata
 
 SECONDS_FOR_A_MEGABYTE = 30.0
 MAX_S = 20

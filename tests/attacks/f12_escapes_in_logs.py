@@ -10,7 +10,7 @@ import time
 import aiohttp
 from a_lighthouse import Lighthouse, running
 
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, Leave, QuorumRequest, StateVersion, encode
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello, Leave, QuorumRequest, StateVersion, encode
 
 NAME = "g\x1b]0;owned\x07\x1b[2J\x1b[1;31mX\n2026-01-01 00:00:00,000 INFO group_0 is gone: forged line"
 

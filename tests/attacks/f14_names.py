@@ -1,8 +1,9 @@
-"""Makes up receivers: names that keep those out that were told to come, and addresses that each question for peers looks through.
+"""Makes up receivers: names that keep those out that were told to come, and addresses that each question for peers looks
+through.
 
 (a) 4,096 names over one connection, then the joiner that the source was told to expect asks for the state. (b) Many names that
-say where they serve and that they are done, then questions for peers on two connections, while the trainer looks at the snapshot,
-whose lock its own `detach` needs. Held: the joiner gets the state, and neither the answer nor the lock takes long.
+say where they serve and that they are done, then questions for peers on two connections, while the trainer looks at the
+snapshot, whose lock its own `detach` needs. Held: the joiner gets the state, and neither the answer nor the lock takes long.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> int:
             break
         if number:
             ask(connection, "POST", f"/v1/checkpoint/{STEP + 1}/done", receiver=name)
-    snapshot = source._shelf.open_snapshots()[0]
+    snapshot = source._snapshots.open_snapshots()[0]
     began_s = time.thread_time()
     for _ in range(20):
         snapshot.peers_of("peer0")

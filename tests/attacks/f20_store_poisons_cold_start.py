@@ -5,11 +5,11 @@ It does not know the token. Four attempts, each against a member that reads a ch
 - `poses`: it takes the part of the other member, and serves 666 in place of its share.
 - `leads`: it takes the part of the first member, names an older checkpoint, and serves 666 in place of its share.
 - `replays`: it puts what the other member said at an earlier start into the store again, and listens at the address in it.
-- `relays`: the other member is there; the stranger stands on the way to it, and puts 666 at the beginning of every part, with the
-  digest that belongs to it.
+- `relays`: the other member is there; the stranger stands on the way to it, and puts 666 at the beginning of every part, with
+  the digest that belongs to it.
 
-An attempt succeeds where the victim sends the token, or begins from other values than were saved: one that raises does not begin.
-`PYTHONPATH` has to name `tests`.
+An attempt succeeds where the victim sends the token, or begins from other values than were saved: one that raises does not
+begin. `PYTHONPATH` has to name `tests`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import 
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import SourceLostError, SourceRefusedError
 
 TOKEN = "the job's secret"

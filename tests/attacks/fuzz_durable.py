@@ -1,7 +1,7 @@
 """Fuzzes what is read of durable checkpoints: DCP's metadata, records of values, and our own manifests in every command.
 
-Each case must end with a named error or a harmless result, within some seconds of processor time and some memory. Nothing may be
-executed: an audit hook watches for what a pickle could do (exec, import, open, subprocess, socket and others).
+Each case must end with a named error or a harmless result, within some seconds of processor time and some memory. Nothing may
+be executed: an audit hook watches for what a pickle could do (exec, import, open, subprocess, socket and others).
 
 usage: python fuzz_durable.py [--count N] [--seed S]      N pickles, N / 2 records, N / 20 manifests
 """
@@ -41,10 +41,10 @@ import xxhash
 from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.__main__ import main as command
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import load_metadata
-from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.errors import TorchftCkptError
+from torchft_ckpt.integrations.dcp.metadata import load_metadata
+from torchft_ckpt.integrations.dcp.value_records import load_record
 
 MAX_BYTES = 4 << 30
 MAX_CASE_S = 5.0

@@ -1,11 +1,11 @@
 """A seeded fuzzer of what a receiver takes from others: manifests, and whole fetches through a wire that lies.
 
-Manifests of real states are mutated in their structure, get the right digest, and go through everything that a receiver does with
-one before a byte has come and after the last: decode, destination, assemble; the re-sharded destination and plan; `inspect`.
-Whole fetches run against a real source behind a proxy that tells one of `LIES` at each few answers; a third of them have an
-honest second source. Right are: the honest state, a named error (`TorchftCkptError`), and what a primary that lies consistently
-says, in a manifest with the right digest or in blocks that verify. VULNERABLE are: any other state, an error of another kind, a
-state that is overwritten without a word, and what takes too long.
+Manifests of real states are mutated in their structure, get the right digest, and go through everything that a receiver does
+with one before a byte has come and after the last: decode, destination, assemble; the re-sharded destination and plan;
+`inspect`. Whole fetches run against a real source behind a proxy that tells one of `LIES` at each few answers; a third of them
+have an honest second source. Right are: the honest state, a named error (`TorchftCkptError`), and what a primary that lies
+consistently says, in a manifest with the right digest or in blocks that verify. VULNERABLE are: any other state, an error of
+another kind, a state that is overwritten without a word, and what takes too long.
 
 usage: python fuzz_fetch.py [--count N] [--seed S]        N mutated manifests, and N / 20 fetches
 """
@@ -36,7 +36,7 @@ import xxhash
 from support.http_servers import Server
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, Index
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION, decode_manifest
@@ -235,9 +235,9 @@ def receive_manifest(data: bytes, local: LocalState, honest: bytes, state: State
         for attempt in (
             lambda: summary.as_text("http://peer:1", index, manifest, 5),
             lambda: json.dumps(summary.as_json("http://peer:1", index, manifest, None)),
-            lambda: Destination(manifest, BufferShelf()).assemble(),
-            lambda: Destination(manifest, BufferShelf(), local=local).assemble(),
-            lambda: Destination(manifest, BufferShelf(), local=local, in_place=True),
+            lambda: Destination(manifest, BufferCache()).assemble(),
+            lambda: Destination(manifest, BufferCache(), local=local).assemble(),
+            lambda: Destination(manifest, BufferCache(), local=local, in_place=True),
             lambda: reshard(manifest, None),
             lambda: reshard(manifest, local),
         ):

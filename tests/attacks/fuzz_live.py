@@ -5,9 +5,9 @@ requests at a transport; well-formed requests of hostile content at a transport,
 state under its lock; malformed requests, and WebSocket frames with and without the token, at the lighthouse; the same at a
 manager service. Who has the token may train in a job: valid messages go to jobs of their own, and to ranks that do not exist.
 
-Prints a row for each `target | what | count | result`, rows for what was watched, and `held` (0) or `VULNERABLE` (1): a step was
-discarded, a group stopped, an answer was 5xx, a log has a traceback that no malformed request explains or grew without limit,
-memory, threads or descriptors were not given back.
+Prints a row for each `target | what | count | result`, rows for what was watched, and `held` (0) or `VULNERABLE` (1): a step
+was discarded, a group stopped, an answer was 5xx, a log has a traceback that no malformed request explains or grew without
+limit, memory, threads or descriptors were not given back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 from livejob import Job, Sample
 
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
     CollectiveWait,
@@ -48,7 +48,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     encode,
 )
-from torchft_ckpt.core.proofs import RankProof
+from torchft_ckpt.core.services.proofs import RankProof
 
 TOKEN = "a token of this job"
 NUM_THREADS = 8

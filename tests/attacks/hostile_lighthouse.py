@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from torchft_ckpt.core.messages import PROTOCOL_VERSION
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION
 
 TRAINER = r"""
 import logging, sys, torch

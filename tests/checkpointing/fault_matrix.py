@@ -260,7 +260,7 @@ class Slot:
     def receive(self, mode: Mode, case: Case) -> State:
         """Receive as the mode says."""
         destination = self.destination(case.stall_s)
-        destination._buffer_shelf.clear()  # else what the case before brought is not asked for, and its fault not met
+        destination._buffer_cache.clear()  # else what the case before brought is not asked for, and its fault not met
         timeout = timedelta(seconds=case.timeout_s)
         if not mode.fetch:
             return destination.recv_checkpoint(0, self.gate.url, STEP, timeout)

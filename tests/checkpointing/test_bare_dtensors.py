@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, MeshLayout
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import StateMismatchError
 
 SHORT = timedelta(seconds=20)

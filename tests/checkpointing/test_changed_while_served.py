@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.serving.sending import digest_blocks
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.errors import SourceRefusedError, StateChangedError
-from torchft_ckpt.manager.still import Unsteady, hold_still, tensors_in
+from torchft_ckpt.manager.volatile import Unsteady, copy_volatile, tensors_in
 
 LONG = timedelta(seconds=20)
 BLOCK = 4096
@@ -122,7 +122,7 @@ def test_what_changed_is_copied_when_it_is_captured_the_next_time() -> None:
     model = nn.Linear(32, 32)
     sgd = torch.optim.SGD(model.parameters())
     unsteady = Unsteady()
-    held = hold_still(model.state_dict(), [sgd], unsteady)
+    held = copy_volatile(model.state_dict(), [sgd], unsteady)
     assert all(
         held.state[name] is not None and held.state[name].data_ptr() == p.data_ptr()
         for name, p in model.named_parameters()
@@ -133,7 +133,7 @@ def test_what_changed_is_copied_when_it_is_captured_the_next_time() -> None:
     with torch.no_grad():
         model.weight.add_(1)
     snapshot.detach()
-    again = hold_still(model.state_dict(), [sgd], unsteady).state
+    again = copy_volatile(model.state_dict(), [sgd], unsteady).state
     assert again["weight"].data_ptr() != model.weight.data_ptr()
     assert again["bias"].data_ptr() == model.bias.data_ptr()
 
@@ -144,7 +144,7 @@ def test_what_lies_elsewhere_in_each_step_is_copied_when_it_changed_twice() -> N
     model = nn.Linear(32, 32)
     sgd = torch.optim.SGD(model.parameters())
     for _ in range(2):
-        held = hold_still(model.state_dict(), [sgd], unsteady)
+        held = copy_volatile(model.state_dict(), [sgd], unsteady)
         snapshot = Snapshot(
             held.state, step=STEP, lock=StateDictLock(), pool=BufferPool(BLOCK), num_expected=1, versions=held.versions
         )
@@ -155,7 +155,7 @@ def test_what_lies_elsewhere_in_each_step_is_copied_when_it_changed_twice() -> N
         snapshot.detach()
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.data = value
-    again = hold_still(model.state_dict(), [sgd], unsteady).state
+    again = copy_volatile(model.state_dict(), [sgd], unsteady).state
     assert all(again[name].data_ptr() != p.data_ptr() for name, p in model.named_parameters())
 
 
@@ -174,7 +174,7 @@ def test_writes_to_a_sharded_parameter_or_to_its_local_tensor_are_found(write: C
         weight = nn.Parameter(distribute_tensor(torch.ones(2048, 4), mesh, [Shard(0)]))
         sgd = torch.optim.SGD([weight])
         unsteady = Unsteady()
-        held = hold_still({"weight": weight.detach()}, [sgd], unsteady)
+        held = copy_volatile({"weight": weight.detach()}, [sgd], unsteady)
         snapshot = Snapshot(
             held.state, step=STEP, lock=StateDictLock(), pool=BufferPool(BLOCK), num_expected=0, versions=held.versions
         )
@@ -183,7 +183,7 @@ def test_writes_to_a_sharded_parameter_or_to_its_local_tensor_are_found(write: C
             write(weight)
         with pytest.raises(StateChangedError, match="'weight'"):
             snapshot.read(0, BLOCK)
-        (copied,) = tensors_in(hold_still({"weight": weight.detach()}, [sgd], unsteady).state)
+        (copied,) = tensors_in(copy_volatile({"weight": weight.detach()}, [sgd], unsteady).state)
         assert copied.to_local().data_ptr() != weight.to_local().data_ptr()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.snapshot import Phase, Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot, SnapshotPhase
 
 BLOCK = 4096
 NUM_BLOCKS = 6
@@ -45,7 +45,7 @@ def test_a_state_that_was_copied_ahead_is_that_of_before_the_step() -> None:
     scene = Scene()
     assert scene.copy_all_ahead() == NUM_BLOCKS
     scene.mutate()
-    assert (scene.read(), scene.snapshot.phase) == (scene.old, Phase.DETACHED)
+    assert (scene.read(), scene.snapshot.phase) == (scene.old, SnapshotPhase.DETACHED)
 
 
 def test_what_was_copied_ahead_in_part_is_completed_by_the_step() -> None:

@@ -195,7 +195,7 @@ def test_a_response_that_cannot_go_on_is_cut_whatever_the_system_says(source, mo
 
 def test_a_long_look_at_a_state_takes_a_tenth_of_the_servers_loop_however_often_it_is_asked_for(source, monkeypatch):
     """As at thousands of tensors; what was seen before is refused all the same, and what was not when it is sent."""
-    snapshot = source._shelf.open_snapshots()[0]
+    snapshot = source._snapshots.open_snapshots()[0]
     looks = []
     look_at_all = snapshot._look_at_all
 

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 from test_peers import BLOCK, NUM_BLOCKS, STEP, Scene, WrongPeer, get, scene  # noqa: F401 (a fixture)
 
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving import handlers, sending
@@ -46,12 +46,12 @@ class Receiving:
 
     def __init__(self, kind: str) -> None:
         snapshot = Snapshot(STATE, step=STEP, lock=StateDictLock(), pool=BufferPool(BLOCK), num_expected=0)
-        self.destination = Destination(snapshot.manifest, BufferShelf())
+        self.destination = Destination(snapshot.manifest, BufferCache())
         self.state = BlockTransfer(["source", "other"] if kind == "replica" else ["source"], seed=1)
-        assert self.state.elect("source", snapshot.manifest)
+        assert self.state.choose_primary("source", snapshot.manifest)
         self.state.begin("source", self.destination, {}, {}, (0, 1))
         if kind == "replica":
-            assert not self.state.elect("other", snapshot.manifest)
+            assert not self.state.choose_primary("other", snapshot.manifest)
             self.state.add_replica("other")
             self.state.learn_digests("other", XXH3S)
             self.state.learn_digests("source", XXH3S)
@@ -146,7 +146,7 @@ def test_a_block_that_counted_is_not_wiped_though_another_source_is_adopted_in_t
         arrived(*what)
         assert state.arrived_text() == "1 of 2 blocks"
         state.fail_source("source", SourceLostError("it is gone", "source"))
-        state.adopt("other", {0: bytes(16), 1: bytes(16)})
+        state.promote("other", {0: bytes(16), 1: bytes(16)})
         assert state.arrived_text() == "0 of 2 blocks"
         state.end(SourceLostError("enough", "other"))
         return False
@@ -194,7 +194,7 @@ def test_what_a_lost_source_announced_does_not_count_for_the_next_one():
     assert receiving.is_asked("peer")
     state.fail_source("source", SourceLostError("it is gone", "source"))
     assert state.await_uncheckable("source", limit=9) == []
-    state.adopt("other", XXH3S)
+    state.promote("other", XXH3S)
     state.meet_peers({"peer": 0b11}, 0)
     assert not receiving.is_asked("peer")
     assert (state.await_primary(), state.await_uncheckable("other", limit=9)) == ("other", [0, 1])
@@ -209,7 +209,7 @@ def test_a_block_that_came_while_its_source_was_lost_does_not_count_for_the_next
     assert state.next_batch(stream, "source", "source") is not None
     state.check_digest("source", 0, XXH3S[0], XXH3S[0])
     state.fail_source("source", SourceLostError("it is gone", "source"))
-    state.adopt("other", XXH3S)
+    state.promote("other", XXH3S)
     state.arrived(stream, "source", "source", 0, XXH3S[0])
     assert state.arrived_text() == "0 of 2 blocks"
 
@@ -300,7 +300,7 @@ def test_a_receiver_announces_no_digests(scene):  # noqa: F811
     manifest = scene.join_as("me", destination.metadata(), "0")
     relay = Relay(manifest, lambda block: [memoryview(bytes(BLOCK))], destination.lock)
     relay.add(0, bytes(16))
-    destination._shelf.add_relay(relay, ends=float("inf"))
+    destination._snapshots.add_relay(relay, ends=float("inf"))
     url = f"{destination.metadata()}/v1/checkpoint/{STEP}/blake3?blocks=0"
     with pytest.raises(urllib.error.HTTPError) as raised:
         get(url, {"If-Match": f'"{manifest.snapshot}"'})

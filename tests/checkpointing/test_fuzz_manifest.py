@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.state.blocks import format_runs, parse_runs
 from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
@@ -116,7 +116,7 @@ def read(data: bytes) -> bool:
     except StateFormatError:
         return False
     try:
-        destination = Destination(manifest, BufferShelf(), local=LocalState({}))
+        destination = Destination(manifest, BufferCache(), local=LocalState({}))
     except StateMismatchError as error:
         assert "register_state_class" in str(error) or "here" in str(error)  # noqa: PT017 - of classes, and of nothing else
         return False

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.errors import StateFormatError
 
@@ -94,7 +94,7 @@ def test_boxes_take_no_longer_to_compare_than_a_second_or_two():
 
 
 def test_the_good_manifest_is_read():
-    destination = Destination(decode_manifest(json.dumps(GOOD).encode()), BufferShelf())
+    destination = Destination(decode_manifest(json.dumps(GOOD).encode()), BufferCache())
     state = destination.assemble()
     assert (state["w"].shape, state["v"][0].shape) == ((2, 5), (8,))
 
@@ -329,7 +329,7 @@ def test_any_change_of_any_place_is_read_or_named(place, value):
         manifest = decode_manifest(changed(place, value), max_total_bytes=1 << 20)
     except StateFormatError:
         return
-    Destination(manifest, BufferShelf()).assemble()
+    Destination(manifest, BufferCache()).assemble()
 
 
 @settings(max_examples=by_default(60, thorough=200), deadline=None, print_blob=True)
@@ -342,4 +342,4 @@ def test_any_damage_to_the_bytes_is_read_or_named(data):
         manifest = decode_manifest(bytes(good), max_total_bytes=1 << 20)
     except StateFormatError:
         return
-    Destination(manifest, BufferShelf()).assemble()
+    Destination(manifest, BufferCache()).assemble()

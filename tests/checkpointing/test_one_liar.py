@@ -29,7 +29,6 @@ from torchft_ckpt.checkpointing import protocol
 from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.resharding import fetch as sharded_fetch
-from torchft_ckpt.checkpointing.resharding import peer_reader
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, first_missing, plan_parts
 from torchft_ckpt.checkpointing.state import fit
@@ -37,8 +36,9 @@ from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import MAX_PATH_CHARS, in_words
 from torchft_ckpt.cli.output import leaves
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import StateFormatError, StateMismatchError, TransferError, TransferTimeoutError
+from torchft_ckpt.integrations.dcp import peer_reader
 
 STEP = 7
 BIG = 16**4000 - 1

@@ -95,7 +95,7 @@ def get(url: str, headers: dict[str, str]) -> bytes:
 
 
 def served(transport: HTTPTransport[Any]) -> list[str]:
-    return [entry.phase for entry in transport._shelf.index(0.0).snapshots]
+    return [entry.phase for entry in transport._snapshots.index(0.0).snapshots]
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ class WrongPeer:
         for block in range(NUM_BLOCKS):
             right = space[block * BLOCK : (block + 1) * BLOCK]
             relay.add(block, digest_of(block, right if true_digests else wrong))
-        self.transport._shelf.add_relay(relay, ends=time.monotonic() + 600)
+        self.transport._snapshots.add_relay(relay, ends=time.monotonic() + 600)
 
     def _views(self, block: int) -> list[memoryview]:
         self.num_lent += 1
@@ -228,7 +228,7 @@ def test_a_relay_ends_when_its_owner_says_that_the_state_may_change(relaying):
 
 
 def test_a_relay_ends_before_a_writer_has_the_lock(scene, relaying):
-    snapshot = relaying._shelf.index(0.0).snapshots[0].snapshot
+    snapshot = relaying._snapshots.index(0.0).snapshots[0].snapshot
     with relaying.lock.write():
         assert served(relaying) == []
     request = f"{relaying.metadata()}/v1/checkpoint/{STEP}/blocks/0-0"
@@ -272,7 +272,7 @@ def test_a_relay_is_gone_after_its_time(scene):
     manifest = scene.join_as("me", destination.metadata(), "0")
     relay = Relay(manifest, lambda block: [memoryview(bytes(BLOCK))], destination.lock)
     ends = time.monotonic() + 0.2
-    destination._shelf.add_relay(relay, ends=ends)
+    destination._snapshots.add_relay(relay, ends=ends)
     destination._server.expire_at(ends)
     wait_until(lambda: relay.closed, "the relay is closed", timeout_s=1.5)
 

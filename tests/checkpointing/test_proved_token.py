@@ -1,4 +1,5 @@
-"""Towards an address that anybody may have written down the token is proved, not sent; and what is answered there is proved too.
+"""Towards an address that anybody may have written down the token is proved, not sent; and what is answered there is proved
+too.
 
 A relay stands on the way: it reads everything, and what it alters is not used.
 """
@@ -24,7 +25,7 @@ from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import DigestMismatchError, SourceLostError, SourceRefusedError, TransferError
 
 STEP = 3

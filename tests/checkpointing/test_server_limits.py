@@ -28,8 +28,8 @@ from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
-from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.errors import ConfigError, SourceLostError
 from torchft_ckpt.front.limits import ClientLimits, GuardedConnection, SparseLog
 
@@ -46,7 +46,7 @@ def serving(
     state: object = None, *, token: str | None = None, context: ssl.SSLContext | None = None, **limits: float
 ) -> Iterator[SourceAddress]:
     server = CheckpointServer(
-        Shelf(), bind="127.0.0.1", port=0, token=token, ssl_context=context, limits=ServerLimits(**limits)
+        SnapshotRegistry(), bind="127.0.0.1", port=0, token=token, ssl_context=context, limits=ServerLimits(**limits)
     )
     try:
         if state is not None:

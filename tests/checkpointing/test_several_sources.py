@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching import block_transfer
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.core import transfer as ledger
+from torchft_ckpt.core.transfer import scheduler as ledger
 from torchft_ckpt.errors import (
     ConfigError,
     ReplicaDivergenceWarning,
@@ -156,7 +156,7 @@ async def flip(answer: Answer, wire: Wire) -> None:
 @pytest.fixture
 def learnt(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """What fetches have learnt so far: sources by the name of the method that was told of them."""
-    found: dict[str, set[str]] = {"learn_digests": set(), "note_divergence": set(), "adopt": set()}
+    found: dict[str, set[str]] = {"learn_digests": set(), "note_divergence": set(), "promote": set()}
     for method in found:
         original = getattr(BlockTransfer, method)
 
@@ -260,7 +260,7 @@ def test_when_the_primary_is_lost_another_one_is_adopted_and_what_differs_comes_
     fault = Losing(16, cut)
     scene.add(first, until(lambda: len(learnt["learn_digests"]) == 2, fault))
     scene.add(
-        second, until(lambda: scene.gates[1].url in learnt["adopt"])
+        second, until(lambda: scene.gates[1].url in learnt["promote"])
     )  # or the first one's state may be whole before
     with pytest.warns(ReplicaDivergenceWarning, match="8 blocks differ, of layer0, layer1") as caught:
         assert differences(scene.fetch(), second) == []
@@ -271,7 +271,7 @@ def test_when_the_primary_is_lost_another_one_is_adopted_and_what_differs_comes_
 def test_an_heir_is_not_said_to_differ_from_itself(scene, learnt):
     fault = Losing(10, cut)
     scene.add(make_state("a"), fault)
-    scene.add(make_state("b"), until(lambda: scene.gates[1].url in learnt["adopt"]))
+    scene.add(make_state("b"), until(lambda: scene.gates[1].url in learnt["promote"]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert differences(scene.fetch(), make_state("b")) == []
@@ -310,7 +310,7 @@ def test_a_replica_that_agreed_with_the_lost_primary_is_not_blamed_for_differing
     async def hold_until_adopted(answer: Answer, wire: Wire) -> None:
         if any(block < 4 for block in answer.blocks()):
             asked.set()
-            await until(lambda: scene.gates[1].url in learnt["adopt"])(answer, wire)
+            await until(lambda: scene.gates[1].url in learnt["promote"])(answer, wire)
         else:
             await wire.send(answer.raw)
 

@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
 from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_adapter, unregister_shard_adapter
-from torchft_ckpt.checkpointing.state.xla_shards import LocalShard, boxes_of_devices, holders_of_two, local_shards_of
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.integrations.dcp.planners import ShardLoadPlanner, ShardSavePlanner
+from torchft_ckpt.integrations.xla import LocalShard, boxes_of_devices, holders_of_two, local_shards_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ONE, TWO, FOUR = Layout((1,)), Layout((2,)), Layout((4,))

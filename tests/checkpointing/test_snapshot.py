@@ -11,8 +11,8 @@ import torch
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.shelf import FRESH_S, Answer, Shelf
-from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Phase, Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot, SnapshotPhase
+from torchft_ckpt.checkpointing.serving.snapshot_registry import FRESH_S, Availability, SnapshotRegistry
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 BLOCK = 4096
@@ -130,7 +130,7 @@ def test_a_snapshot_that_everybody_has_is_closed_without_a_copy():
     scene.snapshot.register("a")
     scene.snapshot.finish("a")
     scene.snapshot.detach()
-    assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (Phase.CLOSED, 0)
+    assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (SnapshotPhase.CLOSED, 0)
 
 
 def test_a_snapshot_that_nobody_was_told_of_is_closed_when_the_state_changes():
@@ -317,7 +317,7 @@ def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_n
     scene.snapshot.contact("a", 0.0, received=blocks([0]))
     real_copy = scene.snapshot._copy_block
 
-    def copy_and_look(block: int, phase: Phase) -> None:
+    def copy_and_look(block: int, phase: SnapshotPhase) -> None:
         real_copy(block, phase)
         seen.append(
             (scene.snapshot.statistics().phase, scene.read_all() == scene.old_bytes, scene.snapshot.register("b"))
@@ -325,7 +325,7 @@ def test_while_blocks_are_copied_aside_everything_can_still_be_read_and_nobody_n
 
     monkeypatch.setattr(scene.snapshot, "_copy_block", copy_and_look)
     scene.snapshot.detach()
-    assert seen == [(Phase.DETACHING, True, False)] * 5, "once for each block that is needed"
+    assert seen == [(SnapshotPhase.DETACHING, True, False)] * 5, "once for each block that is needed"
     assert scene.snapshot.statistics().num_blocks_copied_aside == 5
 
 
@@ -333,13 +333,13 @@ def test_a_snapshot_that_is_closed_while_it_is_copied_aside_stays_closed(monkeyp
     scene = Scene()
     real_copy = scene.snapshot._copy_block
 
-    def copy_and_close(block: int, phase: Phase) -> None:
+    def copy_and_close(block: int, phase: SnapshotPhase) -> None:
         real_copy(block, phase)
         scene.snapshot.close()
 
     monkeypatch.setattr(scene.snapshot, "_copy_block", copy_and_close)
     scene.snapshot.detach()
-    assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (Phase.CLOSED, 0)
+    assert (scene.snapshot.statistics().phase, scene.pool.held_bytes()) == (SnapshotPhase.CLOSED, 0)
 
 
 @pytest.mark.gpu
@@ -372,33 +372,37 @@ def test_a_state_that_cannot_be_carried_leaves_nothing_open():
 
 
 def test_the_shelf_answers_for_the_newest_snapshot_of_a_step():
-    shelf, scenes = Shelf(), [Scene(step=3), Scene(step=3)]
+    registry, scenes = SnapshotRegistry(), [Scene(step=3), Scene(step=3)]
     for scene in scenes:
-        shelf.put(scene.snapshot, lease_ends=100.0)
-    assert shelf.find(3) == (Answer.SERVING, scenes[1].snapshot)
-    assert shelf.find_by_id(scenes[0].snapshot.id) is scenes[0].snapshot
+        registry.put(scene.snapshot, lease_ends=100.0)
+    assert registry.find(3) == (Availability.SERVING, scenes[1].snapshot)
+    assert registry.find_by_id(scenes[0].snapshot.id) is scenes[0].snapshot
 
 
 def test_the_shelf_knows_what_may_still_come_from_what_is_over():
-    shelf = Shelf()
-    assert shelf.find(3) == (Answer.NOT_YET, None)
+    registry = SnapshotRegistry()
+    assert registry.find(3) == (Availability.NOT_YET, None)
     scene = Scene(step=3)
-    shelf.put(scene.snapshot, lease_ends=100.0)
+    registry.put(scene.snapshot, lease_ends=100.0)
     scene.snapshot.close()
-    assert [shelf.find(step)[0] for step in (2, 3, 4)] == [Answer.OVER, Answer.NOT_YET, Answer.NOT_YET]
+    assert [registry.find(step)[0] for step in (2, 3, 4)] == [
+        Availability.OVER,
+        Availability.NOT_YET,
+        Availability.NOT_YET,
+    ]
 
 
 def test_a_lease_that_has_ended_closes_its_snapshot_and_frees_its_memory():
-    shelf, scene = Shelf(), Scene()
-    shelf.put(scene.snapshot, lease_ends=100.0)
-    shelf.detach_all()
-    assert (shelf.expire(99.9), scene.pool.held_bytes()) == ([], 6 * BLOCK)
-    assert (shelf.expire(100.0), scene.pool.held_bytes()) == ([scene.snapshot], 0)
+    registry, scene = SnapshotRegistry(), Scene()
+    registry.put(scene.snapshot, lease_ends=100.0)
+    registry.detach_all()
+    assert (registry.expire(99.9), scene.pool.held_bytes()) == ([], 6 * BLOCK)
+    assert (registry.expire(100.0), scene.pool.held_bytes()) == ([scene.snapshot], 0)
 
 
 def test_one_snapshot_too_many_closes_the_oldest():
-    shelf, scenes = Shelf(max_snapshots=2), [Scene(step=step) for step in range(3)]
-    closed = [shelf.put(scene.snapshot, lease_ends=100.0) for scene in scenes]
+    registry, scenes = SnapshotRegistry(max_snapshots=2), [Scene(step=step) for step in range(3)]
+    closed = [registry.put(scene.snapshot, lease_ends=100.0) for scene in scenes]
     assert (closed, [scene.snapshot.closed for scene in scenes]) == (
         [[], [], [scenes[0].snapshot]],
         [True, False, False],
@@ -406,65 +410,68 @@ def test_one_snapshot_too_many_closes_the_oldest():
 
 
 def test_what_is_closed_already_does_not_count_as_one_too_many():
-    shelf, scenes = Shelf(), [Scene() for _ in range(3)]
-    shelf.put(scenes[0].snapshot, lease_ends=100.0)
-    shelf.put(scenes[1].snapshot, lease_ends=100.0)
+    registry, scenes = SnapshotRegistry(), [Scene() for _ in range(3)]
+    registry.put(scenes[0].snapshot, lease_ends=100.0)
+    registry.put(scenes[1].snapshot, lease_ends=100.0)
     scenes[1].snapshot.close()
-    assert shelf.put(scenes[2].snapshot, lease_ends=100.0) == []
+    assert registry.put(scenes[2].snapshot, lease_ends=100.0) == []
     assert not scenes[0].snapshot.closed, "somebody may be reading it"
 
 
 def test_a_receiver_that_starts_on_a_newer_snapshot_is_off_the_older():
-    shelf, old, new = Shelf(), Scene(step=3), Scene(step=4)
+    registry, old, new = SnapshotRegistry(), Scene(step=3), Scene(step=4)
     for scene in (old, new):
-        shelf.put(scene.snapshot, lease_ends=100.0)
-        assert shelf.register(scene.snapshot, "a", 0.0)
-        shelf.detach_all()
+        registry.put(scene.snapshot, lease_ends=100.0)
+        assert registry.register(scene.snapshot, "a", 0.0)
+        registry.detach_all()
     assert (old.snapshot.closed, new.snapshot.closed) == (True, False)
 
 
 def test_what_its_owner_left_long_ago_is_not_the_newest_though_somebody_receives_it():
-    shelf, old = Shelf(), Scene(step=3)
-    shelf.put(old.snapshot, lease_ends=100.0, now=10.0)
-    shelf.register(old.snapshot, "a", 10.0)
-    shelf.detach_all()
-    shelf.is_at(4, 11.0)
-    shelf.is_at(5, 12.0)
-    assert (shelf.find_latest(11.0 + FRESH_S), shelf.is_wished_for(6, 13.0, 15.0)) == (old.snapshot, False)
-    assert (shelf.find_latest(11.1 + FRESH_S), shelf.is_wished_for(6, 13.1, 15.0)) == (None, True)
-    assert [entry.is_fresh for now in (11.0, 11.1) for entry in shelf.index(now + FRESH_S).snapshots] == [True, False]
-    assert shelf.find(3) == (Answer.SERVING, old.snapshot), "who received it by its number goes on"
+    registry, old = SnapshotRegistry(), Scene(step=3)
+    registry.put(old.snapshot, lease_ends=100.0, now=10.0)
+    registry.register(old.snapshot, "a", 10.0)
+    registry.detach_all()
+    registry.is_at(4, 11.0)
+    registry.is_at(5, 12.0)
+    assert (registry.find_latest(11.0 + FRESH_S), registry.has_pending_request(6, 13.0, 15.0)) == (old.snapshot, False)
+    assert (registry.find_latest(11.1 + FRESH_S), registry.has_pending_request(6, 13.1, 15.0)) == (None, True)
+    assert [entry.is_fresh for now in (11.0, 11.1) for entry in registry.index(now + FRESH_S).snapshots] == [
+        True,
+        False,
+    ]
+    assert registry.find(3) == (Availability.SERVING, old.snapshot), "who received it by its number goes on"
 
 
 def test_a_step_that_is_tried_again_from_the_same_state_was_not_left():
-    shelf, scene = Shelf(), Scene(step=3)
-    shelf.put(scene.snapshot, lease_ends=100.0, now=0.0)
-    shelf.is_at(4, 1.0)
-    shelf.is_at(3, 2.0)
-    assert shelf.find_latest(50.0) is scene.snapshot
+    registry, scene = SnapshotRegistry(), Scene(step=3)
+    registry.put(scene.snapshot, lease_ends=100.0, now=0.0)
+    registry.is_at(4, 1.0)
+    registry.is_at(3, 2.0)
+    assert registry.find_latest(50.0) is scene.snapshot
 
 
 def test_wishes_for_steps_far_ahead_do_not_push_out_the_one_for_the_next():
-    shelf = Shelf()
-    shelf.is_at(4, 0.0)
-    shelf.wish(5, 1.0)
+    registry = SnapshotRegistry()
+    registry.is_at(4, 0.0)
+    registry.request_snapshot(5, 1.0)
     for number in range(1000):
-        shelf.wish(6 + number, 2.0)
-    assert (shelf.is_wished_for(5, 3.0, 15.0), len(shelf._wishes)) == (True, 16)
-    shelf.is_at(100, 4.0)
-    shelf.wish(101, 5.0)  # the others are over
-    assert (shelf.is_wished_for(101, 6.0, 15.0), len(shelf._wishes)) == (True, 1)
+        registry.request_snapshot(6 + number, 2.0)
+    assert (registry.has_pending_request(5, 3.0, 15.0), len(registry._requests)) == (True, 16)
+    registry.is_at(100, 4.0)
+    registry.request_snapshot(101, 5.0)  # the others are over
+    assert (registry.has_pending_request(101, 6.0, 15.0), len(registry._requests)) == (True, 1)
 
 
 def test_nobody_is_served_one_more_while_as_many_as_may_be_open_are_received():
     """It would end the oldest, which somebody reads; the wish is heard when one of them is done."""
-    shelf, scenes = Shelf(max_snapshots=2), [Scene(step=step) for step in (3, 4)]
+    registry, scenes = SnapshotRegistry(max_snapshots=2), [Scene(step=step) for step in (3, 4)]
     for scene in scenes:
-        shelf.put(scene.snapshot, lease_ends=100.0, now=0.0)
-        shelf.register(scene.snapshot, f"reader of {scene.snapshot.step}", 0.0)
-        shelf.detach_all()
-    shelf.is_at(5, 1.0)
-    assert shelf.find_latest(9.0) is None
-    assert not shelf.is_wished_for(5, 9.0, 15.0)
+        registry.put(scene.snapshot, lease_ends=100.0, now=0.0)
+        registry.register(scene.snapshot, f"reader of {scene.snapshot.step}", 0.0)
+        registry.detach_all()
+    registry.is_at(5, 1.0)
+    assert registry.find_latest(9.0) is None
+    assert not registry.has_pending_request(5, 9.0, 15.0)
     scenes[0].snapshot.finish("reader of 3")
-    assert shelf.is_wished_for(5, 9.0, 15.0)
+    assert registry.has_pending_request(5, 9.0, 15.0)

@@ -48,7 +48,7 @@ def test_an_offer_on_an_accelerator_is_copied_when_it_is_taken_and_not_before() 
     expected = weights.cpu()
     try:
         source.send_checkpoint([], 1, {"weights": weights}, SHORT)
-        (offered,) = source._shelf.open_snapshots()
+        (offered,) = source._snapshots.open_snapshots()
         assert offered._staging is not None
         assert not offered._staging.ready()
         received = receiver.recv_checkpoint(0, source.metadata(), 1, SHORT)
@@ -58,7 +58,7 @@ def test_an_offer_on_an_accelerator_is_copied_when_it_is_taken_and_not_before() 
 
         source.send_checkpoint([], 2, {"weights": weights}, SHORT)
         source.disallow_checkpoint()
-        assert source._shelf.open_snapshots() == []
+        assert source._snapshots.open_snapshots() == []
     finally:
         source.shutdown()
         receiver.shutdown()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
@@ -42,7 +42,7 @@ def round_trip(state: object, here: object = None) -> Any:
     """Send a state through manifest and blocks, without a network. `here`: what the receiver has, if it has something."""
     snapshot = snapshot_of(state)
     local = LocalState({} if here is None else here)
-    destination = Destination(decode_manifest(snapshot.manifest_bytes()), BufferShelf(), local=local)
+    destination = Destination(decode_manifest(snapshot.manifest_bytes()), BufferCache(), local=local)
     for block in range(snapshot.num_blocks):
         data = memoryview(snapshot.read(*block_range(block, snapshot.total_bytes, BLOCK_BYTES)))
         taken = 0

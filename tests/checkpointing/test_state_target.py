@@ -16,7 +16,7 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState, view_of
 from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.target import StateTarget, Want
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import StateMismatchError
 
 

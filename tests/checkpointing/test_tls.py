@@ -21,8 +21,8 @@ from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
-from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
@@ -45,7 +45,7 @@ def stranger() -> trustme.CA:
 @contextlib.contextmanager
 def serving(context: ssl.SSLContext | None, state: object = None, bind: str = "127.0.0.1") -> Iterator[SourceAddress]:
     """A server that serves `state` as step 3, and its address."""
-    server = CheckpointServer(Shelf(), bind=bind, port=0, token=None, ssl_context=context)
+    server = CheckpointServer(SnapshotRegistry(), bind=bind, port=0, token=None, ssl_context=context)
     try:
         if state is not None:
             lock = StateDictLock(datetime.timedelta(seconds=20))
@@ -313,7 +313,9 @@ def test_a_server_that_stops_closes_its_tls_connections(authority):
 
 def test_a_context_for_the_other_side_is_named(authority):
     with pytest.raises(ConfigError, match="ssl_context"):
-        CheckpointServer(Shelf(), bind="127.0.0.1", port=0, token=None, ssl_context=client_context(authority))
+        CheckpointServer(
+            SnapshotRegistry(), bind="127.0.0.1", port=0, token=None, ssl_context=client_context(authority)
+        )
     with pytest.raises(ConfigError, match="ssl_context"):
         with connecting(SourceAddress("127.0.0.1", 1, "https"), server_context(authority, "127.0.0.1")):
             pass

@@ -22,7 +22,7 @@ from support.thoroughness import by_default
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
-from torchft_ckpt.checkpointing.serving.shelf import Answer
+from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,
@@ -140,7 +140,7 @@ def test_after_a_fault_the_next_receive_succeeds_into_the_memory_of_the_failed_o
         receive(destination, proxy.url)
     kept = {
         buffer.__array_interface__["data"][0]
-        for buffers in destination._buffer_shelf._kept.values()
+        for buffers in destination._buffer_cache._kept.values()
         for buffer in buffers
     }
     state = receive(destination, source.metadata())
@@ -224,11 +224,11 @@ def test_a_lease_that_ends_frees_the_state_and_later_receivers_are_told(destinat
     source.send_checkpoint([1], 3, STATE, timedelta(seconds=0.05))
     source.disallow_checkpoint()
     until = time.monotonic() + LONG_S
-    while source._shelf.open_snapshots() and time.monotonic() < until:
+    while source._snapshots.open_snapshots() and time.monotonic() < until:
         threading.Event().wait(0.01)
     with pytest.raises(TransferTimeoutError, match="not served yet"):
         receive(destination, source.metadata(), timedelta(seconds=0.5))
-    assert (source._shelf.open_snapshots(), source._pool.held_bytes()) == ([], 0)
+    assert (source._snapshots.open_snapshots(), source._pool.held_bytes()) == ([], 0)
     source.shutdown()
 
 
@@ -312,7 +312,7 @@ def test_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
         for _ in range(by_default(3, thorough=10)):
             wanted.release()
             assert served.acquire(timeout=LONG_S)
-            serving = source._shelf.serving_step()
+            serving = source._snapshots.serving_step()
             received = destination.recv_checkpoint(0, source.metadata(), serving, LONG)
             values = {value for tensor in received["tensors"] for value in tensor.unique().tolist()}
             if values != {float(serving)} or received["step"] != serving:
@@ -334,9 +334,9 @@ def test_several_destinations_receive_the_same_state_at_once(source):
         futures = [executor.submit(d.recv_checkpoint, 0, source.metadata(), 4, LONG) for d in destinations]
         assert [differences(future.result(LONG_S), STATE) for future in futures] == [[], [], []]
     until = time.monotonic() + 5  # the lease is longer
-    while source._shelf.find(4) != (Answer.NOT_YET, None) and time.monotonic() < until:
+    while source._snapshots.find(4) != (Availability.NOT_YET, None) and time.monotonic() < until:
         threading.Event().wait(0.01)  # the last one says that it is done after it has returned
-    assert source._shelf.find(4) == (Answer.NOT_YET, None)
+    assert source._snapshots.find(4) == (Availability.NOT_YET, None)
     for destination in destinations:
         destination.shutdown()
 

@@ -15,12 +15,12 @@ OF_B, OF_C = ({0: letter * 16, 1: letter * 16} for letter in (b"b", b"c"))
 def begun() -> BlockTransfer:
     """A transfer of two blocks from a, with b beside it, that has lost a; c answers late."""
     state = BlockTransfer(["a", "b", "c"], seed=1)
-    assert state.elect("a", MANIFEST)
+    assert state.choose_primary("a", MANIFEST)
     destination: Any = SimpleNamespace(
         num_blocks=2, manifest=MANIFEST, retarget=lambda _: None, names_of=lambda _: ["t"]
     )
     state.begin("a", destination, {}, {}, (0, 1))
-    assert not state.elect("b", MANIFEST)
+    assert not state.choose_primary("b", MANIFEST)
     state.add_replica("b")
     state.learn_digests("b", OF_B)
     state.fail_source("a", SourceLostError("a is gone", "a"))
@@ -29,28 +29,28 @@ def begun() -> BlockTransfer:
 
 def test_who_answers_while_a_heir_is_being_asked_for_its_digests_is_a_replica():
     state = begun()
-    assert state.name_heir() == "b"
-    assert state.name_heir() is None, "it is named once"
-    assert not state.elect("c", MANIFEST)
-    state.adopt("b", OF_B)
+    assert state.next_candidate() == "b"
+    assert state.next_candidate() is None, "it is named once"
+    assert not state.choose_primary("c", MANIFEST)
+    state.promote("b", OF_B)
     assert state.primary == "b"
 
 
 def test_who_comes_late_with_digests_does_not_take_the_place_of_the_primary():
     state = begun()
-    assert state.name_heir() == "b"
-    state.adopt("b", OF_B)
-    state.adopt("c", OF_C)
+    assert state.next_candidate() == "b"
+    state.promote("b", OF_B)
+    state.promote("c", OF_C)
     assert state.primary == "b"
     state.check_digest("b", 0, OF_B[0], OF_B[0])  # it is not to blame for what it sends
 
 
 def test_a_heir_that_fails_makes_room_for_the_next():
     state = begun()
-    assert state.name_heir() == "b"
+    assert state.next_candidate() == "b"
     state.fail_source("b", SourceLostError("b is gone", "b"))
-    assert state.elect("c", MANIFEST)
-    state.adopt("c", OF_C)
+    assert state.choose_primary("c", MANIFEST)
+    state.promote("c", OF_C)
     assert state.primary == "c"
 
 

@@ -14,8 +14,8 @@ from aiohttp import web
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.coordination.channel import MAX_QUEUED_BYTES, Channel
-from torchft_ckpt.core.jobs import DEFAULT_JOB
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.jobs import DEFAULT_JOB
+from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Hello,

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, LighthouseClient, Quorum, QuorumMember
-from torchft_ckpt.core.lighthouse_events import Tick
+from torchft_ckpt.core.coordination.lighthouse_events import Tick
 from torchft_ckpt.errors import (
     AuthenticationError,
     ConfigError,

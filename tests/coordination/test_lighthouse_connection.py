@@ -13,7 +13,7 @@ from support.services import make_group_service
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import RankSession
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Dropped, Hello, StateVersion
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Dropped, Hello, StateVersion
 
 LIMIT_S = 10
 LONG = timedelta(seconds=LIMIT_S)

@@ -19,7 +19,7 @@ from support.processes import run, start
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.__main__ import main
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     FromLighthouse,
     Hello,

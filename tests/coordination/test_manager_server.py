@@ -13,7 +13,7 @@ from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import LighthouseClient, ManagerClient, ManagerServer, QuorumResult, manager_server
-from torchft_ckpt.core.messages import Refused
+from torchft_ckpt.core.coordination.messages import Refused
 from torchft_ckpt.errors import (
     AddressInUseError,
     AuthenticationError,

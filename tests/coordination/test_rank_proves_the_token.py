@@ -15,7 +15,7 @@ from support.services import make_group_service
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
+from torchft_ckpt.core.services.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError
 from torchft_ckpt.network import listen
 

@@ -18,7 +18,7 @@ from support.services import make_group_service
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import GroupService, RankSession
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, SAME_EVERYWHERE, GroupBroken
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, SAME_EVERYWHERE, GroupBroken
 from torchft_ckpt.errors import ProtocolError, ProtocolVersionError
 from torchft_ckpt.network import listen
 

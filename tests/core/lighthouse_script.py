@@ -15,8 +15,8 @@ import itertools
 
 import msgspec
 
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import (
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
     Event,
@@ -26,7 +26,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
     CollectiveCleared,
     CollectiveWait,
@@ -55,12 +55,12 @@ from torchft_ckpt.core.messages import (
     decode_to_lighthouse,
     encode,
 )
-from torchft_ckpt.core.replica import (
+from torchft_ckpt.core.coordination.replica import (
     Comparison,
-    Phase,
     ReplicaSettings,
     ReplicaState,
     StepFacts,
+    StepPhase,
     StepPlan,
     StepWishes,
 )
@@ -219,7 +219,7 @@ class Member:
         """Ends its part of the step. Who has to load has loaded, unless `load` is False; who had to compare its state has found
         this out beside its forward pass, and None that it could not. `state`: its state, where that is to be compared.
         """
-        if self.replica.phase is not Phase.TRAINING:
+        if self.replica.phase is not StepPhase.TRAINING:
             return
         if load and self.plan is not None and self.plan.compare and finds is not None:
             self.replica.comparison_finished(finds, before_forward=False)
@@ -260,7 +260,7 @@ class Member:
     def says_again(self) -> None:
         """What a group does on a new connection: the open vote."""
         vote = self.replica._vote
-        if self.replica.phase is Phase.VOTED and vote is not None:
+        if self.replica.phase is StepPhase.VOTED and vote is not None:
             self.says(vote)
 
     def reports_stall(self) -> None:

@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from torchft_ckpt.core.admission import Admission, Places, Verdict, client_of_address
+from torchft_ckpt.core.services.admission import Admission, ConnectionLimits, ConnectionVerdict, client_of_address
 
 
-def places(*, total: int = 8, strangers: int = 4, per_client: int = 2, binds_known: bool = False) -> Places:
-    return Places(total=total, strangers=strangers, per_client=per_client, binds_known=binds_known)
+def places(*, total: int = 8, strangers: int = 4, per_client: int = 2, binds_known: bool = False) -> ConnectionLimits:
+    return ConnectionLimits(total=total, strangers=strangers, per_client=per_client, binds_known=binds_known)
 
 
 def test_a_stranger_too_many_takes_the_place_of_the_one_that_came_first() -> None:
     admission = Admission(places())
     verdicts = [admission.admit(number, f"client {number}") for number in range(5)]
-    assert verdicts == [Verdict(True)] * 4 + [Verdict(True, 0, "4 connections are open")]
-    assert admission.admit(5, "client 4") == Verdict(True, 1, "4 connections are open")
+    assert verdicts == [ConnectionVerdict(True)] * 4 + [ConnectionVerdict(True, 0, "4 connections are open")]
+    assert admission.admit(5, "client 4") == ConnectionVerdict(True, 1, "4 connections are open")
 
 
 def test_one_client_too_often_takes_its_own_place() -> None:
     admission = Admission(places())
     for number, client in enumerate(["other", "same", "same"]):
         admission.admit(number, client)
-    assert admission.admit(3, "same") == Verdict(True, 1, "same has 2 connections already")
+    assert admission.admit(3, "same") == ConnectionVerdict(True, 1, "same has 2 connections already")
 
 
 def test_who_has_shown_the_token_is_never_cut_and_does_not_count_against_its_client() -> None:
@@ -43,9 +43,9 @@ def test_where_all_places_are_those_of_the_known_a_stranger_is_refused() -> None
     for number in range(2):
         admission.admit(number, "a")
         admission.show(number)
-    assert admission.admit(2, "b") == Verdict(False, reason="2 connections are open")
+    assert admission.admit(2, "b") == ConnectionVerdict(False, reason="2 connections are open")
     admission.leave(0)
-    assert admission.admit(3, "b") == Verdict(True)
+    assert admission.admit(3, "b") == ConnectionVerdict(True)
 
 
 def test_without_a_token_a_client_is_bound_by_all_its_connections() -> None:
@@ -53,8 +53,8 @@ def test_without_a_token_a_client_is_bound_by_all_its_connections() -> None:
     for number in range(2):
         admission.admit(number, "a")
         admission.show(number)
-    assert admission.admit(2, "a") == Verdict(False, reason="a has 2 connections already")
-    assert admission.admit(3, "b") == Verdict(True)
+    assert admission.admit(2, "a") == ConnectionVerdict(False, reason="a has 2 connections already")
+    assert admission.admit(3, "b") == ConnectionVerdict(True)
 
 
 def test_a_thousand_groups_behind_one_address_come_in_among_strangers_that_come_again_and_again() -> None:
@@ -74,7 +74,7 @@ def test_a_thousand_groups_behind_one_address_come_in_among_strangers_that_come_
 class Oracle:
     """Does the same by looking through one list, oldest first."""
 
-    places: Places
+    places: ConnectionLimits
     open: list[tuple[int, str, bool]] = field(default_factory=list)
 
     def admit(self, connection: int, client: str) -> tuple[bool, int | None]:

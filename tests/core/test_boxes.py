@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.boxes import Box, contains, intersect, refine, split, whole
+from torchft_ckpt.core.boxes.geometry import Box, contains, intersect, refine, split, whole
 
 Index = tuple[int, ...]
 

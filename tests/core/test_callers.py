@@ -6,10 +6,17 @@ import json
 
 import pytest
 
-from torchft_ckpt.core.callers import MAX_CALLERS, MAX_MEMBERS_BYTES
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Close, ConnectionClosed, LighthouseSettings, Received, Send, Tick
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.callers import MAX_CALLERS, MAX_MEMBERS_BYTES
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    LighthouseSettings,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.coordination.messages import (
     MAX_DATA_BYTES,
     MAX_DATA_DEPTH,
     MAX_MESSAGE_BYTES,

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank, Up
-from torchft_ckpt.core.messages import LocateState, QuorumRequest, Source, StateLocated, StateVersion
-from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recovery import Assignment, Holder, assign_recovery
-from torchft_ckpt.core.replica import ReplicaSettings, ReplicaState, StepFacts, StepWishes
+from torchft_ckpt.core.coordination.group import (
+    GroupState,
+    LighthouseMessage,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.messages import LocateState, QuorumRequest, Source, StateLocated, StateVersion
+from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
+from torchft_ckpt.core.coordination.recovery import Assignment, Holder, assign_recovery
+from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaState, StepFacts, StepWishes
 
 NEWEST = StateVersion(step=4, quorum_id=2, epoch="e")
 
@@ -237,7 +243,7 @@ def locate(number: int, version: StateVersion = NEWEST) -> LocateState:
 
 
 def ups(group: GroupState, rank: int, message: LocateState | QuorumRequest) -> list[object]:
-    return [i.message for i in group.handle(RankSaid(rank, message)) if isinstance(i, Up)]
+    return [i.message for i in group.handle(RankMessage(rank, message)) if isinstance(i, SendToLighthouse)]
 
 
 def test_a_group_looks_when_all_ranks_want_to_and_each_is_told_all_addresses() -> None:
@@ -248,7 +254,7 @@ def test_a_group_looks_when_all_ranks_want_to_and_each_is_told_all_addresses() -
     source = Source(replica_id="x", replica_rank=0, checkpoint_addresses=["x0", "x1"])
     answer = StateLocated(request_id=asked.request_id, version=NEWEST, sources=[source])
 
-    told = {i.rank: i.message for i in group.handle(LighthouseSaid(answer)) if isinstance(i, ToRank)}
+    told = {i.rank: i.message for i in group.handle(LighthouseMessage(answer)) if isinstance(i, SendToRank)}
 
     assert {rank: message.request_id for rank, message in told.items()} == {0: 3, 1: 7}
     assert {rank: m.sources[0].checkpoint_addresses for rank, m in told.items()} == {0: ["x0", "x1"], 1: ["x0", "x1"]}  # type: ignore[union-attr]
@@ -266,10 +272,10 @@ def test_ranks_that_hold_different_states_hold_none_when_they_look() -> None:
 @pytest.mark.parametrize("looks_first", [True, False])
 def test_where_one_rank_asks_for_a_quorum_the_one_that_looks_is_told_to_ask_too(looks_first: bool) -> None:
     group = GroupState(2)
-    said = [RankSaid(0, locate(5)), RankSaid(1, QuorumRequest(request_id=1, version=NEWEST))]
+    said = [RankMessage(0, locate(5)), RankMessage(1, QuorumRequest(request_id=1, version=NEWEST))]
     out = [i for event in (said if looks_first else said[::-1]) for i in group.handle(event)]
 
-    assert out == [ToRank(0, StateLocated(request_id=5))]
+    assert out == [SendToRank(0, StateLocated(request_id=5))]
     assert isinstance(ups(group, 0, QuorumRequest(request_id=6, version=NEWEST))[0], QuorumRequest)
 
 

@@ -6,10 +6,10 @@ import pytest
 from lighthouse_script import Job
 from test_catching_up import NEWEST, Looker, job_in_a_phase, look
 
-from torchft_ckpt.core.group import GroupState, RankSaid
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, QuorumRequest, Role, StateVersion
-from torchft_ckpt.core.quorum import Asked, decide_quorum
-from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, assign_recovery
+from torchft_ckpt.core.coordination.group import GroupState, RankMessage
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello, QuorumRequest, Role, StateVersion
+from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, assign_recovery
 
 
 def test_one_that_looked_after_its_vote_is_not_taken_for_a_holder_of_what_is_committed_then() -> None:
@@ -175,7 +175,7 @@ def test_a_group_introduces_itself_with_the_addresses_that_it_knows() -> None:
     assert group.introduce(hello) == hello
     for rank in range(2):
         request = QuorumRequest(request_id=1, version=NEWEST, checkpoint_addresses=[f"http://{rank}"])
-        group.handle(RankSaid(rank, request))
+        group.handle(RankMessage(rank, request))
 
     assert group.introduce(hello).checkpoint_addresses == ["http://0", "http://1"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchft_ckpt.core.commit import CommitDecision, Tally, decide_forgotten
-from torchft_ckpt.core.messages import CommitVote, Outcome, Role
+from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, decide_forgotten
+from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
 
 HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
 VOTING = (HEALTHY, INLINE)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank, Up
-from torchft_ckpt.core.history import NUM_REMEMBERED, RecentContributors
-from torchft_ckpt.core.messages import LostAsked, LostTold, StateVersion
+from torchft_ckpt.core.coordination.group import (
+    GroupState,
+    LighthouseMessage,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.history import NUM_REMEMBERED, RecentContributors
+from torchft_ckpt.core.coordination.messages import LostAsked, LostTold, StateVersion
 
 EPOCH = "life"
 
@@ -82,5 +88,5 @@ def test_a_lighthouse_that_was_restarted_says_nothing() -> None:
 def test_a_group_passes_the_question_on_and_the_answer_to_all_of_its_ranks() -> None:
     group = GroupState(3)
     asked, told = LostAsked(version=version_of(4)), LostTold(version=version_of(4), contributors=[2])
-    assert group.handle(RankSaid(2, asked)) == [Up(asked)]
-    assert group.handle(LighthouseSaid(told)) == [ToRank(rank, told) for rank in range(3)]
+    assert group.handle(RankMessage(2, asked)) == [SendToLighthouse(asked)]
+    assert group.handle(LighthouseMessage(told)) == [SendToRank(rank, told) for rank in range(3)]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core import coverage
-from torchft_ckpt.core.boxes import Box
-from torchft_ckpt.core.coverage import missing_boxes, missing_numbers, subtract
+from torchft_ckpt.core.boxes import coverage
+from torchft_ckpt.core.boxes.coverage import missing_boxes, missing_numbers, subtract
+from torchft_ckpt.core.boxes.geometry import Box
 
 
 def at(box: Box) -> tuple[slice, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.discards import DiscardRun
+from torchft_ckpt.core.training.discards import DiscardRun
 
 SLOW = "a:1: CollectiveFailedError: gloo: a collective failed (timed out); b:1 had not come to a collective"
 

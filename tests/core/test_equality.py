@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.equality import alike, differing, is_checked, minority, runs_of, with_those_served
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.equality import alike, differing, is_checked, minority, runs_of, with_those_served
+from torchft_ckpt.core.coordination.messages import (
     MAX_LEAF_CHARS,
     MAX_LEAVES,
     MAX_MESSAGE_BYTES,
@@ -21,7 +21,7 @@ from torchft_ckpt.core.messages import (
     StateVersion,
     encode,
 )
-from torchft_ckpt.core.recovery import Assignment, MemberRole
+from torchft_ckpt.core.coordination.recovery import Assignment, MemberRole
 
 
 def test_the_state_after_each_nth_committed_step_is_compared_and_the_first_one_is_not():

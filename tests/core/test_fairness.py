@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from torchft_ckpt.core.fairness import FairQueue
+from torchft_ckpt.core.services.fairness import FairQueue
 
 
 def begin_all(queue: FairQueue[str]) -> list[str]:

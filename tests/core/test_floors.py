@@ -108,7 +108,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def top(name: str) -> str:
-    """`torchft_ckpt.core.messages` to `core`; the package itself is `__init__`."""
+    """`torchft_ckpt.core.coordination.messages` to `core`; the package itself is `__init__`."""
     return name.split(".")[1] if "." in name else "__init__"
 
 
@@ -155,7 +155,7 @@ def test_imports_point_down_only() -> None:
     "statement",
     [
         "import torchft_ckpt",
-        "import torchft_ckpt.core.lighthouse, torchft_ckpt.core.replica, torchft_ckpt.core.group",
+        "from torchft_ckpt.core.coordination import group, lighthouse, replica",
         "import torchft_ckpt.coordination.lighthouse_server",
         "import sys; sys.path.insert(0, 'tests'); import simulation.run",
         "from torchft_ckpt import LighthouseServer",

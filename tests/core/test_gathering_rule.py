@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.group import GroupState, LighthouseSaid, RankSaid, ToRank, Up
-from torchft_ckpt.core.messages import QuorumFormed, QuorumRequest, Role, StateVersion
-from torchft_ckpt.core.replica import Phase, ReplicaSettings, ReplicaState, StepFacts, StepWishes
+from torchft_ckpt.core.coordination.group import (
+    GroupState,
+    LighthouseMessage,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.messages import QuorumFormed, QuorumRequest, Role, StateVersion
+from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaState, StepFacts, StepPhase, StepWishes
 
 
 def gathers(*members: Member) -> None:
@@ -37,7 +43,7 @@ def test_all_who_start_gather_and_nothing_gets_a_name() -> None:
     assert {member.formed.store_address for member in (a, b, c) if member.formed} == {"store-a:1"}
     assert len({member.formed.quorum_id for member in (a, b, c) if member.formed}) == 1
     assert [member.replica.version for member in (a, b, c)] == [StateVersion()] * 3
-    assert [member.replica.phase for member in (a, b, c)] == [Phase.IDLE] * 3
+    assert [member.replica.phase for member in (a, b, c)] == [StepPhase.IDLE] * 3
     assert job.lighthouse.round is None
 
 
@@ -143,16 +149,16 @@ def test_a_lighthouse_that_restarts_is_asked_again_and_gives_no_number_twice() -
 def test_all_ranks_of_a_group_gather_or_none_does() -> None:
     group = GroupState(2)
     ask = QuorumRequest(request_id=7, version=StateVersion(), gathers=True)
-    assert group.handle(RankSaid(0, ask)) == []
-    (up,) = group.handle(RankSaid(1, ask))
-    assert isinstance(up, Up) and isinstance(up.message, QuorumRequest) and up.message.gathers
-    (up,) = group.handle(RankSaid(1, QuorumRequest(request_id=8, version=StateVersion())))
-    assert isinstance(up, Up) and isinstance(up.message, QuorumRequest) and not up.message.gathers
+    assert group.handle(RankMessage(0, ask)) == []
+    (up,) = group.handle(RankMessage(1, ask))
+    assert isinstance(up, SendToLighthouse) and isinstance(up.message, QuorumRequest) and up.message.gathers
+    (up,) = group.handle(RankMessage(1, QuorumRequest(request_id=8, version=StateVersion())))
+    assert isinstance(up, SendToLighthouse) and isinstance(up.message, QuorumRequest) and not up.message.gathers
 
 
 def test_what_a_group_gathered_with_is_no_step_that_it_would_have_to_give_up() -> None:
     group = GroupState(1)
-    group.handle(RankSaid(0, QuorumRequest(request_id=7, version=StateVersion(), gathers=True)))
+    group.handle(RankMessage(0, QuorumRequest(request_id=7, version=StateVersion(), gathers=True)))
     formed = QuorumFormed(
         request_id=1,
         quorum_id=5,
@@ -167,10 +173,10 @@ def test_what_a_group_gathered_with_is_no_step_that_it_would_have_to_give_up() -
         store_address="s",
         gathers=True,
     )
-    (told,) = group.handle(LighthouseSaid(formed))
-    assert isinstance(told, ToRank)
-    (up,) = group.handle(RankSaid(0, QuorumRequest(request_id=8, version=StateVersion())))
-    assert isinstance(up, Up) and isinstance(up.message, QuorumRequest)
+    (told,) = group.handle(LighthouseMessage(formed))
+    assert isinstance(told, SendToRank)
+    (up,) = group.handle(RankMessage(0, QuorumRequest(request_id=8, version=StateVersion())))
+    assert isinstance(up, SendToLighthouse) and isinstance(up.message, QuorumRequest)
 
 
 def test_a_replica_that_gathers_keeps_what_it_knows() -> None:
@@ -178,4 +184,4 @@ def test_a_replica_that_gathers_keeps_what_it_knows() -> None:
     assert replica.capture_wanted
     replica.begin(StepWishes(allow_heal=False), StepFacts(store_address="s", gathers=True))
     assert replica.capture_wanted
-    assert replica.phase is Phase.ASKING
+    assert replica.phase is StepPhase.ASKING

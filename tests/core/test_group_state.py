@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.group import (
+from torchft_ckpt.core.coordination.group import (
     GroupInstruction,
     GroupState,
-    LighthouseSaid,
+    LighthouseMessage,
     LighthouseUp,
     RankLost,
-    RankSaid,
-    ToRank,
-    Up,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
 )
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     CommitDecided,
     CommitUnknown,
@@ -83,14 +83,14 @@ GIVE_UP = GiveUpWaiting(quorum_id=2, epoch="e", step=4)
 
 
 def up(instructions: list[GroupInstruction]) -> list[object]:
-    return [i.message for i in instructions if isinstance(i, Up)]
+    return [i.message for i in instructions if isinstance(i, SendToLighthouse)]
 
 
 def told(instructions: list[GroupInstruction]) -> list[tuple[int, str]]:
     return [
         (i.rank, i.message.outcome.value if isinstance(i.message, CommitDecided) else type(i.message).__name__)
         for i in instructions
-        if isinstance(i, ToRank)
+        if isinstance(i, SendToRank)
     ]
 
 
@@ -99,9 +99,9 @@ def open_step(world_size: int = 2, role: Role = Role.HEALTHY) -> GroupState:
     group = GroupState(world_size)
     asked: list[object] = []
     for rank in range(world_size):
-        asked = up(group.handle(RankSaid(rank, request(address=f"addr{rank}"))))
+        asked = up(group.handle(RankMessage(rank, request(address=f"addr{rank}"))))
     assert isinstance(asked[0], QuorumRequest)
-    out = group.handle(LighthouseSaid(formed(asked[0].request_id, role=role)))
+    out = group.handle(LighthouseMessage(formed(asked[0].request_id, role=role)))
     assert told(out) == [(rank, "QuorumFormed") for rank in range(world_size)]
     return group
 
@@ -109,54 +109,54 @@ def open_step(world_size: int = 2, role: Role = Role.HEALTHY) -> GroupState:
 def voted_step(world_size: int = 2) -> GroupState:
     group = open_step(world_size)
     for rank in range(world_size):
-        group.handle(RankSaid(rank, vote()))
+        group.handle(RankMessage(rank, vote()))
     return group
 
 
 def test_the_group_asks_when_all_ranks_have_asked() -> None:
     group = GroupState(2)
-    assert group.handle(RankSaid(1, request(7))) == []
-    (asked,) = up(group.handle(RankSaid(0, request(3))))
+    assert group.handle(RankMessage(1, request(7))) == []
+    (asked,) = up(group.handle(RankMessage(0, request(3))))
     assert isinstance(asked, QuorumRequest)
     assert asked.version == PROVEN
-    answers = {i.rank: i.message for i in group.handle(LighthouseSaid(formed(asked.request_id)))}
+    answers = {i.rank: i.message for i in group.handle(LighthouseMessage(formed(asked.request_id)))}
     assert {rank: message.request_id for rank, message in answers.items()} == {0: 3, 1: 7}
 
 
 def test_what_one_rank_needs_all_get_and_what_one_rank_cannot_none_does() -> None:
     group = GroupState(2)
-    group.handle(RankSaid(0, request(can_serve=True, allow_heal=True, needs_new_quorum=True)))
-    (asked,) = up(group.handle(RankSaid(1, request(can_serve=False, allow_heal=False, shrink_only=True))))
+    group.handle(RankMessage(0, request(can_serve=True, allow_heal=True, needs_new_quorum=True)))
+    (asked,) = up(group.handle(RankMessage(1, request(can_serve=False, allow_heal=False, shrink_only=True))))
     assert (asked.can_serve, asked.allow_heal, asked.needs_new_quorum, asked.shrink_only) == (False, False, True, True)
 
 
 def test_ranks_that_hold_different_states_hold_none_as_a_group() -> None:
     group = GroupState(2)
-    group.handle(RankSaid(0, request()))
-    (asked,) = up(group.handle(RankSaid(1, request(version=StateVersion(step=3, quorum_id=1, epoch="e")))))
+    group.handle(RankMessage(0, request()))
+    (asked,) = up(group.handle(RankMessage(1, request(version=StateVersion(step=3, quorum_id=1, epoch="e")))))
     assert (asked.version, asked.torn) == (StateVersion(step=3), True)
 
 
 def test_a_group_is_unverified_while_one_of_its_ranks_is() -> None:
     group = GroupState(2)
-    group.handle(RankSaid(0, request()))
-    (asked,) = up(group.handle(RankSaid(1, request(unverified=True))))
+    group.handle(RankMessage(0, request()))
+    (asked,) = up(group.handle(RankMessage(1, request(unverified=True))))
     assert asked.unverified
 
 
 def test_each_rank_gets_the_addresses_of_all_ranks_of_the_sources() -> None:
     group = GroupState(2)
-    group.handle(RankSaid(0, request()))
-    (asked,) = up(group.handle(RankSaid(1, request())))
-    out = group.handle(LighthouseSaid(formed(asked.request_id, role=Role.JOINER, sources=2)))
+    group.handle(RankMessage(0, request()))
+    (asked,) = up(group.handle(RankMessage(1, request())))
+    out = group.handle(LighthouseMessage(formed(asked.request_id, role=Role.JOINER, sources=2)))
     assert [i.message.sources[0].checkpoint_addresses for i in out] == [["x0", "x1"]] * 2
 
 
 def test_addresses_are_sent_once_on_a_connection() -> None:
     group = voted_step()
-    group.handle(LighthouseSaid(decided()))
-    group.handle(RankSaid(0, request(2)))
-    (asked,) = up(group.handle(RankSaid(1, request(2))))
+    group.handle(LighthouseMessage(decided()))
+    group.handle(RankMessage(0, request(2)))
+    (asked,) = up(group.handle(RankMessage(1, request(2))))
     assert asked.checkpoint_addresses is None
     (again,) = up(group.handle(LighthouseUp()))
     assert again.checkpoint_addresses == ["addr0", "addr1"]
@@ -164,14 +164,14 @@ def test_addresses_are_sent_once_on_a_connection() -> None:
 
 def test_the_group_approves_when_all_ranks_have() -> None:
     group = open_step()
-    assert group.handle(RankSaid(1, vote())) == []
-    (cast,) = up(group.handle(RankSaid(0, vote())))
+    assert group.handle(RankMessage(1, vote())) == []
+    (cast,) = up(group.handle(RankMessage(0, vote())))
     assert cast.approve
 
 
 def test_one_rank_against_is_enough_and_is_named_and_the_others_stop() -> None:
     group = open_step()
-    out = group.handle(RankSaid(1, msgspec.structs.replace(vote(False, broken=True), reason="timed out")))
+    out = group.handle(RankMessage(1, msgspec.structs.replace(vote(False, broken=True), reason="timed out")))
     (cast,) = up(out)
     assert (cast.approve, cast.broken, cast.reason) == (False, True, "group rank 1: timed out")
     assert told(out) == [(0, "QuorumBroken")]
@@ -180,28 +180,28 @@ def test_one_rank_against_is_enough_and_is_named_and_the_others_stop() -> None:
 def test_votes_of_another_step_quorum_or_life_do_not_count() -> None:
     group = open_step()
     for other in (vote(step=3), vote(quorum_id=1), vote(epoch="old")):
-        assert group.handle(RankSaid(0, other)) == []
-    group.handle(RankSaid(1, vote()))
-    assert up(group.handle(RankSaid(0, vote())))
+        assert group.handle(RankMessage(0, other)) == []
+    group.handle(RankMessage(1, vote()))
+    assert up(group.handle(RankMessage(0, vote())))
 
 
 def test_the_decision_goes_to_all_ranks_once() -> None:
     group = voted_step()
-    assert told(group.handle(LighthouseSaid(decided()))) == [(0, "commit"), (1, "commit")]
-    assert group.handle(LighthouseSaid(decided(Outcome.DISCARD))) == []
+    assert told(group.handle(LighthouseMessage(decided()))) == [(0, "commit"), (1, "commit")]
+    assert group.handle(LighthouseMessage(decided(Outcome.DISCARD))) == []
 
 
 def test_a_rank_that_votes_late_is_told_what_was_decided() -> None:
     group = open_step(role=Role.JOINER)
-    out = group.handle(LighthouseSaid(decided(Outcome.LEFT_BEHIND)))
+    out = group.handle(LighthouseMessage(decided(Outcome.LEFT_BEHIND)))
     assert told(out) == [(0, "left_behind"), (1, "left_behind")]
-    assert told(group.handle(RankSaid(1, vote()))) == [(1, "left_behind")]
+    assert told(group.handle(RankMessage(1, vote()))) == [(1, "left_behind")]
 
 
 def test_a_discard_releases_ranks_that_are_still_in_a_collective() -> None:
     group = open_step()
-    group.handle(RankSaid(0, vote(False)))
-    assert told(group.handle(LighthouseSaid(decided(Outcome.DISCARD)))) == [
+    group.handle(RankMessage(0, vote(False)))
+    assert told(group.handle(LighthouseMessage(decided(Outcome.DISCARD)))) == [
         (1, "QuorumBroken"),
         (0, "discard"),
         (1, "discard"),
@@ -210,61 +210,61 @@ def test_a_discard_releases_ranks_that_are_still_in_a_collective() -> None:
 
 def test_one_rank_that_begins_anew_ends_the_step_for_all() -> None:
     group = open_step()
-    group.handle(RankSaid(0, vote()))
-    out = group.handle(RankSaid(1, request(2)))
+    group.handle(RankMessage(0, vote()))
+    out = group.handle(RankMessage(1, request(2)))
     (cast,) = up(out)
     assert (cast.approve, cast.broken, cast.counts) == (False, True, True)
     assert told(out) == []  # rank 0 waits for the decision already
-    assert told(group.handle(LighthouseSaid(decided(Outcome.DISCARD))))[-2:] == [(0, "discard"), (1, "discard")]
+    assert told(group.handle(LighthouseMessage(decided(Outcome.DISCARD))))[-2:] == [(0, "discard"), (1, "discard")]
 
 
 def test_a_joiner_that_gives_up_says_that_its_vote_does_not_count() -> None:
     group = open_step(role=Role.JOINER)
-    (cast,) = up(group.handle(RankSaid(1, request(2))))
+    (cast,) = up(group.handle(RankMessage(1, request(2))))
     assert not cast.counts
 
 
 def test_a_rank_that_asks_anew_before_the_answer_makes_it_a_new_question() -> None:
     group = GroupState(2)
-    group.handle(RankSaid(0, request(1)))
-    (first,) = up(group.handle(RankSaid(1, request(1))))
-    (second,) = up(group.handle(RankSaid(0, request(2))))
+    group.handle(RankMessage(0, request(1)))
+    (first,) = up(group.handle(RankMessage(1, request(1))))
+    (second,) = up(group.handle(RankMessage(0, request(2))))
     assert second.request_id > first.request_id
-    assert group.handle(LighthouseSaid(formed(first.request_id))) == []
-    out = group.handle(LighthouseSaid(formed(second.request_id)))
+    assert group.handle(LighthouseMessage(formed(first.request_id))) == []
+    out = group.handle(LighthouseMessage(formed(second.request_id)))
     assert [(i.rank, i.message.request_id) for i in out] == [(0, 2), (1, 1)]
 
 
 def test_a_rank_that_does_not_want_to_wait_takes_all_with_it_and_a_later_decision_reaches_none() -> None:
     group = voted_step()
-    assert told(group.handle(RankSaid(1, GIVE_UP))) == [(0, "CommitUnknown"), (1, "CommitUnknown")]
-    assert group.handle(LighthouseSaid(decided())) == []
+    assert told(group.handle(RankMessage(1, GIVE_UP))) == [(0, "CommitUnknown"), (1, "CommitUnknown")]
+    assert group.handle(LighthouseMessage(decided())) == []
     assert group.handle(LighthouseUp()) == []
 
 
 def test_a_rank_that_gives_up_too_late_is_told_the_decision() -> None:
     group = voted_step()
-    group.handle(LighthouseSaid(decided()))
-    assert told(group.handle(RankSaid(1, GIVE_UP))) == [(1, "commit")]
+    group.handle(LighthouseMessage(decided()))
+    assert told(group.handle(RankMessage(1, GIVE_UP))) == [(1, "commit")]
 
 
 def test_a_rank_that_gives_up_while_another_has_not_voted_ends_the_step() -> None:
     group = open_step()
-    group.handle(RankSaid(1, vote()))
-    out = group.handle(RankSaid(1, GIVE_UP))
+    group.handle(RankMessage(1, vote()))
+    out = group.handle(RankMessage(1, GIVE_UP))
     assert [message.approve for message in up(out)] == [False]
     assert (1, "CommitUnknown") in told(out)
 
 
 def test_a_rank_that_begins_anew_without_waiting_keeps_the_others_from_committing() -> None:
     group = voted_step()
-    assert told(group.handle(RankSaid(0, request(2)))) == [(1, "CommitUnknown")]
-    assert group.handle(LighthouseSaid(decided())) == []
+    assert told(group.handle(RankMessage(0, request(2)))) == [(1, "CommitUnknown")]
+    assert group.handle(LighthouseMessage(decided())) == []
 
 
 def test_what_was_asked_is_said_again_on_a_new_connection() -> None:
     group = GroupState(1)
-    (asked,) = up(group.handle(RankSaid(0, request())))
+    (asked,) = up(group.handle(RankMessage(0, request())))
     (again,) = up(group.handle(LighthouseUp()))
     assert (again.request_id, again.version) == (asked.request_id, asked.version)
 
@@ -272,7 +272,7 @@ def test_what_was_asked_is_said_again_on_a_new_connection() -> None:
 def test_a_vote_in_doubt_is_said_again_and_a_decided_one_is_not() -> None:
     group = voted_step()
     assert up(group.handle(LighthouseUp())) == [vote()]
-    group.handle(LighthouseSaid(decided()))
+    group.handle(LighthouseMessage(decided()))
     assert group.handle(LighthouseUp()) == []
 
 
@@ -281,16 +281,16 @@ def test_a_rank_that_is_gone_takes_the_group_with_it() -> None:
     out = group.handle(RankLost(2, "its connection closed"))
     assert up(out) == [Leave("group rank 2 is gone: its connection closed")]
     assert told(out) == [(rank, "GroupBroken") for rank in range(3)]
-    assert group.handle(LighthouseSaid(decided())) == []
-    assert told(group.handle(RankSaid(0, request(9)))) == [(0, "GroupBroken")]
+    assert group.handle(LighthouseMessage(decided())) == []
+    assert told(group.handle(RankMessage(0, request(9)))) == [(0, "GroupBroken")]
 
 
 def test_a_stall_is_reported_once_for_the_open_step_only() -> None:
     group = open_step()
     report = StallReport(quorum_id=2, step=4)
-    assert up(group.handle(RankSaid(0, report))) == [report]
-    assert group.handle(RankSaid(1, report)) == []
-    assert open_step().handle(RankSaid(0, StallReport(quorum_id=2, step=3))) == []
+    assert up(group.handle(RankMessage(0, report))) == [report]
+    assert group.handle(RankMessage(1, report)) == []
+    assert open_step().handle(RankMessage(0, StallReport(quorum_id=2, step=3))) == []
 
 
 def test_ranks_that_are_not_of_this_group_are_refused_by_name() -> None:
@@ -310,10 +310,10 @@ RANK_MESSAGES = st.one_of(
     st.just(StallReport(quorum_id=2, step=4)),
 )
 EVENTS = st.one_of(
-    st.builds(RankSaid, st.integers(0, 2), RANK_MESSAGES),
-    st.builds(LighthouseSaid, st.builds(formed, st.integers(1, 4), quorum_id=st.integers(1, 3))),
-    st.builds(LighthouseSaid, st.builds(decided, st.sampled_from(Outcome), st.integers(1, 3))),
-    st.just(LighthouseSaid(QuorumBroken(quorum_id=2, replica_id="x", lost=True, reason=""))),
+    st.builds(RankMessage, st.integers(0, 2), RANK_MESSAGES),
+    st.builds(LighthouseMessage, st.builds(formed, st.integers(1, 4), quorum_id=st.integers(1, 3))),
+    st.builds(LighthouseMessage, st.builds(decided, st.sampled_from(Outcome), st.integers(1, 3))),
+    st.just(LighthouseMessage(QuorumBroken(quorum_id=2, replica_id="x", lost=True, reason=""))),
     st.just(LighthouseUp()),
 )
 
@@ -321,33 +321,33 @@ EVENTS = st.one_of(
 @settings(max_examples=by_default(100, thorough=400), deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_commits_what_not_all_approved(
-    events: list[RankSaid | LighthouseSaid | LighthouseUp],
+    events: list[RankMessage | LighthouseMessage | LighthouseUp],
 ) -> None:
     group = GroupState(3)
     outcomes: dict[tuple[int, str, int], set[str]] = {}
     approvals: set[int] = set()
     for event in events:
-        if isinstance(event, RankSaid) and isinstance(event.message, CommitVote) and event.message.approve:
+        if isinstance(event, RankMessage) and isinstance(event.message, CommitVote) and event.message.approve:
             approvals.add(event.rank)
         for instruction in group.handle(event):
             message = instruction.message
             if isinstance(message, QuorumFormed):
                 outcomes.pop((message.quorum_id, message.epoch, 4), None)
-            elif isinstance(message, CommitDecided | CommitUnknown) and isinstance(instruction, ToRank):
+            elif isinstance(message, CommitDecided | CommitUnknown) and isinstance(instruction, SendToRank):
                 word = message.outcome.value if isinstance(message, CommitDecided) else "unknown"
                 key = (message.quorum_id, message.epoch, message.step)
                 if group._quorum is not None and key[0] == group._quorum.quorum_id:
                     outcomes.setdefault(key, set()).add(word)
                     assert len({w for w in outcomes[key] if w != "unknown"}) <= 1
                     assert not {"commit", "unknown"} <= outcomes[key]
-            elif isinstance(message, CommitVote) and isinstance(instruction, Up) and message.approve:
+            elif isinstance(message, CommitVote) and isinstance(instruction, SendToLighthouse) and message.approve:
                 assert approvals == {0, 1, 2}
 
 
 def test_a_group_that_is_broken_says_so_to_every_rank_that_speaks() -> None:
     group = GroupState(2)
-    group.handle(RankSaid(1, Leave("done")))
-    assert [type(i.message) for i in group.handle(RankSaid(0, vote()))] == [GroupBroken]
+    group.handle(RankMessage(1, Leave("done")))
+    assert [type(i.message) for i in group.handle(RankMessage(0, vote()))] == [GroupBroken]
 
 
 # ------------------------------------------------------------------------------------------- ranks load at one place
@@ -357,7 +357,7 @@ def loading(instructions: list[GroupInstruction]) -> list[tuple[int, Loading, st
     return [
         (i.rank, i.message.loading, i.message.reason)
         for i in instructions
-        if isinstance(i, ToRank) and isinstance(i.message, LoadState)
+        if isinstance(i, SendToRank) and isinstance(i.message, LoadState)
     ]
 
 
@@ -367,27 +367,27 @@ def arrived(failure: str = "", request_id: int = 1) -> StateArrived:
 
 def test_ranks_load_a_state_when_all_of_them_have_fetched_it() -> None:
     group = open_step(role=Role.JOINER)
-    assert loading(group.handle(RankSaid(1, arrived()))) == []
-    assert loading(group.handle(RankSaid(0, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
-    assert group.handle(RankSaid(0, StateLate(request_id=1))) == [], "it has been told, and is about to hear it"
+    assert loading(group.handle(RankMessage(1, arrived()))) == []
+    assert loading(group.handle(RankMessage(0, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
+    assert group.handle(RankMessage(0, StateLate(request_id=1))) == [], "it has been told, and is about to hear it"
 
 
 def test_where_one_rank_does_not_wait_none_loads_before_its_forward_pass_and_all_do_at_the_vote() -> None:
     group = open_step(role=Role.JOINER)
-    group.handle(RankSaid(0, arrived()))
-    assert loading(group.handle(RankSaid(1, StateLate(request_id=1)))) == [
+    group.handle(RankMessage(0, arrived()))
+    assert loading(group.handle(RankMessage(1, StateLate(request_id=1)))) == [
         (0, Loading.LATER, ""),
         (1, Loading.LATER, ""),
     ]
-    assert group.handle(RankSaid(0, StateLate(request_id=1))) == []
-    assert loading(group.handle(RankSaid(1, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
+    assert group.handle(RankMessage(0, StateLate(request_id=1))) == []
+    assert loading(group.handle(RankMessage(1, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
 
 
 def test_where_one_rank_does_not_get_the_state_none_loads_it() -> None:
     group = open_step(role=Role.LEARNER)
-    group.handle(RankSaid(0, arrived()))
+    group.handle(RankMessage(0, arrived()))
     reason = "group rank 1: the source is gone"
-    assert loading(group.handle(RankSaid(1, arrived("the source is gone")))) == [
+    assert loading(group.handle(RankMessage(1, arrived("the source is gone")))) == [
         (0, Loading.NEVER, reason),
         (1, Loading.NEVER, reason),
     ]
@@ -396,29 +396,29 @@ def test_where_one_rank_does_not_get_the_state_none_loads_it() -> None:
 def test_where_one_rank_begins_anew_the_others_wait_for_its_state_no_longer() -> None:
     for role in (Role.LEARNER, Role.JOINER, Role.INLINE):
         group = open_step(role=role)
-        group.handle(RankSaid(0, arrived()))
+        group.handle(RankMessage(0, arrived()))
         reason = "group rank 1 gave the step up"
-        assert (0, Loading.NEVER, reason) in loading(group.handle(RankSaid(1, request(2))))
+        assert (0, Loading.NEVER, reason) in loading(group.handle(RankMessage(1, request(2))))
 
 
 def test_what_was_fetched_for_a_step_that_is_over_counts_for_nothing() -> None:
     group = open_step(role=Role.JOINER)
-    group.handle(RankSaid(0, arrived()))
+    group.handle(RankMessage(0, arrived()))
     for rank in range(2):
-        asked = up(group.handle(RankSaid(rank, request(2))))
+        asked = up(group.handle(RankMessage(rank, request(2))))
     assert isinstance(asked[-1], QuorumRequest)
-    group.handle(LighthouseSaid(formed(asked[-1].request_id, role=Role.JOINER)))
-    assert group.handle(RankSaid(1, arrived(request_id=1))) == []
-    group.handle(RankSaid(1, arrived(request_id=2)))
-    assert len(loading(group.handle(RankSaid(0, arrived(request_id=2))))) == 2
+    group.handle(LighthouseMessage(formed(asked[-1].request_id, role=Role.JOINER)))
+    assert group.handle(RankMessage(1, arrived(request_id=1))) == []
+    group.handle(RankMessage(1, arrived(request_id=2)))
+    assert len(loading(group.handle(RankMessage(0, arrived(request_id=2))))) == 2
 
 
 def test_a_group_that_has_finished_says_so_again_to_a_lighthouse_that_forgot() -> None:
     group = GroupState(1)
     finished = LocateState(request_id=4, version=StateVersion(), has_finished=True)
-    (asked,) = up(group.handle(RankSaid(0, finished)))
+    (asked,) = up(group.handle(RankMessage(0, finished)))
     assert isinstance(asked, LocateState) and asked.has_finished
-    group.handle(LighthouseSaid(StateLocated(request_id=asked.request_id)))
+    group.handle(LighthouseMessage(StateLocated(request_id=asked.request_id)))
     assert up(group.handle(LighthouseUp())) == [asked]
-    group.handle(RankSaid(0, request()))
+    group.handle(RankMessage(0, request()))
     assert not any(isinstance(said, LocateState) for said in up(group.handle(LighthouseUp())))

@@ -6,10 +6,10 @@ import pytest
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
-from torchft_ckpt.core.callers import Callers
-from torchft_ckpt.core.group import GroupState, RankSaid, ToRank, Up
-from torchft_ckpt.core.lighthouse_events import Close, LighthouseSettings, Send
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.callers import Callers
+from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse, SendToRank
+from torchft_ckpt.core.coordination.lighthouse_events import Close, LighthouseSettings, Send
+from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     PROTOCOL_VERSION,
     CallerHello,
@@ -23,8 +23,8 @@ from torchft_ckpt.core.messages import (
     Refused,
     StateVersion,
 )
-from torchft_ckpt.core.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
-from torchft_ckpt.core.replica import ReplicaSettings
+from torchft_ckpt.core.coordination.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
+from torchft_ckpt.core.coordination.replica import ReplicaSettings
 
 FAR = 2**52
 
@@ -167,14 +167,14 @@ def test_a_group_whose_addresses_are_too_many_to_be_sent_ends_and_says_why() -> 
         instruction
         for rank in range(64)
         for instruction in group.handle(
-            RankSaid(rank, QuorumRequest(request_id=1, version=StateVersion(), checkpoint_addresses=["\x01" * 4000]))
+            RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), checkpoint_addresses=["\x01" * 4000]))
         )
     ]
-    left = [i.message for i in said if isinstance(i, Up)]
+    left = [i.message for i in said if isinstance(i, SendToLighthouse)]
     assert len(left) == 1
     assert isinstance(left[0], Leave)
     assert f"at most {MAX_ADDRESSES_BYTES} are sent" in left[0].reason
-    told = {i.rank for i in said if isinstance(i, ToRank) and isinstance(i.message, GroupBroken)}
+    told = {i.rank for i in said if isinstance(i, SendToRank) and isinstance(i.message, GroupBroken)}
     assert told == set(range(64))
     assert group.introduce(Hello(protocol=1, replica_id="g")).checkpoint_addresses == []
 
@@ -186,7 +186,7 @@ def test_64_ranks_with_eight_addresses_each_are_no_such_group() -> None:
         instruction
         for rank in range(64)
         for instruction in group.handle(
-            RankSaid(rank, QuorumRequest(request_id=1, version=StateVersion(), checkpoint_addresses=[addresses]))
+            RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), checkpoint_addresses=[addresses]))
         )
     ]
     assert [type(i.message) for i in said] == [QuorumRequest]

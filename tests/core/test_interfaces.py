@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.interfaces import (
+from torchft_ckpt.core.services.interfaces import (
     MAX_FURTHER,
     Interface,
     NoSuchInterfaceError,

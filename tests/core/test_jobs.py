@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.core import jobs as jobs_module
-from torchft_ckpt.core.jobs import FinishedJob, Jobs
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import (
+from torchft_ckpt.core.coordination import jobs as jobs_module
+from torchft_ckpt.core.coordination.jobs import FinishedJob, Jobs
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
     Instruction,
@@ -20,7 +20,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
     CallerHello,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.joining import FIRST_RATE, Reception
-from torchft_ckpt.core.messages import Outcome, QuorumPending, Receives
-from torchft_ckpt.core.patience import JoinAllowance
+from torchft_ckpt.core.coordination.joining import FIRST_RATE, Reception
+from torchft_ckpt.core.coordination.messages import Outcome, QuorumPending, Receives
+from torchft_ckpt.core.coordination.patience import JoinAllowance
 
 MINUTE = 60.0
 

@@ -8,9 +8,15 @@ import msgspec
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.layouts import combine_layouts, is_part_of, of_another_layout, trains_in, what_differs
-from torchft_ckpt.core.messages import Outcome
-from torchft_ckpt.core.replica import StepFacts, StepWishes
+from torchft_ckpt.core.coordination.layouts import (
+    combine_layouts,
+    is_part_of,
+    of_another_layout,
+    trains_in,
+    what_differs,
+)
+from torchft_ckpt.core.coordination.messages import Outcome
+from torchft_ckpt.core.coordination.replica import StepFacts, StepWishes
 
 
 def asks_as(member: Member, layout: str, *, frozen: str = "") -> None:

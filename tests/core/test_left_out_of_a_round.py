@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_catching_up import Looker, job_in_a_phase, look
 
-from torchft_ckpt.core.outer_schedule import OuterSchedule
-from torchft_ckpt.core.quorum import Asked, decide_quorum
+from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 
 
 def test_one_that_was_left_behind_and_asks_long_before_makes_nobody_late() -> None:

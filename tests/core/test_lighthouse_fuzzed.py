@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import ConnectionClosed, Event, LighthouseSettings, Received, Send, Tick
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
+    ConnectionClosed,
+    Event,
+    LighthouseSettings,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
     CallerHeartbeat,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
-from torchft_ckpt.core.messages import Outcome, StateVersion
-from torchft_ckpt.core.replica import Phase
+from torchft_ckpt.core.coordination.messages import Outcome, StateVersion
+from torchft_ckpt.core.coordination.replica import StepPhase
 
 
 def in_doubt(*names: str) -> tuple[Job, list[Member]]:
@@ -263,7 +263,7 @@ def test_of_two_quorums_that_are_in_doubt_about_one_step_only_one_is_committed()
     a = job.join("a")
     a.asks()
     a.votes()  # nobody hears of it any more
-    a.replica.version, a.replica.phase = a.formed.version, Phase.VOTED
+    a.replica.version, a.replica.phase = a.formed.version, StepPhase.VOTED
     a.is_cut_off()
     job.start()
     b = job.join("b")

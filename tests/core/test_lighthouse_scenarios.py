@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import ConnectionClosed, Log, Received, Send
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import ConnectionClosed, Log, Received, Send
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
     Hello,
@@ -16,8 +16,8 @@ from torchft_ckpt.core.messages import (
     Refused,
     StateVersion,
 )
-from torchft_ckpt.core.recovery import MAX_SOURCES
-from torchft_ckpt.core.replica import Comparison
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES
+from torchft_ckpt.core.coordination.replica import Comparison
 
 
 def trained(*names: str, least: int = 1, steps: int = 1, **settings: float) -> tuple[Job, list[Member]]:

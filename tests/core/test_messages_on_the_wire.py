@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core import messages
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination import messages
+from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     CommitVote,
     FromLighthouse,

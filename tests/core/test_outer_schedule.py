@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
+from torchft_ckpt.core.training.outer_schedule import Action, OuterSchedule, RoundOutcome, after_vote
 from torchft_ckpt.errors import ConfigError
 
 
@@ -61,15 +61,15 @@ def test_a_schedule_that_cannot_be_is_refused_by_the_argument(
 @pytest.mark.parametrize(
     ("committed", "is_behind", "retries_left", "expected"),
     [
-        (True, False, 0, Verdict.APPLY),
-        (True, False, 1, Verdict.APPLY),
-        (False, False, 1, Verdict.RETRY),
-        (False, False, 0, Verdict.RESTORE),
-        (False, True, 1, Verdict.REJOIN),
-        (False, True, 0, Verdict.REJOIN),
+        (True, False, 0, RoundOutcome.APPLY),
+        (True, False, 1, RoundOutcome.APPLY),
+        (False, False, 1, RoundOutcome.RETRY),
+        (False, False, 0, RoundOutcome.RESTORE),
+        (False, True, 1, RoundOutcome.REJOIN),
+        (False, True, 0, RoundOutcome.REJOIN),
     ],
 )
 def test_a_round_is_taken_tried_again_taken_back_or_fetched(
-    committed: bool, is_behind: bool, retries_left: int, expected: Verdict
+    committed: bool, is_behind: bool, retries_left: int, expected: RoundOutcome
 ) -> None:
     assert after_vote(committed=committed, is_behind=is_behind, retries_left=retries_left) is expected

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchft_ckpt.core.pages import PageChoice
+from torchft_ckpt.core.transfer.pages import PageChoice
 
 MS = 1e-3
 

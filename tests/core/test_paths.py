@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from torchft_ckpt.core.paths import Paths, Use, describe_paths
+from torchft_ckpt.core.transfer.paths import Paths, Use, describe_paths
 
 MIB = 2**20
 

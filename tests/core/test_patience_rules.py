@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.patience import JoinBackoff, StallWatch, reconnect_delay_s
+from torchft_ckpt.core.coordination.patience import JoinBackoff, StallWatch, reconnect_delay_s
 
 
 @pytest.mark.parametrize(("attempt", "longest"), [(0, 0.05), (1, 0.1), (3, 0.4), (6, 2.0), (1000, 2.0)])

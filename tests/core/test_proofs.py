@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from torchft_ckpt.core.proofs import RankProof, Session, is_proof, key_for, proof
+from torchft_ckpt.core.services.proofs import ProvedSession, RankProof, is_proof, key_for, proof
 
 NONCE, OTHER = "1" * 32, "2" * 32
 KEY = key_for("secret", "a test")
 HEADERS = ["one", "", "three"]
 
 
-def sessions(token: str = "secret", server: str = "server", client_nonce: str = NONCE) -> tuple[Session, Session]:
+def sessions(
+    token: str = "secret", server: str = "server", client_nonce: str = NONCE
+) -> tuple[ProvedSession, ProvedSession]:
     """Those of a client and of a server that believe each other where nothing else is given."""
-    return Session("secret", "server", NONCE, OTHER), Session(token, server, client_nonce, OTHER)
+    return ProvedSession("secret", "server", NONCE, OTHER), ProvedSession(token, server, client_nonce, OTHER)
 
 
 def test_words_are_proved_in_their_order_and_within_their_bounds() -> None:
@@ -74,7 +76,7 @@ def test_an_answer_is_believed_to_its_own_request_as_it_was_given() -> None:
 def test_the_digest_of_a_part_is_of_its_session_request_place_and_bytes() -> None:
     client, server = sessions()
 
-    def digest(session: Session, request: str = "1 request", seed: int = 7, data: bytes = b"bytes") -> bytes:
+    def digest(session: ProvedSession, request: str = "1 request", seed: int = 7, data: bytes = b"bytes") -> bytes:
         hasher = session.part_digest(request, seed)
         hasher.update(data[:2])
         hasher.update(memoryview(data)[2:])

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.quorum import Asked, QuorumVerdict, decide_quorum
+from torchft_ckpt.core.coordination.quorum import Asked, QuorumVerdict, decide_quorum
 
 
 def decide(

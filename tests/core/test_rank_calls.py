@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     GroupDecision,
     MetadataCall,
@@ -17,7 +17,7 @@ from torchft_ckpt.core.messages import (
     Refused,
     Timestamp,
 )
-from torchft_ckpt.core.rank_calls import Answer, CallQuorum, GiveUpQuorum, RankCalls, recovery_of
+from torchft_ckpt.core.coordination.rank_calls import CallAnswer, CallQuorum, GiveUpQuorum, RankCalls, recovery_of
 
 YES, NO = GroupDecision(should_commit=True), GroupDecision(should_commit=False)
 
@@ -43,7 +43,7 @@ def refusals(instructions: object) -> list[tuple[int, str]]:
     return [
         (answer.number, answer.message.reason)
         for answer in instructions  # type: ignore[attr-defined]
-        if isinstance(answer, Answer) and isinstance(answer.message, Refused)
+        if isinstance(answer, CallAnswer) and isinstance(answer.message, Refused)
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_call_that_nobody_waits_for_does_not_count() -> None:
     assert list(group.gave_up(3)) == [GiveUpQuorum()]
     assert len(list(group.called(4, asks(0)))) == 1
     assert list(group.called(5, votes(0))) == list(group.gave_up(5)) == list(group.called(6, votes(1))) == []
-    assert list(group.called(7, votes(0))) == [Answer(6, YES), Answer(7, YES)]
+    assert list(group.called(7, votes(0))) == [CallAnswer(6, YES), CallAnswer(7, YES)]
 
 
 def test_a_rank_that_calls_again_takes_the_place_of_its_first_call() -> None:
@@ -88,9 +88,9 @@ def test_a_step_counts_where_all_ranks_say_so() -> None:
     list(group.called(1, votes(0)))
     list(group.called(2, votes(2, approves=False)))
     assert list(group.called(3, votes(1, step=4))) == []  # of another step
-    assert list(group.called(4, votes(1))) == [Answer(1, NO), Answer(2, NO), Answer(4, NO)]
+    assert list(group.called(4, votes(1))) == [CallAnswer(1, NO), CallAnswer(2, NO), CallAnswer(4, NO)]
     list(group.called(5, votes(0, step=4)))
-    assert list(group.called(6, votes(2, step=4))) == [Answer(3, YES), Answer(5, YES), Answer(6, YES)]
+    assert list(group.called(6, votes(2, step=4))) == [CallAnswer(3, YES), CallAnswer(5, YES), CallAnswer(6, YES)]
 
 
 def test_metadata_is_what_the_rank_said_last() -> None:
@@ -98,7 +98,7 @@ def test_metadata_is_what_the_rank_said_last() -> None:
     ask = MetadataCall(protocol=PROTOCOL_VERSION, group_rank=1)
     assert refusals(group.called(1, ask)) == [(1, "group rank 1 of g has not called for a quorum yet")]
     list(group.called(2, asks(1, checkpoint_metadata="http://there")))
-    assert list(group.called(3, ask)) == [Answer(3, RankMetadata(checkpoint_metadata="http://there"))]
+    assert list(group.called(3, ask)) == [CallAnswer(3, RankMetadata(checkpoint_metadata="http://there"))]
 
 
 @pytest.mark.parametrize(

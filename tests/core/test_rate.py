@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchft_ckpt.core.rate import RateLimiter, bucket_of_bytes, piece_bytes
+from torchft_ckpt.core.services.rate import RateLimiter, bucket_of_bytes, piece_bytes
 
 
 def test_a_burst_passes_at_once_and_the_next_request_is_told_how_long_to_wait() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.messages import Role, StateVersion
-from torchft_ckpt.core.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.coordination.messages import Role, StateVersion
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 
 HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
 

@@ -9,13 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.messages import CommitDecided, Outcome, QuorumBroken, QuorumFormed, Role, Source, StateVersion
-from torchft_ckpt.core.replica import (
+from torchft_ckpt.core.coordination.messages import (
+    CommitDecided,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    Role,
+    Source,
+    StateVersion,
+)
+from torchft_ckpt.core.coordination.replica import (
     Comparison,
-    Phase,
     ReplicaSettings,
     ReplicaState,
     StepFacts,
+    StepPhase,
     StepPlan,
     StepWishes,
 )
@@ -109,7 +117,7 @@ def test_a_healthy_step_from_begin_to_commit() -> None:
     phases.append(state.phase)
     outcome = state.decided(decision(Outcome.COMMIT))
     phases.append(state.phase)
-    assert phases == [Phase.IDLE, Phase.TRAINING, Phase.VOTED, Phase.IDLE]
+    assert phases == [StepPhase.IDLE, StepPhase.TRAINING, StepPhase.VOTED, StepPhase.IDLE]
     assert (vote.approve, vote.counts, outcome) == (True, True, Outcome.COMMIT)
     assert state.version == StateVersion(step=5, quorum_id=5, epoch="e")
 
@@ -119,14 +127,14 @@ def test_no_other_outcome_moves_the_version(outcome: Outcome) -> None:
     state = replica()
     begun(state)
     state.vote()
-    assert (state.decided(decision(outcome)), state.version, state.phase) == (outcome, V4, Phase.IDLE)
+    assert (state.decided(decision(outcome)), state.version, state.phase) == (outcome, V4, StepPhase.IDLE)
 
 
 def test_the_quorum_of_an_older_request_is_ignored() -> None:
     state = replica()
     first = state.begin(StepWishes(), StepFacts())
     state.begin(StepWishes(), StepFacts())
-    assert (state.formed(formed(first.request_id)), state.phase) == (None, Phase.ASKING)
+    assert (state.formed(formed(first.request_id)), state.phase) == (None, StepPhase.ASKING)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_a_decision_on_another_step_changes_nothing(stale: CommitDecided) -> Non
     state = replica()
     begun(state)
     state.vote()
-    assert (state.decided(stale), state.version, state.phase) == (None, V4, Phase.VOTED)
+    assert (state.decided(stale), state.version, state.phase) == (None, V4, StepPhase.VOTED)
 
 
 def test_a_decision_before_the_vote_or_after_giving_up_changes_nothing() -> None:
@@ -570,7 +578,7 @@ def test_whatever_happens_the_version_moves_only_with_the_state(events: list[obj
             case "begin":
                 state.begin(StepWishes(), StepFacts())
             case ("formed", Role() as role, StateVersion() as version, bool() as names):
-                if state.phase is Phase.ASKING and (role is not Role.HEALTHY or truth == version):
+                if state.phase is StepPhase.ASKING and (role is not Role.HEALTHY or truth == version):
                     state.formed(formed(state._request_id, role=role, version=version, names_state=names))
             case "torn":
                 state.load_torn()
@@ -582,7 +590,7 @@ def test_whatever_happens_the_version_moves_only_with_the_state(events: list[obj
                 state.fail("an error")
             case "broken":
                 state.broken(BROKEN)
-            case "vote" if state.phase is Phase.TRAINING:
+            case "vote" if state.phase is StepPhase.TRAINING:
                 vote = state.vote()
                 assert not vote.approve or (state.quorum is not None and truth == state.quorum.version)
             case ("decided", Outcome() as outcome, int() as step):
@@ -595,6 +603,6 @@ def test_whatever_happens_the_version_moves_only_with_the_state(events: list[obj
         assert state.version.proven == (truth is not None)
         assert truth is None or state.version == truth
         assert state.torn == is_torn
-        if state.participating_rank is not None and state.phase is Phase.TRAINING:
+        if state.participating_rank is not None and state.phase is StepPhase.TRAINING:
             assert state.quorum is not None
             assert truth == state.quorum.version

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from torchft_ckpt.core.restore_source import RestoreSource, choose_restore_source
+from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
-from torchft_ckpt.core.retention import plan_removals
+from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.errors import ConfigError
 
 

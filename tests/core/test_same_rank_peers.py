@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.recovery import same_rank_peers
+from torchft_ckpt.core.coordination.recovery import same_rank_peers
 
 TWO = ["a0", "a1"]
 OTHER_TWO = ["b0", "b1"]

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 from support.thoroughness import THOROUGH, by_default
 
-from torchft_ckpt.core.saving import Act, Decision, Member, PartKey, SaveWatch, Seen, Writers
+from torchft_ckpt.core.durable.saving import Act, Decision, PartKey, SaveView, SaveWatch, SavingRank, Writers
 
 FILL_AFTER_S = 10.0
 GIVE_UP_S = 1000.0
-A, B, C = Member(0, 0), Member(1, 0), Member(2, 0)
+A, B, C = SavingRank(0, 0), SavingRank(1, 0), SavingRank(2, 0)
 LOOK_S = 1.0
 """The longest that is waited between two looks."""
 TWO = Writers(2, 1, redundancy=2)
@@ -23,21 +23,21 @@ THREE = Writers(3, 1, redundancy=3)
 
 
 def watch_of(
-    member: Member = A, writers: Writers = TWO, give_up_at_s: float = GIVE_UP_S, *, asks: bool = False
+    member: SavingRank = A, writers: Writers = TWO, give_up_at_s: float = GIVE_UP_S, *, asks: bool = False
 ) -> SaveWatch:
     return SaveWatch(
         me=member, writers=writers, fill_after_s=FILL_AFTER_S, give_up_at_s=give_up_at_s, has_lighthouse=asks
     )
 
 
-def seen(*parts: Member | PartKey, closed: bool = False, lost: tuple[int, ...] = (), **growth: int) -> Seen:
+def seen(*parts: SavingRank | PartKey, closed: bool = False, lost: tuple[int, ...] = (), **growth: int) -> SaveView:
     """Parts that are there, those of a member's own share by its name; growth by the letter of a member."""
     letters = {"a": A, "b": B, "c": C}
-    keys = frozenset((*part, 0) if isinstance(part, Member) else part for part in parts)
-    return Seen(closed, keys, {letters[letter]: num_bytes for letter, num_bytes in growth.items()}, lost=lost)
+    keys = frozenset((*part, 0) if isinstance(part, SavingRank) else part for part in parts)
+    return SaveView(closed, keys, {letters[letter]: num_bytes for letter, num_bytes in growth.items()}, lost=lost)
 
 
-def acts(watch: SaveWatch, moments: Mapping[float, Seen]) -> list[Act]:
+def acts(watch: SaveWatch, moments: Mapping[float, SaveView]) -> list[Act]:
     return [watch.observe(what, now).act for now, what in moments.items()]
 
 
@@ -50,9 +50,9 @@ def test_each_share_has_holders_in_as_many_groups_as_there_may_be_and_each_rank_
         writers = Writers(num_replicas, 2, redundancy=redundancy)
         assert writers.num_holders == min(redundancy, num_replicas)
         numbers = range(writers.num_holders)
-        held: Counter[Member] = Counter()
+        held: Counter[SavingRank] = Counter()
         for replica in range(num_replicas):
-            share = Member(replica, 1)
+            share = SavingRank(replica, 1)
             holders = [writers.holder_of(share, number) for number in numbers]
             assert holders[0] == share
             assert len({holder.replica for holder in holders}) == len(holders)
@@ -65,7 +65,7 @@ def test_each_share_has_holders_in_as_many_groups_as_there_may_be_and_each_rank_
 def test_no_two_writers_of_any_shares_have_one_part() -> None:
     for num_replicas in range(1, 20):
         writers = Writers(num_replicas, 1, redundancy=4)
-        shares = [Member(replica, 0) for replica in range(num_replicas)]
+        shares = [SavingRank(replica, 0) for replica in range(num_replicas)]
         parts = [part for share in shares for part in watch_of(share, writers).parts_of(share)]
         assert len(set(parts)) == len(parts)
 
@@ -88,7 +88,7 @@ def test_the_next_one_closes_at_once_when_the_first_is_known_to_be_lost() -> Non
 
 def test_the_task_passes_on_through_the_first_ranks_of_all_groups_and_then_to_the_next_ones() -> None:
     writers = Writers(3, 2, redundancy=2)
-    everybody = [Member(replica, rank) for rank in range(2) for replica in range(3)]
+    everybody = [SavingRank(replica, rank) for rank in range(2) for replica in range(3)]
     there = seen(*everybody)
     for place, member in enumerate(everybody[1:], 1):
         moments = {0.0: there, place * FILL_AFTER_S - 0.1: there, place * FILL_AFTER_S: there}
@@ -100,7 +100,7 @@ def test_a_group_of_which_another_wrote_a_share_is_not_waited_for_to_close() -> 
     writers = Writers(2, 2, redundancy=2)
     watch = watch_of(B, writers)
     taken_over = (1, 1, 1)
-    assert watch.observe(seen(A, B, Member(1, 1), taken_over), 0.0).act is Act.CLOSE
+    assert watch.observe(seen(A, B, SavingRank(1, 1), taken_over), 0.0).act is Act.CLOSE
 
 
 def test_it_is_done_when_somebody_has_closed_it() -> None:
@@ -138,7 +138,7 @@ def test_the_second_backup_waits_for_the_first_as_long_as_it_writes() -> None:
     """B is the first backup of A's share, C the second."""
     watch = watch_of(C, THREE)
     assert watch.backs_up == {1: B, 2: A}
-    moments: dict[float, Seen] = {0.0: seen(B, C, a=1, b=1), 10.0: seen(B, C, a=1, b=1), 15.0: seen(B, C, a=1, b=2)}
+    moments: dict[float, SaveView] = {0.0: seen(B, C, a=1, b=1), 10.0: seen(B, C, a=1, b=1), 15.0: seen(B, C, a=1, b=2)}
     moments |= {24.9: seen(B, C, a=1, b=2), 25.0: seen(B, C, a=1, b=2)}
     assert acts(watch, moments) == [Act.WAIT] * 4 + [Act.TAKE_OVER]
 
@@ -153,7 +153,7 @@ def test_the_second_backup_does_not_write_what_the_first_has_written() -> None:
 def test_the_first_backup_has_time_from_when_the_owner_is_known_to_be_lost() -> None:
     watch = watch_of(C, THREE)
     still = {"a": 1, "b": 1}
-    moments: dict[float, Seen] = {0.0: seen(B, C, **still)}
+    moments: dict[float, SaveView] = {0.0: seen(B, C, **still)}
     for now in range(5, 60, 5):  # the owner writes
         moments[float(now)] = seen(B, C, a=now, b=1)
     moments |= {60.0: seen(B, C, lost=(0,), a=55, b=1), 69.9: seen(B, C, lost=(0,), a=55, b=1)}
@@ -165,7 +165,7 @@ def test_the_first_backup_has_time_from_when_the_owner_is_known_to_be_lost() -> 
 
 def test_a_part_that_does_not_count_is_written_again_at_once() -> None:
     watch = watch_of(A)
-    damaged = Seen(False, frozenset([(*A, 0), (*B, 0)]), damaged=[(*B, 0)])
+    damaged = SaveView(False, frozenset([(*A, 0), (*B, 0)]), damaged=[(*B, 0)])
     assert watch.observe(damaged, 3.0).act is Act.TAKE_OVER
     watch.took_over(1)
     assert watch.observe(damaged._replace(parts=frozenset([(*A, 0), (*B, 0), (0, 0, 1)])), 4.0).act is Act.CLOSE
@@ -208,7 +208,7 @@ def test_parts_that_are_none_of_this_save_count_for_nothing() -> None:
 
 def test_it_is_given_up_in_time_and_says_who_was_missing() -> None:
     watch = watch_of(A, Writers(2, 8, redundancy=1), give_up_at_s=7.0)
-    there = [Member(0, rank) for rank in range(8)] + [B]
+    there = [SavingRank(0, rank) for rank in range(8)] + [B]
     decision = watch.observe(seen(*there), 6.5)
     assert (decision.act, decision.look_in_s <= 0.5) == (Act.WAIT, True)
     decision = watch.observe(seen(*there), 7.0)
@@ -230,12 +230,12 @@ def test_looks_are_far_between_while_nothing_happens_and_soon_after_something_di
 def test_who_has_nothing_to_see_to_lists_the_directory_the_less_the_later_its_turn() -> None:
     num_listings = {}
     for replica in (0, 1, 10, 200):
-        watch = watch_of(Member(replica, 0), Writers(256, 1, redundancy=2))
+        watch = watch_of(SavingRank(replica, 0), Writers(256, 1, redundancy=2))
         now, count = 0.0, 0
         parts = frozenset((other, 0, 0) for other in range(255))
         while now < 1.9 * FILL_AFTER_S:
             count += watch.lists(now)
-            now += watch.observe(Seen(False, parts if watch.lists(now) else None), now).look_in_s
+            now += watch.observe(SaveView(False, parts if watch.lists(now) else None), now).look_in_s
         num_listings[replica] = count
     assert num_listings[0] < 60
     assert num_listings[200] == 1 < num_listings[10] < 5 < num_listings[1] <= num_listings[0]
@@ -261,27 +261,27 @@ class World:
 
     writers: Writers
     seed: int = 0
-    dead: dict[Member, float] = field(default_factory=dict)
-    silent: dict[Member, tuple[float, float]] = field(default_factory=dict)
+    dead: dict[SavingRank, float] = field(default_factory=dict)
+    silent: dict[SavingRank, tuple[float, float]] = field(default_factory=dict)
     word_after_s: float | None = None
     closed_at_s: float | None = None
     written_at_s: float = 0.0
     """When the last writer that was not lost had written its own share."""
     now: float = 0.0
-    done: dict[Member, float] = field(default_factory=dict)
-    gave_up: set[Member] = field(default_factory=set)
-    takeovers: list[Member] = field(default_factory=list)
+    done: dict[SavingRank, float] = field(default_factory=dict)
+    gave_up: set[SavingRank] = field(default_factory=set)
+    takeovers: list[SavingRank] = field(default_factory=list)
     """The shares that were taken over."""
-    num_looks: Counter[Member] = field(default_factory=Counter)
+    num_looks: Counter[SavingRank] = field(default_factory=Counter)
     num_listings: int = 0
-    told: dict[Member, frozenset[int]] = field(default_factory=dict)
+    told: dict[SavingRank, frozenset[int]] = field(default_factory=dict)
     """What the lighthouse has answered to each."""
     num_questions: int = 0
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
         self.parts: frozenset[PartKey] = frozenset()
-        self.growth: Counter[Member] = Counter()
+        self.growth: Counter[SavingRank] = Counter()
         self.members = members_of(self.writers)
         of_group: dict[int, list[float]] = {}
         for member in self.members:
@@ -308,17 +308,17 @@ class World:
                 heapq.heappush(queue, (self.now + pause, tickets, member))
         return self
 
-    def write(self, member: Member, number: int) -> Iterator[float]:
+    def write(self, member: SavingRank, number: int) -> Iterator[float]:
         for _ in range(5):
             self.growth[member] += 1
             yield self.dice.uniform(0.1, 0.4)
         self.parts |= {(*member, number)}
 
-    def look(self, watch: SaveWatch) -> Seen:
+    def look(self, watch: SaveWatch) -> SaveView:
         self.num_looks[watch.me] += 1
         is_closed = self.closed_at_s is not None
         if not watch.lists(self.now):
-            return Seen(is_closed)
+            return SaveView(is_closed)
         self.num_listings += 1
         lost = self.told.get(watch.me, frozenset())
         if watch.asks(self.now):
@@ -327,9 +327,9 @@ class World:
             known = frozenset(replica for replica, at_s in self.lost_at_s.items() if self.now >= at_s + after_s)
             self.told[watch.me] = known  # is heard before the next look
         growth = {member: self.growth[member] for member in watch.watched(self.now)}
-        return Seen(is_closed, self.parts, growth, lost=lost)
+        return SaveView(is_closed, self.parts, growth, lost=lost)
 
-    def life(self, member: Member) -> Iterator[float]:
+    def life(self, member: SavingRank) -> Iterator[float]:
         yield self.dice.uniform(0.1, 1.0)
         yield from self.write(member, 0)
         if member not in self.dead and member not in self.silent:
@@ -361,12 +361,12 @@ class World:
                 watch.took_over(decision.number)
 
 
-def members_of(writers: Writers) -> list[Member]:
-    return [Member(replica, rank) for replica in range(writers.num_replicas) for rank in range(writers.num_ranks)]
+def members_of(writers: Writers) -> list[SavingRank]:
+    return [SavingRank(replica, rank) for replica in range(writers.num_replicas) for rank in range(writers.num_ranks)]
 
 
-def watch_missing(parts: frozenset[PartKey], writers: Writers) -> set[Member]:
-    return {*members_of(writers)} - {writers.share_of(Member(*part[:2]), part[2]) for part in parts}
+def watch_missing(parts: frozenset[PartKey], writers: Writers) -> set[SavingRank]:
+    return {*members_of(writers)} - {writers.share_of(SavingRank(*part[:2]), part[2]) for part in parts}
 
 
 SHAPES = [(2, 1), (2, 2), (2, 16), (3, 2), (8, 1), (5, 3), (16, 4), (256, 1)]
@@ -374,7 +374,7 @@ SHAPES += [(2, 64), (3, 8), (7, 1), (33, 3), (64, 2), (64, 16), (128, 4), (256, 
 SPARE_S = 10.0
 
 
-def cases_of(shape: tuple[int, int], num: int) -> Iterator[tuple[int, Writers, list[Member], float]]:
+def cases_of(shape: tuple[int, int], num: int) -> Iterator[tuple[int, Writers, list[SavingRank], float]]:
     """Seeds, writers, who is in trouble (one group, or one rank), and when."""
     for seed in range(max(by_default(1, thorough=4) * num // (shape[0] * shape[1]), 1)):
         dice = random.Random(f"{shape} {seed}")
@@ -443,7 +443,7 @@ def test_the_lighthouse_is_asked_only_while_a_share_that_is_backed_up_is_missing
     watch.observe(seen(A, B, C), 0.0)
     assert watch.asks(0.5), "it waits for the others to close it"
     watch = watch_of(C, Writers(4, 1, redundancy=2), asks=True)
-    watch.observe(seen(A, C, Member(3, 0)), 0.0)
+    watch.observe(seen(A, C, SavingRank(3, 0)), 0.0)
     assert not watch.asks(0.5), "who is missing is another's to replace"
     assert not watch_of(A, THREE).asks(5.0)
 
@@ -475,15 +475,19 @@ def test_as_many_groups_may_die_at_any_moments_as_there_are_backups() -> None:
 def test_who_looks_for_long_does_not_keep_the_storage_busy() -> None:
     """Many writers, one of which writes for long while all others wait."""
     writers = Writers(64, 2, redundancy=2)
-    world = World(writers, dead={Member(5, 1): 0.0}).runs()
+    world = World(writers, dead={SavingRank(5, 1): 0.0}).runs()
     assert world.closed_at_s is not None
     assert world.num_listings <= 60 * writers.num_members
 
 
 def test_a_look_that_the_storage_did_not_answer_ends_a_backups_duty_only_when_its_time_is_over() -> None:
     watch = SaveWatch(
-        me=Member(1, 0), writers=Writers(2, 1, redundancy=2), fill_after_s=30.0, give_up_at_s=60.0, has_lighthouse=False
+        me=SavingRank(1, 0),
+        writers=Writers(2, 1, redundancy=2),
+        fill_after_s=30.0,
+        give_up_at_s=60.0,
+        has_lighthouse=False,
     )
     assert [watch.look_failed(now).act for now in (0.0, 59.9, 60.0)] == [Act.WAIT, Act.WAIT, Act.GIVE_UP]
     assert watch.look_failed(0.0).look_in_s == 1.0
-    assert list(watch.backs_up.values()) == [Member(0, 0)]
+    assert list(watch.backs_up.values()) == [SavingRank(0, 0)]

@@ -14,11 +14,27 @@ import msgspec
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core import messages
-from torchft_ckpt.core.group import GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
-from torchft_ckpt.core.jobs import Jobs
-from torchft_ckpt.core.lighthouse_events import ConnectionClosed, LighthouseSettings, Log, Opened, Received, Send, Tick
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination import messages
+from torchft_ckpt.core.coordination.group import (
+    GroupState,
+    LighthouseMessage,
+    LighthouseUp,
+    RankLost,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.jobs import Jobs
+from torchft_ckpt.core.coordination.lighthouse_events import (
+    ConnectionClosed,
+    LighthouseSettings,
+    Log,
+    Opened,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -243,12 +259,12 @@ def test_what_a_group_sends_can_be_taken_whatever_its_ranks_and_the_lighthouse_s
                 said = chatter.message(QuorumFormed if rng.random() < 0.8 else rng.choice(kinds_of_lighthouse))
                 if isinstance(said, QuorumFormed):
                     formed = said = msgspec.structs.replace(said, request_id=state._asked.request_id)
-                event = LighthouseSaid(decode_from_lighthouse(encode(said), "the lighthouse"))
+                event = LighthouseMessage(decode_from_lighthouse(encode(said), "the lighthouse"))
             elif chance < 0.1:
                 said = chatter.message(rng.choice(kinds_of_lighthouse))
                 if isinstance(said, StateLocated) and state._located_for is not None:
                     said = msgspec.structs.replace(said, request_id=state._located_for.request_id)
-                event = LighthouseSaid(decode_from_lighthouse(encode(said), "the lighthouse"))
+                event = LighthouseMessage(decode_from_lighthouse(encode(said), "the lighthouse"))
             else:
                 asks = rng.random() < 0.5
                 votes = not asks and formed is not None and rng.random() < 0.7
@@ -259,15 +275,15 @@ def test_what_a_group_sends_can_be_taken_whatever_its_ranks_and_the_lighthouse_s
                     )
                 if isinstance(said, messages.Leave) and rng.random() < 0.9:
                     continue
-                event = RankSaid(rng.randrange(3), decode_rank_to_group(encode(said), "a rank"))
+                event = RankMessage(rng.randrange(3), decode_rank_to_group(encode(said), "a rank"))
         except ProtocolError:
             seen.add("refused at the door")
             continue
         for done in state.handle(event):
             seen.add(type(done.message).__name__)
-            if isinstance(done, Up):
+            if isinstance(done, SendToLighthouse):
                 check(done.message, decode_to_lighthouse)
-            elif isinstance(done, ToRank):
+            elif isinstance(done, SendToRank):
                 check(done.message, decode_group_to_rank)
     missing = {"QuorumRequest", "CommitVote", "QuorumFormed", "Leave", "GroupBroken", "CommitUnknown"} - seen
     assert not missing

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.messages import CollectiveWait
-from torchft_ckpt.core.sequence import Clearance, KnownSequences, may_start, why_apart
+from torchft_ckpt.core.coordination.messages import CollectiveWait
+from torchft_ckpt.core.coordination.sequence import Clearance, KnownSequences, may_start, why_apart
 
 KNOWN, COMPARE, ASK = Clearance.KNOWN, Clearance.COMPARE, Clearance.ASK
 

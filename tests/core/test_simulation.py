@@ -15,19 +15,19 @@ from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
 from support.thoroughness import by_default
 
-from torchft_ckpt.core import equality, lighthouse, recovery
-from torchft_ckpt.core.commit import Tally
-from torchft_ckpt.core.equality import Equality
-from torchft_ckpt.core.group import GroupState
-from torchft_ckpt.core.history import StateHistory
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Instruction
-from torchft_ckpt.core.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
-from torchft_ckpt.core.outer_schedule import OuterSchedule
-from torchft_ckpt.core.patience import JoinAllowance
-from torchft_ckpt.core.quorum import Asked, QuorumIds
-from torchft_ckpt.core.replica import Comparison, ReplicaState
-from torchft_ckpt.core.roster import Roster
+from torchft_ckpt.core.coordination import equality, lighthouse, recovery
+from torchft_ckpt.core.coordination.commit import Tally
+from torchft_ckpt.core.coordination.equality import Equality
+from torchft_ckpt.core.coordination.group import GroupState
+from torchft_ckpt.core.coordination.history import StateHistory
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import Instruction
+from torchft_ckpt.core.coordination.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
+from torchft_ckpt.core.coordination.patience import JoinAllowance
+from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds
+from torchft_ckpt.core.coordination.replica import Comparison, ReplicaState
+from torchft_ckpt.core.coordination.roster import Roster
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 
 pytestmark = pytest.mark.slow
 

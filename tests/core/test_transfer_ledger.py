@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.transfer import Batches, SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
+from torchft_ckpt.core.transfer.scheduler import Batches, SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
 
 PRIMARY, REPLICA, PEER = SourceKind.PRIMARY, SourceKind.REPLICA, SourceKind.PEER
 

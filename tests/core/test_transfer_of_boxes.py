@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.transfer import Batches, SourceKind, TransferLedger, mask_of_each, units_of
+from torchft_ckpt.core.transfer.scheduler import Batches, SourceKind, TransferLedger, mask_of_each, units_of
 
 MB = 1024 * 1024
 

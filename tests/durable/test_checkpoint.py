@@ -17,17 +17,17 @@ from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
+    FileTensor,
     PartManifest,
     PieceEntry,
     PlainValue,
-    TensorEntry,
     encode_part,
 )
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
-    Part,
     PieceIndex,
+    SavedPart,
     list_checkpoints,
     minimal_cover,
     newest_whole,
@@ -37,9 +37,9 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core import coverage
-from torchft_ckpt.core.boxes import Box, contains, intersect, refine, whole
-from torchft_ckpt.core.coverage import missing_boxes
+from torchft_ckpt.core.boxes import coverage
+from torchft_ckpt.core.boxes.coverage import missing_boxes
+from torchft_ckpt.core.boxes.geometry import Box, contains, intersect, refine, whole
 from torchft_ckpt.errors import CheckpointNotFoundError, StorageError
 
 STATE: dict[str, Any] = {"w": torch.arange(32.0).reshape(8, 4), "b": torch.ones(3), "step": 120}
@@ -283,7 +283,7 @@ def test_a_part_on_a_disk_that_is_not_here_counts(tmp_path: Path) -> None:
     double = PartsDouble(STATE, storage_in(tmp_path), num_ranks=2)
     here = double.write(0, 0, pieces={"w": HALVES[:1]}, values=[])
     there = double.write(0, 1, pieces={"w": HALVES[1:], "b": [whole((3,))]})
-    checkpoint = Checkpoint(NAME, [Part(here, double.storage), Part(there, None)])
+    checkpoint = Checkpoint(NAME, [SavedPart(here, double.storage), SavedPart(there, None)])
     assert why_not_whole(checkpoint) is None
 
 
@@ -332,7 +332,7 @@ def test_ranks_that_are_missing_are_not_counted_one_by_one(tmp_path: Path) -> No
 def test_a_tensor_that_no_machine_has_is_refused(tmp_path: Path) -> None:
     for shape in ([2**62, 2**62], [0, 2**62, 4]):
         double = PartsDouble(STATE, storage_in(tmp_path))
-        entry = TensorEntry(fqn="w", path=["w"], dtype="float32", shape=shape, boxes=[])
+        entry = FileTensor(fqn="w", path=["w"], dtype="float32", shape=shape, boxes=[])
         double.write(tensors=[entry], pieces={}, tree={"d": [["w", {"x": 0}]]})
         (reason,) = read_checkpoint([double.storage], NAME).left_aside
         assert reason.endswith("has a tensor 'w' of more than 2**62 bytes")
@@ -401,7 +401,7 @@ def checkpoint_of(shape: tuple[int, ...], boxes: list[Box]) -> Checkpoint:
         )
         for box in boxes
     ]
-    return Checkpoint(NAME, [Part(manifest_of(0, 1, {"w": shape}, entries), None)])
+    return Checkpoint(NAME, [SavedPart(manifest_of(0, 1, {"w": shape}, entries), None)])
 
 
 def manifest_of(
@@ -418,7 +418,7 @@ def manifest_of(
         replica_id="group_0",
         written_at_s=0.0,
         tensors=[
-            TensorEntry(
+            FileTensor(
                 fqn=fqn,
                 path=[fqn],
                 dtype="float32",
@@ -454,7 +454,7 @@ def test_the_checkpoint_of_a_thousand_ranks_is_seen_to_be_whole() -> None:
             )
             for number in range(len(shapes))
         ]
-        parts.append(Part(manifest_of(rank, 1000, shapes, pieces), None))
+        parts.append(SavedPart(manifest_of(rank, 1000, shapes, pieces), None))
     assert why_not_whole(Checkpoint(NAME, parts)) is None
     assert why_not_whole(Checkpoint(NAME, parts[:-1])) is not None
 

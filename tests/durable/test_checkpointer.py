@@ -35,8 +35,8 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import whole
-from torchft_ckpt.core.restore_source import RestoreSource
+from torchft_ckpt.core.boxes.geometry import whole
+from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

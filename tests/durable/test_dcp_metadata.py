@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, read_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
+from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError
+from torchft_ckpt.integrations.dcp.metadata import load_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

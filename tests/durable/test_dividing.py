@@ -14,20 +14,20 @@ import torch
 from support.spmd_double import Layout, SilentAdapter, SpmdAdapter, SpmdTensor, random_spmd_layout, registered
 
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, Staged, shares_of
+from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, StagedShare, shares_of
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.core.boxes import Box, whole
-from torchft_ckpt.core.coverage import subtract
-from torchft_ckpt.core.saving import Member, Writers
+from torchft_ckpt.core.boxes.coverage import subtract
+from torchft_ckpt.core.boxes.geometry import Box, whole
+from torchft_ckpt.core.durable.saving import SavingRank, Writers
 
 NUM_RANKS = 2
 BLOCK_BYTES = 64 * 1024
 
 
-def all_shares(num_replicas: int, of_group: set[str]) -> dict[Member, PartShare]:
+def all_shares(num_replicas: int, of_group: set[str]) -> dict[SavingRank, PartShare]:
     """What each member writes of a state that all of them hold whole, but for the tensors that are each group's own."""
     shares = {}
     for replica in range(num_replicas):
@@ -39,12 +39,12 @@ def all_shares(num_replicas: int, of_group: set[str]) -> dict[Member, PartShare]
             }
             state["array"] = np.zeros((512, 128))
             own = {id(state[name]) for name in of_group}
-            shares[Member(replica, rank)] = share_of(state, Member(replica, rank), num_replicas, NUM_RANKS, own)
+            shares[SavingRank(replica, rank)] = share_of(state, SavingRank(replica, rank), num_replicas, NUM_RANKS, own)
     return shares
 
 
 def share_of(
-    state: dict[str, Any], member: Member, num_replicas: int, num_ranks: int, of_group: Collection[int] = ()
+    state: dict[str, Any], member: SavingRank, num_replicas: int, num_ranks: int, of_group: Collection[int] = ()
 ) -> PartShare:
     """What a member writes of its state."""
     captured = capture(state, member.rank, num_ranks, of_group)
@@ -63,7 +63,7 @@ def capture(state: dict[str, Any], rank: int, num_ranks: int, of_group: Collecti
         lock=StateDictLock(),
         pool=BufferPool(BLOCK_BYTES),
         index=HoldingsIndex(rank, num_ranks),
-        of_group=of_group,
+        group_local_ids=of_group,
     )
 
 
@@ -101,7 +101,7 @@ def test_ranks_that_do_not_agree_on_what_is_their_groups_own_leave_no_hole(seed:
         for rank in range(num_ranks):
             state = {f"t{at}": torch.zeros(shape) for at, shape in enumerate(shapes)}
             ids = {id(state[f"t{at}"]) for at in own[rank]}
-            shares[replica, rank] = share_of(state, Member(replica, rank), num_replicas, num_ranks, ids)
+            shares[replica, rank] = share_of(state, SavingRank(replica, rank), num_replicas, num_ranks, ids)
     for at, shape in enumerate(shapes):
         boxes = [box for share in shares.values() for tensor, box in share.boxes if tensor == at]
         assert not subtract([whole(shape)], boxes)
@@ -115,11 +115,11 @@ def test_ranks_that_do_not_agree_on_what_is_their_groups_own_leave_no_hole(seed:
 
 def spmd_shares(
     adapter: SpmdAdapter, num_replicas: int, num_ranks: int, state_of: Callable[[int], dict[str, Any]]
-) -> dict[Member, PartShare]:
+) -> dict[SavingRank, PartShare]:
     """What each member writes of a state that all replicas hold alike."""
     with registered(adapter):
         return {
-            Member(replica, rank): share_of(state_of(rank), Member(replica, rank), num_replicas, num_ranks)
+            SavingRank(replica, rank): share_of(state_of(rank), SavingRank(replica, rank), num_replicas, num_ranks)
             for replica in range(num_replicas)
             for rank in range(num_ranks)
         }
@@ -192,7 +192,7 @@ def test_what_one_rank_alone_knows_of_fills_up_what_the_first_group_writes_of_it
             for rank in range(2):
                 state: dict[str, Any] = {"statistics": torch.zeros(6 * 256, 1024)}
                 state["spmd"] = [SpmdTensor((512, 1024), torch.float32, layout.of_rank(rank)) for _ in range(8)]
-                member, own = Member(replica, rank), {id(state["statistics"])}
+                member, own = SavingRank(replica, rank), {id(state["statistics"])}
                 shares[member] = share_of(state, member, 2, 2, own)
     loads = [sum(box.volume * 4 for _, box in share.boxes) for share in shares.values()]
     assert sum(loads) == (6 + 8 * 2) * 2**20
@@ -203,8 +203,8 @@ def test_what_one_rank_alone_knows_of_fills_up_what_the_first_group_writes_of_it
 
 
 def staged_by(
-    book: ShareBook, num_replicas: int, member: Member, redundancy: int, state: dict[str, Any] | None = None
-) -> list[Staged]:
+    book: ShareBook, num_replicas: int, member: SavingRank, redundancy: int, state: dict[str, Any] | None = None
+) -> list[StagedShare]:
     """What a rank of groups of two ranks stages; its state has the layout of every other by default."""
     captured = capture(large_state() if state is None else state, member.rank, NUM_RANKS)
     try:
@@ -226,7 +226,7 @@ def large_state() -> dict[str, Any]:
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
 def test_a_rank_works_out_the_shares_that_it_backs_up_as_their_owners_do(num_replicas: int, redundancy: int) -> None:
     writers = Writers(num_replicas, NUM_RANKS, redundancy=redundancy)
-    members = [Member(replica, rank) for replica in range(num_replicas) for rank in range(NUM_RANKS)]
+    members = [SavingRank(replica, rank) for replica in range(num_replicas) for rank in range(NUM_RANKS)]
     staged = {member: staged_by(ShareBook(), num_replicas, member, redundancy) for member in members}
     for member in members:
         assert len(staged[member]) == min(redundancy, num_replicas)
@@ -238,7 +238,7 @@ def test_a_rank_works_out_the_shares_that_it_backs_up_as_their_owners_do(num_rep
 @pytest.mark.parametrize("redundancy", [1, 2])
 def test_hardly_more_is_staged_than_the_shares(num_replicas: int, redundancy: int) -> None:
     """But for the ends of the blocks in which they begin and end."""
-    staged = staged_by(ShareBook(), num_replicas, Member(1, 1), redundancy)
+    staged = staged_by(ShareBook(), num_replicas, SavingRank(1, 1), redundancy)
     blocks = 0
     for share in staged:
         assert share.num_bytes == sum(box.volume * 4 for _, box in share.share.boxes)
@@ -254,13 +254,13 @@ def test_columns_of_a_sharded_tensor_are_divided_among_replicas_in_rows() -> Non
     layout = Layout((1, 2), places=((0,), (1,)))
     with registered(SpmdAdapter()):
         state = {"w": SpmdTensor((4096, 512), torch.float32, layout.of_rank(1))}
-        staged = staged_by(ShareBook(), 4, Member(2, 1), 2, state)
+        staged = staged_by(ShareBook(), 4, SavingRank(2, 1), 2, state)
     assert [share.num_bytes for share in staged] == [1024 * 256 * 4] * 2
     assert all(share.blocks.bit_count() <= 16 + 1 for share in staged)
 
 
 def test_shares_are_worked_out_once_for_a_layout_and_a_number_of_groups() -> None:
-    book, member = ShareBook(), Member(0, 0)
+    book, member = ShareBook(), SavingRank(0, 0)
     two = staged_by(book, 2, member, 2)
     three = staged_by(book, 3, member, 2)
     assert staged_by(book, 2, member, 2) is two
@@ -279,7 +279,7 @@ def test_small_tensors_that_all_ranks_hold_are_staged_with_what_lies_beside_them
         for number in range(60):
             state[f"w{number}"] = SpmdTensor((512, 128), torch.float32, layout.of_rank(0))
             state[f"step{number}"] = torch.zeros(5)
-        for share in staged_by(ShareBook(), 3, Member(1, 0), 2, state):
+        for share in staged_by(ShareBook(), 3, SavingRank(1, 0), 2, state):
             assert share.blocks.bit_count() * BLOCK_BYTES <= share.num_bytes + 2 * BLOCK_BYTES
 
 
@@ -291,7 +291,7 @@ def test_a_share_is_read_whole_after_the_trainer_has_stepped(num_replicas: int, 
         before = {name: tensor.clone() for name, tensor in state.items()}
         captured = capture(state, 0, 1)
         writers = Writers(num_replicas, 1, redundancy=redundancy)
-        staged = ShareBook().staged_by(captured, writers, Member(replica, 0), range(num_replicas))
+        staged = ShareBook().staged_by(captured, writers, SavingRank(replica, 0), range(num_replicas))
         captured.stage(functools.reduce(operator.or_, (share.blocks for share in staged)))
         captured.detach()
         for tensor in state.values():

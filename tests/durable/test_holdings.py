@@ -16,10 +16,10 @@ from support.spmd_double import SilentAdapter, SpmdAdapter, SpmdTensor, random_s
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchft_ckpt.checkpointing.durable.saving.holdings import Held, HoldingsIndex, TensorHoldings, layout_of
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, OwnedBox, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.durable.saving.holdings import Layout as TensorLayout
 from torchft_ckpt.checkpointing.state.shards import adapter_of
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 
 
 def of(fqn: str, tensor: torch.Tensor, num_ranks: int = 1) -> tuple[TensorLayout, list[Box]]:
@@ -40,15 +40,15 @@ def of_all_ranks(layout: Layout, full: torch.Tensor, num_ranks: int) -> list[Ten
 
 def test_a_plain_tensor_is_held_by_all_ranks() -> None:
     found = HoldingsIndex(1, 3).holdings_of(*of("w", torch.zeros(4, 3, dtype=torch.bfloat16)))
-    held = [Held(whole((4, 3)), (0, 1, 2))]
+    held = [OwnedBox(whole((4, 3)), (0, 1, 2))]
     assert (found.fqn, found.shape, found.itemsize) == ("w", (4, 3), 2)
-    assert (found.held, found.mine, found.is_known_to_all) == (held, held, True)
+    assert (found.held, found.local, found.is_derivable) == (held, held, True)
 
 
 def test_a_plain_tensor_of_a_pipeline_stage_is_its_ranks_own() -> None:
     found = HoldingsIndex(1, 3, is_replicated=False).holdings_of(*of("w", torch.zeros(4)))
-    held = [Held(whole((4,)), (1,))]
-    assert (found.held, found.mine, found.is_known_to_all) == (held, held, False)
+    held = [OwnedBox(whole((4,)), (1,))]
+    assert (found.held, found.local, found.is_derivable) == (held, held, False)
 
 
 def test_an_empty_tensor_is_held_by_nobody() -> None:
@@ -58,18 +58,18 @@ def test_an_empty_tensor_is_held_by_nobody() -> None:
 def test_rows_that_do_not_come_out_even_leave_the_last_ranks_less_or_nothing() -> None:
     (first, *others) = of_all_ranks(Layout((4,), ((0, 0),)), torch.zeros(5, 2), 4)
     assert first.held == [
-        Held(Box((0, 0), (2, 2)), (0,)),
-        Held(Box((2, 0), (2, 2)), (1,)),
-        Held(Box((4, 0), (1, 2)), (2,)),
+        OwnedBox(Box((0, 0), (2, 2)), (0,)),
+        OwnedBox(Box((2, 0), (2, 2)), (1,)),
+        OwnedBox(Box((4, 0), (1, 2)), (2,)),
     ]
     assert all(other.held == first.held for other in others)
-    assert [list(one.mine) for one in (first, *others)] == [[held] for held in first.held] + [[]]
+    assert [list(one.local) for one in (first, *others)] == [[held] for held in first.held] + [[]]
 
 
 def test_replicas_within_a_group_are_told() -> None:
     """HSDP in one group: the first dimension of the mesh replicates."""
     holdings = of_all_ranks(Layout((2, 2), ((1, 0),)), torch.zeros(4), 4)
-    assert holdings[3].held == [Held(Box((0,), (2,)), (0, 2)), Held(Box((2,), (2,)), (1, 3))]
+    assert holdings[3].held == [OwnedBox(Box((0,), (2,)), (0, 2)), OwnedBox(Box((2,), (2,)), (1, 3))]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -90,13 +90,13 @@ def test_all_ranks_agree_and_say_what_each_of_them_holds(seed: int) -> None:
                 pytest.skip(f"no boxes: {error}")  # of strided shards
             adapter = adapter_of(tensor)
             boxes_of_rank.append(adapter.boxes(tensor, "w") if adapter else [whole(shape)])
-    if not holdings[0].is_known_to_all:
-        assert not any(one.is_known_to_all for one in holdings), seed
+    if not holdings[0].is_derivable:
+        assert not any(one.is_derivable for one in holdings), seed
     for rank, one in enumerate(holdings):
         own = [box for box in boxes_of_rank[rank] if box.volume]
         assert [held.box for held in one.held if rank in held.ranks] == own, seed
-        assert [held.box for held in one.mine] == own, seed
-        if one.is_known_to_all:
+        assert [held.box for held in one.local] == own, seed
+        if one.is_derivable:
             assert one.held == holdings[0].held, seed
     covered = np.zeros(shape, dtype=bool)
     for boxes in boxes_of_rank:
@@ -110,8 +110,8 @@ def test_a_mesh_that_reaches_beyond_the_group_is_known_in_part() -> None:
         mesh = DeviceMesh("cpu", torch.arange(4))
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
         holdings = HoldingsIndex(1, 2).holdings_of(*of("w", tensor))
-    assert holdings.held == [Held(Box((2, 0), (2, 3)), (1,))]
-    assert not holdings.is_known_to_all
+    assert holdings.held == [OwnedBox(Box((2, 0), (2, 3)), (1,))]
+    assert not holdings.is_derivable
 
 
 def test_another_place_in_the_same_mesh_has_another_box() -> None:
@@ -149,8 +149,8 @@ def test_of_a_class_whose_adapter_does_not_know_holders_a_rank_knows_its_own_box
     tensor = SpmdTensor.of(torch.zeros(8, 3), layout.of_rank(2))
     with registered(SilentAdapter() if num_ranks == 4 else SpmdAdapter()):
         holdings = HoldingsIndex(2, num_ranks).holdings_of(*of("w", tensor, num_ranks))
-    assert holdings.held == [Held(Box((2, 0), (2, 3)), (2,)), Held(Box((4, 0), (2, 3)), (2,))]
-    assert not holdings.is_known_to_all
+    assert holdings.held == [OwnedBox(Box((2, 0), (2, 3)), (2,)), OwnedBox(Box((4, 0), (2, 3)), (2,))]
+    assert not holdings.is_derivable
     assert tensor.num_moved == 0
 
 
@@ -172,9 +172,9 @@ def test_what_an_adapter_says_is_known_to_all_ranks_alike(seed: int) -> None:
                 for element in elements_of(box, numbers):
                     holders.setdefault(element, set()).add(rank)
             found.append(HoldingsIndex(rank, num_ranks).holdings_of(known, own))
-            assert [held.box for held in found[-1].mine] == sorted(box for box in own if box.volume), seed
+            assert [held.box for held in found[-1].local] == sorted(box for box in own if box.volume), seed
             assert tensor.num_moved == 0
-    assert all(one.is_known_to_all for one in found), seed
+    assert all(one.is_derivable for one in found), seed
     assert all(one.held == found[0].held for one in found), seed
     said = {element: set(held.ranks) for held in found[0].held for element in elements_of(held.box, numbers)}
     assert said == holders, seed
@@ -214,8 +214,8 @@ def test_holders_may_be_said_in_any_order_with_any_integers_and_empty_boxes() ->
         (TOP, range(1)),
     ]
     (found,) = seen_by_rank_1(said)
-    assert found.held == [Held(TOP, (0,)), Held(BOTTOM, (0, 1))]
-    assert (found.mine, found.is_known_to_all) == ([Held(BOTTOM, (0, 1))], True)
+    assert found.held == [OwnedBox(TOP, (0,)), OwnedBox(BOTTOM, (0, 1))]
+    assert (found.local, found.is_derivable) == ([OwnedBox(BOTTOM, (0, 1))], True)
 
 
 def test_one_layout_is_one_object_so_that_its_bytes_are_counted_once() -> None:
@@ -249,8 +249,8 @@ def test_holders_that_cannot_be_right_do_not_count_and_the_log_says_so_once(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         found = seen_by_rank_1(said, 3)
-    alone = [Held(BOTTOM, (1,))]
-    assert [(one.held, one.mine, one.is_known_to_all) for one in found] == [(alone, alone, False)] * 3
+    alone = [OwnedBox(BOTTOM, (1,))]
+    assert [(one.held, one.local, one.is_derivable) for one in found] == [(alone, alone, False)] * 3
     (line,) = caplog.messages
     assert line.startswith("the holders that its adapter names for 'w0' do not count")
     assert re.search(why, line)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, load_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Part, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart, newest_whole
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
@@ -289,7 +289,7 @@ def test_state_of_a_fresh_optimizer_is_put_together_of_all_ranks_plain_values_to
     checkpoint = save(tmp_path, state)
     (part,) = checkpoint.parts
     second = save(tmp_path / "second", other).parts[0]
-    both = Checkpoint(checkpoint.name, [part, Part(second.manifest, second.storage)])
+    both = Checkpoint(checkpoint.name, [part, SavedPart(second.manifest, second.storage)])
     assert CheckpointReader(both).structure_at(("optim", "state")) == {
         "a": {"m": "optim.state.a.m"},
         "b": {"calls": None},

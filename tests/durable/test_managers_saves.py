@@ -13,10 +13,10 @@ from torch import nn
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.core.restore_source import RestoreSource
+from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from torchft_ckpt.manager.state_registry import StateRegistry
-from torchft_ckpt.manager.still import tensors_in
+from torchft_ckpt.manager.volatile import tensors_in
 
 SHORT = timedelta(seconds=20)
 LONG_S = 60.0
@@ -256,7 +256,9 @@ def registry_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, with_roun
     registry = StateRegistry(StateDictLock())
     registry.register("default", lambda _: None, lambda: {"model": model.state_dict()})
     if with_rounds:
-        registry.register("rounds", lambda _: None, lambda: [torch.zeros(4)], kept_still=True, trains_apart=True)
+        registry.register(
+            "rounds", lambda _: None, lambda: [torch.zeros(4)], explicitly_locked=True, local_between_syncs=True
+        )
     registry.guard(optimizer)
     return registry
 
@@ -266,27 +268,29 @@ def test_what_a_forward_pass_changes_is_each_groups_own_and_parameters_are_not()
     registry = registry_of(model, torch.optim.SGD(model.parameters()), with_rounds=False)
     for by_key in (True, False):
         state = registry.capture() if by_key else {"model": model.state_dict()}
-        held = registry.hold_to_save(state, by_key=by_key)
+        held = registry.capture_for_save(state, by_key=by_key)
         saved = held.state["default"]["model"] if by_key else held.state["model"]
-        own = {name for name, tensor in saved.items() if id(tensor) in held.of_group}
+        own = {name for name, tensor in saved.items() if id(tensor) in held.group_local_ids}
         assert own == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-        assert not held.changes_untold
+        assert not held.unannounced_changes
 
 
 def test_where_groups_train_apart_all_is_their_own_but_what_they_agreed_on() -> None:
     model = nn.Linear(4, 8)
     registry = registry_of(model, torch.optim.SGD(model.parameters()), with_rounds=True)
-    held = registry.hold_to_save(registry.capture(), by_key=True)
-    assert {id(tensor) for tensor in tensors_in(held.state["default"])} == held.of_group
-    assert not held.changes_untold
+    held = registry.capture_for_save(registry.capture(), by_key=True)
+    assert {id(tensor) for tensor in tensors_in(held.state["default"])} == held.group_local_ids
+    assert not held.unannounced_changes
 
 
 def test_what_inner_steps_change_without_the_lock_is_to_be_copied_at_once() -> None:
     model = nn.Linear(4, 8)
     registry = StateRegistry(StateDictLock())
-    registry.register("rounds", lambda _: None, lambda: [torch.zeros(4)], kept_still=True, trains_apart=True)
+    registry.register(
+        "rounds", lambda _: None, lambda: [torch.zeros(4)], explicitly_locked=True, local_between_syncs=True
+    )
     registry.guard(torch.optim.SGD(model.parameters()))
-    given = registry.hold_to_save({"model": model.state_dict()}, by_key=False)
-    assert given.changes_untold and len(given.of_group) == 2
-    agreed_on = registry.hold_to_save(registry.capture(), by_key=True)
-    assert not agreed_on.changes_untold and not agreed_on.of_group
+    given = registry.capture_for_save({"model": model.state_dict()}, by_key=False)
+    assert given.unannounced_changes and len(given.group_local_ids) == 2
+    agreed_on = registry.capture_for_save(registry.capture(), by_key=True)
+    assert not agreed_on.unannounced_changes and not agreed_on.group_local_ids

@@ -13,13 +13,13 @@ import torch
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 
 from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Part, newest_whole, read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart, newest_whole, read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import Box, refine, whole
+from torchft_ckpt.core.boxes.geometry import Box, refine, whole
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError, StorageError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int64, torch.float8_e4m3fn, torch.uint16)
@@ -229,7 +229,7 @@ def test_what_no_piece_covers_is_named_and_nothing_is_written(tmp_path: Path) ->
 
 def test_parts_whose_storage_is_not_here_are_not_read(tmp_path: Path) -> None:
     _, manifest = one_tensor(tmp_path, torch.ones(8, 4), [whole((8, 4))])
-    reader = CheckpointReader(Checkpoint(NAME, [Part(manifest, None)]))
+    reader = CheckpointReader(Checkpoint(NAME, [SavedPart(manifest, None)]))
     with pytest.raises(CheckpointDamagedError, match="can be read from here"):
         reader.read([Want("w", whole((8, 4)), torch.zeros(8, 4))])
 

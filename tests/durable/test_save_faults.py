@@ -1,8 +1,8 @@
 """Whatever fails in a save, and wherever it is killed: the checkpoint before it can be read, the new one is right or not there.
 
 Every operation of a save's file system is made to fail in every way, one case each (by default of those that are alike, such as
-the writes of one file, the first and the last); what is left is looked at as another process would after a kill, and as a machine
-would that lost its power at that moment.
+the writes of one file, the first and the last); what is left is looked at as another process would after a kill, and as a
+machine would that lost its power at that moment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
-from torchft_ckpt.core.saving import Member
+from torchft_ckpt.core.durable.saving import SavingRank
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StorageError
 
 pytestmark = pytest.mark.slow
@@ -226,10 +226,10 @@ def check_survivors(story: Story, dead: Mapping[int, object]) -> None:
     assert max(Counter(taken_over(story)).values(), default=0) <= 1, story.log()
 
 
-def taken_over(story: Story) -> list[Member]:
+def taken_over(story: Story) -> list[SavingRank]:
     """The shares that others than their owners have written."""
     names = plain_storage(story.disk).names(str(story.plan.name))
-    return [story.plan.writers.share_of(Member(*part[:2]), part.fill) for part in parts_in(names) if part.fill]
+    return [story.plan.writers.share_of(SavingRank(*part[:2]), part.fill) for part in parts_in(names) if part.fill]
 
 
 @pytest.mark.parametrize("member", range(4))
@@ -422,11 +422,11 @@ def test_any_number_of_faults_in_any_job() -> None:
         story = save(plan, disk_with(OLD), faults=faults, costs=costs, starts_s=starts)
         errors = story.errors()
         assert all(isinstance(error, (ProcessDied, StorageError, CheckpointDamagedError)) for error in errors.values())
-        alive = {Member(*divmod(member, plan.num_ranks)) for member in plan.members if member not in errors}
+        alive = {SavingRank(*divmod(member, plan.num_ranks)) for member in plan.members if member not in errors}
         if plan.mode is SaveMode.EVERY_GROUP:
             can_be_whole = len({member.rank for member in alive}) == plan.num_ranks
         else:
-            shares = [Member(*divmod(member, plan.num_ranks)) for member in plan.members]
+            shares = [SavingRank(*divmod(member, plan.num_ranks)) for member in plan.members]
             numbers = range(plan.writers.num_holders)
             holders = [{plan.writers.holder_of(share, number) for number in numbers} for share in shares]
             can_be_whole = all(alive & of_share for of_share in holders)

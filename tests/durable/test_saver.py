@@ -36,7 +36,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveWorker
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 LAYOUTS = [(1, 1), (3, 1), (1, 2), (2, 2), (4, 2)]

@@ -26,7 +26,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoin
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import (
     CheckpointNotFoundError,
     SourceLostError,
@@ -295,7 +295,7 @@ def test_a_member_that_dies_while_it_serves_costs_its_share(
 
     def serves(*args: Any, **kwargs: Any) -> None:
         send(*args, **kwargs)
-        snapshot = members[1].transport._shelf.open_snapshots()[0]
+        snapshot = members[1].transport._snapshots.open_snapshots()[0]
         register = snapshot.register
 
         def registers(*arguments: Any) -> bool:

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.serialization import safe_globals
 
-from torchft_ckpt.checkpointing.durable.reading.value_records import load_record
 from torchft_ckpt.errors import CheckpointDamagedError, UnsupportedValueError
+from torchft_ckpt.integrations.dcp.value_records import load_record
 
 
 class Runs:

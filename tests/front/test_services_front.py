@@ -25,8 +25,8 @@ from torchft_ckpt import LighthouseServer
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.coordination import ManagerServer, group_service, lighthouse_server, manager_server
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello, RankHello, encode
-from torchft_ckpt.core.proofs import RankProof
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello, RankHello, encode
+from torchft_ckpt.core.services.proofs import RankProof
 from torchft_ckpt.front import serving as serving_module
 from torchft_ckpt.front.limits import FrontLimits, showed_token
 from torchft_ckpt.front.serving import Front

@@ -1,4 +1,5 @@
-"""Runs a training loop, as a user writes it, as replica groups that die and come back, and compares its bits with the plain loop.
+"""Runs a training loop, as a user writes it, as replica groups that die and come back, and compares its bits with the plain
+loop.
 
 A loop is a function of a `Job`. It is run
 
@@ -41,7 +42,7 @@ from torchft_ckpt import (
     set_all_reduce_hook,
 )
 from torchft_ckpt.ddp import PureDistributedDataParallel
-from torchft_ckpt.manager import launch
+from torchft_ckpt.manager import rank_config
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 if TYPE_CHECKING:
@@ -530,11 +531,11 @@ def torch_process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _mesh.append(init_device_mesh("cpu", (1,)))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    host_store, launch._host_store = launch._host_store, lambda: store
+    host_store, rank_config._host_store = rank_config._host_store, lambda: store
     try:
         yield
     finally:
-        launch._host_store = host_store
+        rank_config._host_store = host_store
         _mesh.clear()
         dist.destroy_process_group()
 

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from torchft_ckpt import Checkpointer, HTTPTransport
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, layout_of
-from torchft_ckpt.checkpointing.planners import ShardLoadPlanner, ShardSavePlanner
 from torchft_ckpt.checkpointing.state.shards import adapter_of
-from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter, boxes_of_devices, local_shards_of
-from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.integrations.dcp.planners import ShardLoadPlanner, ShardSavePlanner
+from torchft_ckpt.integrations.xla import XLAShardAdapter, boxes_of_devices, local_shards_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 _TIMEOUT = timedelta(seconds=30)
@@ -203,8 +203,8 @@ def test_the_boxes_in_the_text_of_a_sharding_are_those_of_the_devices(layout, sh
 def test_one_process_holds_all_and_a_group_of_more_ranks_is_another(layout):
     tensor, adapter = layout.of(random_bits((7, 5), torch.float32, seed=2)), XLAShardAdapter()
     holdings = HoldingsIndex(0, 1).holdings_of(layout_of("w", tensor, num_ranks=1), adapter.boxes(tensor, "w"))
-    assert holdings.is_known_to_all
-    assert [held.box for held in holdings.mine] == sorted(adapter.boxes(tensor, "w"))
+    assert holdings.is_derivable
+    assert [held.box for held in holdings.local] == sorted(adapter.boxes(tensor, "w"))
     assert adapter.holders(tensor, 2) is None
 
 
@@ -219,7 +219,7 @@ def test_two_processes_say_the_same_of_each_other_and_hold_what_is_said(monkeypa
         as_processes(monkeypatch, 2, process, [f"CPU:{device}" for device in devices])
         own = [shard.box for shard in local_shards_of([shards[device] for device in devices], shape)]
         found.append(HoldingsIndex(process, 2).holdings_of(layout_of("w", tensor, num_ranks=2), own))
-    assert all(one.is_known_to_all for one in found)
+    assert all(one.is_derivable for one in found)
     assert found[0].held == found[1].held
 
 

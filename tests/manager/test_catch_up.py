@@ -20,7 +20,7 @@ from support.stores import hosted_store
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
-from torchft_ckpt.checkpointing.serving.snapshot import Phase, Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot import Snapshot, SnapshotPhase
 from torchft_ckpt.errors import SourceLostError, StateDictLoadError, TransferTimeoutError
 
 SHORT = timedelta(seconds=20)
@@ -59,7 +59,7 @@ class Replica:
             block_bytes=BLOCK_BYTES,
             stall_timeout=timedelta(seconds=1),
         )
-        kept_still = options.pop("kept_still", True)
+        explicitly_locked = options.pop("explicitly_locked", True)
         self.manager = Manager(
             ProcessGroupGloo(timeout=SHORT),
             None,
@@ -73,7 +73,7 @@ class Replica:
             **options,
         )
         self.manager.register_state_dict_fn(
-            "outer", self.load, lambda: {"weights": self.weights}, kept_still=kept_still
+            "outer", self.load, lambda: {"weights": self.weights}, explicitly_locked=explicitly_locked
         )
 
     def load(self, state: dict[str, Any]) -> None:
@@ -200,12 +200,12 @@ def test_inner_steps_beside_a_transfer_take_no_lock_and_cause_no_copy(
         assert begun.wait(20)
         for _ in range(10):
             inner.step()
-        (snapshot,) = source.transport._shelf.open_snapshots()
+        (snapshot,) = source.transport._snapshots.open_snapshots()
         statistics = snapshot.statistics()
         go_on.set()
         assert caught_up.result(20)
 
-    assert (statistics.phase, statistics.num_blocks_copied_aside, writes) == (Phase.LIVE, 0, [])
+    assert (statistics.phase, statistics.num_blocks_copied_aside, writes) == (SnapshotPhase.LIVE, 0, [])
     assert joiner.bits() == source.bits()
 
 
@@ -255,12 +255,12 @@ def test_who_holds_the_newest_state_fetches_nothing_and_its_offer_stands(
     lighthouse: LighthouseServer, replicas: list[Replica]
 ) -> None:
     source = running_source(replicas, lighthouse)
-    before = source.transport._shelf.open_snapshots()
+    before = source.transport._snapshots.open_snapshots()
 
     assert source.manager.catch_up()
 
     assert source.loaded == []
-    assert source.transport._shelf.open_snapshots() == before
+    assert source.transport._snapshots.open_snapshots() == before
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
@@ -278,10 +278,10 @@ def test_where_nothing_is_proven_there_is_nothing_to_catch_up_with(
 def test_a_state_that_is_not_kept_still_is_offered_by_nobody(
     lighthouse: LighthouseServer, replicas: list[Replica]
 ) -> None:
-    source = start(replicas, lighthouse, "source", kept_still=False)
+    source = start(replicas, lighthouse, "source", explicitly_locked=False)
     assert source.round()
-    assert source.transport._shelf.open_snapshots() == []
-    joiner = start(replicas, lighthouse, "joiner", kept_still=False)
+    assert source.transport._snapshots.open_snapshots() == []
+    joiner = start(replicas, lighthouse, "joiner", explicitly_locked=False)
 
     assert joiner.manager.catch_up() is False
 
@@ -348,7 +348,7 @@ def test_a_state_that_could_not_be_loaded_is_torn_until_it_is_caught_up_with_aga
     assert caught.value.state_overwritten
     assert joiner.manager.is_behind
     joiner.manager.offer_state()
-    assert joiner.transport._shelf.open_snapshots() == []
+    assert joiner.transport._snapshots.open_snapshots() == []
 
     joiner.fails_to_load = False
     assert joiner.manager.catch_up()
@@ -455,29 +455,31 @@ def test_an_offer_that_nobody_takes_costs_no_copy_and_ends_with_the_next_change(
     lighthouse: LighthouseServer, replicas: list[Replica]
 ) -> None:
     source = running_source(replicas, lighthouse)
-    (offered,) = source.transport._shelf.open_snapshots()
+    (offered,) = source.transport._snapshots.open_snapshots()
     source.manager.offer_state()
-    assert source.transport._shelf.open_snapshots() == [offered], "it stands already"
-    assert (offered.phase, offered.digests) == (Phase.LIVE, {})
+    assert source.transport._snapshots.open_snapshots() == [offered], "it stands already"
+    assert (offered.phase, offered.digests) == (SnapshotPhase.LIVE, {})
 
     source.manager.disallow_state_dict_read()
     statistics = offered.statistics()
     source.manager.allow_state_dict_read()
 
-    assert (statistics.phase, statistics.num_blocks_copied_aside) == (Phase.CLOSED, 0)
+    assert (statistics.phase, statistics.num_blocks_copied_aside) == (SnapshotPhase.CLOSED, 0)
 
 
 def test_a_joiner_of_a_quorum_is_served_by_the_offer_that_stands(
     lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = running_source(replicas, lighthouse)
-    (offered,) = source.transport._shelf.open_snapshots()
+    (offered,) = source.transport._snapshots.open_snapshots()
     joiner = start(replicas, lighthouse, "joiner", use_async_quorum=False)
     looks_on(joiner, lighthouse)  # it did not catch up before
     published: list[object] = []
-    put = source.transport._shelf.put
+    put = source.transport._snapshots.put
     monkeypatch.setattr(
-        source.transport._shelf, "put", lambda snapshot, **how: (published.append(snapshot), put(snapshot, **how))[1]
+        source.transport._snapshots,
+        "put",
+        lambda snapshot, **how: (published.append(snapshot), put(snapshot, **how))[1],
     )
 
     assert together(source.round, lambda: _finish(joiner)) == [True, True]

@@ -77,7 +77,7 @@ class Group:
     def perturbed(self, joiner: MeetingTransport, *, locked: bool) -> Iterator[None]:
         """Other weights meanwhile; where some are served, until the joiner has received them or has been refused."""
         lock = self.manager.state_dict_lock.write if locked else contextlib.nullcontext
-        is_served = bool(self.transport._shelf.open_snapshots())
+        is_served = bool(self.transport._snapshots.open_snapshots())
         kept = [parameter.detach().clone() for parameter in self.model.parameters()]
         with lock(), torch.no_grad():
             for parameter in self.model.parameters():

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.core.messages import MAX_LEAVES, LeavesWanted, StateVersion
-from torchft_ckpt.manager.checking import EqualityCheck, Leaf, digest_of, leaves_to_compare
+from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, StateVersion
+from torchft_ckpt.manager.checking import CheckedLeaf, EqualityCheck, digest_of, leaves_to_compare
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 
@@ -24,7 +24,7 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def names(leaves: Iterable[Leaf]) -> set[str]:
+def names(leaves: Iterable[CheckedLeaf]) -> set[str]:
     return {leaf.name for leaf in leaves}
 
 
@@ -58,7 +58,7 @@ def test_what_the_state_dict_leaves_out_of_an_optimizer_is_compared_too() -> Non
     ids=["python", "python as a list", "numpy", "numpy's dict", "numpy's generator", "torch", "array", "no value"],
 )
 def test_random_states_and_what_has_no_value_are_not_compared(state: Any) -> None:
-    assert leaves_to_compare({"a": {"own": state, "scale": 2.0}}, []) == [Leaf("a.scale", "a.scale", "2.0")]
+    assert leaves_to_compare({"a": {"own": state, "scale": 2.0}}, []) == [CheckedLeaf("a.scale", "a.scale", "2.0")]
 
 
 def test_a_list_of_values_is_one_leaf_and_its_order_counts() -> None:
@@ -72,7 +72,11 @@ def test_of_groups_that_train_apart_only_what_they_agreed_on_is_compared() -> No
     registry = StateRegistry(StateDictLock())
     registry.register("model", lambda _: None, lambda: {**model.state_dict(), "epoch": 1})
     registry.register(
-        "outer", lambda _: None, lambda: {"globals": agreed, "round": 2}, kept_still=True, trains_apart=True
+        "outer",
+        lambda _: None,
+        lambda: {"globals": agreed, "round": 2},
+        explicitly_locked=True,
+        local_between_syncs=True,
     )
     registry.guard(trained(model))
     assert names(registry.leaves_to_compare()) == {"outer.globals", "outer.round"}
@@ -87,7 +91,7 @@ def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:
 
 def test_an_answer_is_of_the_version_that_was_digested_and_of_no_other() -> None:
     check, version = EqualityCheck(StateDictLock()), StateVersion(step=3, quorum_id=1)
-    leaves = [Leaf(f"{number:05}", f"w{number:05}", f"{number}") for number in range(MAX_LEAVES + 1)]
+    leaves = [CheckedLeaf(f"{number:05}", f"w{number:05}", f"{number}") for number in range(MAX_LEAVES + 1)]
     check.begin(version, leaves)
     digest = check.digest()
     assert len(digest) == 32 and check.digest() == ""

@@ -16,7 +16,7 @@ import torch
 from support.stores import hosted_store
 from torch.distributed import ReduceOp, TCPStore, Work
 
-from torchft_ckpt.core.sequence import Clearance
+from torchft_ckpt.core.coordination.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.collectives import Collectives, ManagedWork

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchft_ckpt.core.replica import Comparison
+from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.manager.comparing import compare_states, fixed
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from torchft_ckpt import Checkpointer, HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import whole
-from torchft_ckpt.core.restore_source import RestoreSource
-from torchft_ckpt.manager.gathering import Gathering
+from torchft_ckpt.core.boxes.geometry import whole
+from torchft_ckpt.core.durable.restore_source import RestoreSource
+from torchft_ckpt.manager.cold_start import ColdStartGroup
 
 SHORT = timedelta(seconds=20)
 
@@ -92,8 +92,8 @@ def together(act: Callable[[Rank], Any], *ranks: Rank) -> list[Any]:
         return [future.result(60) for future in [pool.submit(act, rank) for rank in ranks]]
 
 
-def gathers(rank: Rank) -> Gathering:
-    gathering = rank.manager.gather(SHORT)
+def gathers(rank: Rank) -> ColdStartGroup:
+    gathering = rank.manager.cold_start(SHORT)
     assert gathering is not None
     return gathering
 
@@ -173,7 +173,7 @@ def test_nobody_holds_a_step_where_nobody_has_trained(start: Callable[..., Rank]
 
 def test_who_finds_nobody_to_gather_with_is_told_so_in_time(start: Callable[..., Rank]) -> None:
     a = start("a")  # min_replicas is 2
-    assert a.manager.gather(timedelta(seconds=0.5)) is None
+    assert a.manager.cold_start(timedelta(seconds=0.5)) is None
     b = start("b")
     assert together(Rank.step, a, b) == [True, True]
 

@@ -13,7 +13,7 @@ import torch
 from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
-from torchft_ckpt.core.messages import QuorumFormed, Role, Source, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, Source, StateVersion
 from torchft_ckpt.errors import (
     LayoutMismatchError,
     SourceLostError,

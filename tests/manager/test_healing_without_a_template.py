@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.core.messages import QuorumFormed, Role, Source, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, Source, StateVersion
 from torchft_ckpt.errors import CheckpointError, StateMismatchError
 from torchft_ckpt.manager.healing import Healing
 

@@ -21,8 +21,8 @@ from support.ports import reserved_port
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
-from torchft_ckpt.checkpointing.serving.shelf import Shelf
-from torchft_ckpt.core.messages import PROTOCOL_VERSION as VERSION
+from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION as VERSION
 from torchft_ckpt.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -35,7 +35,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager import launch, state_registry, step_client
+from torchft_ckpt.manager import rank_config, state_registry, step_client
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -519,7 +519,7 @@ def test_a_taken_port_is_named(lighthouse: LighthouseServer) -> None:
 def test_another_version_is_refused_with_both_versions(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_ckpt.core.replica.PROTOCOL_VERSION", VERSION + 1)
+    monkeypatch.setattr("torchft_ckpt.core.coordination.replica.PROTOCOL_VERSION", VERSION + 1)
     with pytest.raises(ProtocolVersionError, match=rf"speaks protocol {VERSION}, group:.* speaks {VERSION + 1}"):
         Replica(lighthouse, "group")
 
@@ -575,12 +575,12 @@ def test_an_argument_wins_over_the_environment(lighthouse: LighthouseServer, mon
 def test_what_torchft_reads_and_we_do_not_is_named_once(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch, "_named", set())
+    monkeypatch.setattr(rank_config, "_named", set())
     monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "30")
     monkeypatch.setenv("TORCHFT_USE_OTEL", "false")
-    with caplog.at_level(logging.WARNING, launch.__name__):
+    with caplog.at_level(logging.WARNING, rank_config.__name__):
         shutdown(Replica(lighthouse, "first"), Replica(lighthouse, "second"))
-    said = [record.getMessage() for record in caplog.records if record.name == launch.__name__]
+    said = [record.getMessage() for record in caplog.records if record.name == rank_config.__name__]
     assert [line.partition(":")[0] for line in said] == [
         "TORCHFT_WATCHDOG_TIMEOUT_SEC is set, but torchft_ckpt does not read it"
     ]
@@ -617,8 +617,8 @@ def test_a_step_of_the_optimizer_copies_aside_once(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, is_given: bool
 ) -> None:
     times: list[bool] = []
-    detach_all = Shelf.detach_all
-    monkeypatch.setattr(Shelf, "detach_all", lambda shelf: (times.append(True), detach_all(shelf))[1])
+    detach_all = SnapshotRegistry.detach_all
+    monkeypatch.setattr(SnapshotRegistry, "detach_all", lambda registry: (times.append(True), detach_all(registry))[1])
     given: HTTPTransport[Any] | None = HTTPTransport(timeout=SHORT, hostname="127.0.0.1") if is_given else None
     replica = Replica(lighthouse, "group", checkpoint_transport=given)
     assert replica.step()

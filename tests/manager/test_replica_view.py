@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from torchft_ckpt.core.messages import LeafDigests, LeavesWanted
-from torchft_ckpt.core.replica import ReplicaSettings
+from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted
+from torchft_ckpt.core.coordination.replica import ReplicaSettings
 from torchft_ckpt.manager.step_client import StepClient
 
 

@@ -33,8 +33,8 @@ from torchft_ckpt import (
     Restored,
     load_checkpoint,
 )
-from torchft_ckpt.core.restore_source import RestoreSource
-from torchft_ckpt.manager.gathering import Gathering
+from torchft_ckpt.core.durable.restore_source import RestoreSource
+from torchft_ckpt.manager.cold_start import ColdStartGroup
 
 T = TypeVar("T")
 LONG_S = 60.0
@@ -287,16 +287,16 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
     storage, saved = saved_by("diloco")
     first_has_restored = threading.Event()
 
-    def gather_late(_: object) -> Gathering:
+    def gather_late(_: object) -> ColdStartGroup:
         assert first_has_restored.wait(LONG_S)
         return told_that_others_hold(saved.step)
 
     def run(group: Group) -> RestoreSource:
         manager: Any = group.manager
         if manager.replica_id().startswith("group_1"):
-            manager.gather = gather_late
+            manager.cold_start = gather_late
         else:
-            manager.gather = lambda _: told_that_others_hold(0)
+            manager.cold_start = lambda _: told_that_others_hold(0)
             load = manager.load_state_dict
             manager.load_state_dict = lambda state: (load(state), first_has_restored.set())
         with group.loop:
@@ -308,8 +308,8 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
     assert together(2, run, storage) == [RestoreSource.STORAGE, RestoreSource.PEERS]
 
 
-def told_that_others_hold(step: int) -> Gathering:
-    return Gathering(
+def told_that_others_hold(step: int) -> ColdStartGroup:
+    return ColdStartGroup(
         replica_rank=0, num_replicas=1, group_rank=0, group_world_size=1, store=None, run="a run", step_of_others=step
     )
 

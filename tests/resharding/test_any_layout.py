@@ -30,7 +30,7 @@ from support.thoroughness import by_default
 from torchft_ckpt.checkpointing.fetching import streams
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.checkpointing.protocol import Part
+from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.serving import parts as parts_module
@@ -42,7 +42,7 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.regions import gather, scatter, slices
 from torchft_ckpt.checkpointing.state.space import memory_at
 from torchft_ckpt.checkpointing.state.target import StateTarget, Want
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 
 STEP = 7
 
@@ -77,7 +77,7 @@ def check_each_element_is_had_once(wants: Sequence[Want], plan: Plan, shapes: di
         assert counts.numel() == 0 or int(counts.max()) <= 1, f"{name} is asked for twice"
 
 
-def bytes_at(snapshot: Snapshot, part: Part) -> memoryview:
+def bytes_at(snapshot: Snapshot, part: BoxRequest) -> memoryview:
     (region,) = regions_of(snapshot.manifest, [part])
     out = memoryview(bytearray(region.num_bytes))
     gather(memoryview(snapshot.read(region.start, region.stop)), region, out)
@@ -95,7 +95,7 @@ def move(plan: Plan, groups: Sequence[Imagined], fulls: dict[str, torch.Tensor],
                 place = places[number]
                 assert list(snapshots)[list(snapshots).index(name)].endswith(f"rank {place.rank}")
                 offsets, sizes = list(planned.box.offsets), list(planned.box.sizes)
-                asked = Part(tensor=place.tensor, chunk=place.chunk, seed=number, offsets=offsets, sizes=sizes)
+                asked = BoxRequest(tensor=place.tensor, chunk=place.chunk, seed=number, offsets=offsets, sizes=sizes)
                 sent[name] = bytes_at(snapshots[name], asked)
                 assert bytes(sent[name]) == expected, f"{name} holds other bits of {planned.name} {planned.box}"
         data = sent[chance.choice(sorted(sent))]

@@ -143,7 +143,7 @@ def test_a_source_rank_that_has_gone_on_makes_no_mismatch_of_what_the_others_hol
         local = model.state(dict.fromkeys(ROWS, PLAIN), 0)
     with Group(model.states(ROWS, 2), STEP, num_receivers=0) as source:
         source.transports[1].disallow_checkpoint()
-        source.transports[1].note_step(STEP + 1)
+        source.transports[1].advance_to(STEP + 1)
         message = refused([source.urls], local, SourceRefusedError)
     assert "w0 [4:8, 0:5]" in message and "has gone on" in message
 

@@ -18,7 +18,7 @@ from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding import transfer as transfer_module
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
-from torchft_ckpt.core.boxes import MAX_CELLS, Box, refine
+from torchft_ckpt.core.boxes.geometry import MAX_CELLS, Box, refine
 from torchft_ckpt.errors import SourceRefusedError, StateMismatchError, UnsupportedValueError
 from torchft_ckpt.manager.checking import ParameterLayout
 from torchft_ckpt.manager.state_registry import StateRegistry
@@ -135,8 +135,8 @@ def test_ranks_of_all_groups_are_asked_ahead() -> None:
     def train(rank: int) -> None:
         for step in range(100_000):
             transport = ranks[rank]
-            transport.note_step(step)
-            if transport.is_wished_for(step):
+            transport.advance_to(step)
+            if transport.has_pending_request(step):
                 transport.send_checkpoint([], step, {"w": torch.full((4,), float(step))}, LONG)
                 served[rank].add(step)
             if is_over.wait(0.05):
@@ -163,7 +163,7 @@ def test_ranks_of_all_groups_are_asked_ahead() -> None:
 
 def registry_of(state: Any, *optimizers: torch.optim.Optimizer, load: Any = None) -> StateRegistry:
     registry = StateRegistry(StateDictLock())
-    registry.register("default", load or (lambda state: None), state, kept_still=True, optimizers=optimizers)
+    registry.register("default", load or (lambda state: None), state, explicitly_locked=True, optimizers=optimizers)
     return registry
 
 

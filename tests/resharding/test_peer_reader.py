@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt import HTTPTransport, PeerReader
 from torchft_ckpt.__main__ import main
-from torchft_ckpt.checkpointing.serving import shelf
-from torchft_ckpt.checkpointing.serving.snapshot import Phase
+from torchft_ckpt.checkpointing.serving import snapshot_registry
+from torchft_ckpt.checkpointing.serving.snapshot import SnapshotPhase
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
 LIMIT = timedelta(seconds=20)
@@ -94,8 +94,8 @@ class RunningJob:
             if self._over.is_set():
                 self._barrier.abort()
                 return
-            transport.note_step(step)
-            if transport.is_wished_for(step):
+            transport.advance_to(step)
+            if transport.has_pending_request(step):
                 state["torchft"]["step"] = step
                 transport.send_checkpoint([], step, state, LIMIT)
             time.sleep(self._pause_s * (1 + rank))
@@ -126,7 +126,9 @@ def job() -> Iterator[RunningJob]:
 
 def num_kept(job: RunningJob) -> int:
     """States that ranks keep for somebody though they trained on."""
-    return sum(snapshot.phase is Phase.DETACHED for rank in job.ranks for snapshot in rank._shelf.open_snapshots())
+    return sum(
+        snapshot.phase is SnapshotPhase.DETACHED for rank in job.ranks for snapshot in rank._snapshots.open_snapshots()
+    )
 
 
 def nothing_is_kept(job: RunningJob) -> bool:
@@ -264,7 +266,7 @@ def test_a_reader_that_takes_nothing_does_not_freeze_what_others_get(
     job: RunningJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It keeps one step at the ranks; neither another reader nor `pull` takes that for the newest one."""
-    monkeypatch.setattr(shelf, "FRESH_S", 0.0)
+    monkeypatch.setattr(snapshot_registry, "FRESH_S", 0.0)
     idle = PeerReader(job.urls, timeout=LIMIT)
     idle.read_metadata()
     assert idle.step is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, scatter, slices
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 
 DTYPES = [np.uint8, np.uint16, np.float32, np.int64, np.complex128]
 

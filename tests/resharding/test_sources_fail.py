@@ -43,7 +43,7 @@ from support.resharding import (
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
-from torchft_ckpt.core.transfer import mask_of_each
+from torchft_ckpt.core.transfer.scheduler import mask_of_each
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,
@@ -559,12 +559,12 @@ def train_on(transport: HTTPTransport[State], state: State) -> None:
 def test_what_was_kept_for_a_receiver_is_freed_when_it_is_done():
     """By all three ranks of its group."""
     with group_of(ROWS, 2, num_receivers=1) as group, Receiver() as receiver:
-        shelves = [transport._shelf for transport in group.transports]
+        registries = [transport._snapshots for transport in group.transports]
         for _ in range(3):
             receiver.fetch([group.urls])
         for transport in group.transports:
             transport.disallow_checkpoint()
         deadline = time.monotonic() + 5
-        while any(shelf.open_snapshots() for shelf in shelves) and time.monotonic() < deadline:
+        while any(registry.open_snapshots() for registry in registries) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert [shelf.open_snapshots() for shelf in shelves] == [[], []]
+        assert [registry.open_snapshots() for registry in registries] == [[], []]

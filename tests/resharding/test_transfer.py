@@ -10,12 +10,12 @@ from support.waiting import wait_until
 from torchft_ckpt.checkpointing.resharding.plan import Place, Plan, PlannedPart
 from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
 from torchft_ckpt.checkpointing.state.regions import Region
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import SourceLostError
 
 
 def transfer_of(
-    holders: dict[str, list[int]], groups: dict[str, int], num_parts: int, heirs: list[int] | None = None
+    holders: dict[str, list[int]], groups: dict[str, int], num_parts: int, candidates: list[int] | None = None
 ) -> BoxTransfer:
     """Parts of 10 bytes; `holders` is what each source can give."""
     target = torch.empty(10 * num_parts, dtype=torch.uint8)
@@ -28,8 +28,8 @@ def transfer_of(
         name: {number: Place(0, number, 0, boxes[number]) for number in numbers} for name, numbers in holders.items()
     }
     transfer = BoxTransfer()
-    heirs = sorted(set(groups.values())) if heirs is None else heirs
-    transfer.begin(Plan(parts, places, groups), heirs, max_units=10)
+    candidates = sorted(set(groups.values())) if candidates is None else candidates
+    transfer.begin(Plan(parts, places, groups), candidates, max_units=10)
     return transfer
 
 
@@ -148,7 +148,7 @@ def test_a_heir_that_is_lost_too_gives_way_to_the_next():
 
 
 def test_a_group_whose_state_could_not_stand_for_the_primarys_is_no_heir():
-    transfer = transfer_of({"a": [0], "b": [0]}, {"a": 0, "b": 1}, 1, heirs=[0])
+    transfer = transfer_of({"a": [0], "b": [0]}, {"a": 0, "b": 1}, 1, candidates=[0])
     transfer.fail_source("a", lost("a"))
     assert transfer.over and isinstance(transfer.outcome, SourceLostError)
 

@@ -1,4 +1,4 @@
-"""One incarnation of a replica group: its ranks' processes, `core.group` at rank 0, and the connection to the lighthouse."""
+"""One incarnation of a replica group: its ranks' processes, its rules at rank 0, and the connection to the lighthouse."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from simulation.clock import Clock, Process
 from simulation.network import Connection
 from simulation.oracle import Oracle
 from simulation.trainer import Trainer
-from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.group import (
+    GroupEvent,
+    GroupState,
+    LighthouseMessage,
+    LighthouseUp,
+    RankLost,
+    RankMessage,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.messages import (
     Dropped,
     GroupBroken,
     Heartbeat,
@@ -23,7 +31,7 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
     encode,
 )
-from torchft_ckpt.core.patience import reconnect_delay_s
+from torchft_ckpt.core.coordination.patience import reconnect_delay_s
 
 if TYPE_CHECKING:
     from simulation.lighthouse import Lighthouse
@@ -89,7 +97,7 @@ class ReplicaGroup:
     def take(self, rank: int, message: RankToGroup) -> None:
         """A rank says something; rank 0 shares the process, the others are a connection away."""
         text = encode(message)
-        self._local(rank, False, lambda: self._handle(RankSaid(rank, decode_rank_to_group(text, f"rank {rank}"))))
+        self._local(rank, False, lambda: self._handle(RankMessage(rank, decode_rank_to_group(text, f"rank {rank}"))))
 
     def end_rank(self, rank: int, reason: str) -> None:
         """A rank's process ends by itself."""
@@ -114,7 +122,7 @@ class ReplicaGroup:
 
     def _handle(self, event: GroupEvent) -> None:
         for instruction in self.state.handle(event):
-            if isinstance(instruction, ToRank):
+            if isinstance(instruction, SendToRank):
                 rank, text = instruction.rank, encode(instruction.message)
                 self._local(
                     rank,
@@ -167,7 +175,7 @@ class ReplicaGroup:
             for rank in range(len(self.processes)):
                 self._local(rank, True, lambda rank=rank: self.trainers[rank].receive(message))  # type: ignore[misc]
         elif not isinstance(message, Dropped):
-            self._handle(LighthouseSaid(message))
+            self._handle(LighthouseMessage(message))
 
     def _beat(self) -> None:
         if self.connection is not None and self._is_welcome:

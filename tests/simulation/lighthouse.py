@@ -1,4 +1,4 @@
-"""The lighthouse's process: drives `core.lighthouse`, and comes back without memory after a crash."""
+"""The lighthouse's process: drives `core.coordination.lighthouse`, and comes back without memory after a crash."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from simulation.clock import Action, Clock, Process
 from simulation.network import Connection
 from simulation.oracle import Oracle
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import (
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
     Event,

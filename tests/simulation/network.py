@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from simulation.clock import Action, Clock, Process
-from torchft_ckpt.core.messages import decode_from_lighthouse, decode_to_lighthouse, encode
+from torchft_ckpt.core.coordination.messages import decode_from_lighthouse, decode_to_lighthouse, encode
 
 
 class Connection:

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.core.commit import CommitDecision
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import Event, Instruction, Received, Send
-from torchft_ckpt.core.lighthouse_records import Round
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.commit import CommitDecision
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import Event, Instruction, Received, Send
+from torchft_ckpt.core.coordination.lighthouse_records import Round
+from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
     CommitDecided,
     Hello,

@@ -1,4 +1,4 @@
-"""One rank of an outer loop (LocalSGD, DiLoCo): drives `core.replica` as the manager and `outer.loop` do together.
+"""One rank of an outer loop (LocalSGD, DiLoCo): drives `core.coordination.replica` as the manager and `outer.loop` do together.
 
 It trains alone for a long phase, asks for a quorum towards its end (`contributes`, with its patience), and takes the decision
 at its very end. New, or left behind, it catches up beside the others' phases, and then watches one round (`contributes` False)
@@ -14,7 +14,7 @@ import msgspec
 
 from simulation.trainer import Trainer
 from simulation.transfers import Arrival, Snapshot
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -24,8 +24,8 @@ from torchft_ckpt.core.messages import (
     QuorumFormed,
     StateLocated,
 )
-from torchft_ckpt.core.outer_schedule import OuterSchedule, Verdict, after_vote
-from torchft_ckpt.core.replica import Phase, StepFacts, StepWishes
+from torchft_ckpt.core.coordination.replica import StepFacts, StepPhase, StepWishes
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundOutcome, after_vote
 
 CATCH_UP_PAUSE_S = 0.1
 
@@ -204,7 +204,7 @@ class OuterRank(Trainer):
 
         def abandon() -> None:
             # A decision that the others of its group follow is not overlooked: each of them waits for it.
-            is_free = self.is_alone or self.replica.phase is not Phase.VOTED
+            is_free = self.is_alone or self.replica.phase is not StepPhase.VOTED
             if turn == self._turn and is_free and self._moods.abandon > 0.0:
                 again()
 
@@ -249,14 +249,14 @@ class OuterRank(Trainer):
         self._vote(turn)
         self._take_answer()
         vote = self._cast
-        if self.replica.phase is not Phase.VOTED or vote is None or turn != self._turn:
+        if self.replica.phase is not StepPhase.VOTED or vote is None or turn != self._turn:
             return
         formed = self.replica.quorum
         patience_s = formed.patience_s if formed is not None else 0.0
         unknown = GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
 
         def give_up() -> None:
-            if turn == self._turn and self.replica.phase is Phase.VOTED:
+            if turn == self._turn and self.replica.phase is StepPhase.VOTED:
                 self._send(unknown)
 
         is_impatient = self._rng.random() < self._moods.impatience
@@ -301,9 +301,9 @@ class OuterRank(Trainer):
                 self.begin()
             return
         verdict = after_vote(committed=is_committed, is_behind=self.replica.is_behind, retries_left=self._retries_left)
-        if verdict is Verdict.REJOIN:
+        if verdict is RoundOutcome.REJOIN:
             self.begin()
-        elif verdict is Verdict.RETRY:
+        elif verdict is RoundOutcome.RETRY:
             self._retries_left -= 1
             self._prepare()
         else:
@@ -328,7 +328,7 @@ class OuterRank(Trainer):
                 self._is_cancelled = True
                 self._check_load()
         elif isinstance(message, CommitUnknown):
-            if self.replica.phase is Phase.VOTED and self._answer is None:
+            if self.replica.phase is StepPhase.VOTED and self._answer is None:
                 self._answer = message
                 self._take_answer()
         else:

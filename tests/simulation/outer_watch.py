@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from simulation.outer_rank import OuterRank
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.messages import QuorumRequest, Role
-from torchft_ckpt.core.replica import Phase
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.messages import QuorumRequest, Role
+from torchft_ckpt.core.coordination.replica import StepPhase
 
 if TYPE_CHECKING:
     from simulation.group import ReplicaGroup
@@ -132,7 +132,7 @@ class OuterWatch:
                 rank.phase_s <= SLOWEST * fastest_s
                 and rank.began_at <= began_at + LATE * fastest_s + rank.pace.delay * rank.phase_s
                 and rank.began_at > self._troubled_until[index]
-                and rank.replica.phase is Phase.IDLE
+                and rank.replica.phase is StepPhase.IDLE
                 for rank in ranks
             )
             if is_slow:

@@ -28,9 +28,9 @@ from simulation.outer_rank import OuterPace, OuterRank
 from simulation.outer_watch import SLOWEST, OuterWatch
 from simulation.trainer import Trainer, TrainerSettings
 from simulation.transfers import Transfers
-from torchft_ckpt.core.lighthouse_events import LighthouseSettings, Received
-from torchft_ckpt.core.messages import AllowStepLoss, OnReplicasDiffer
-from torchft_ckpt.core.replica import ReplicaSettings
+from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Received
+from torchft_ckpt.core.coordination.messages import AllowStepLoss, OnReplicasDiffer
+from torchft_ckpt.core.coordination.replica import ReplicaSettings
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One rank: drives `core.replica` through its steps in the way in which the manager does, without tensors.
+"""One rank: drives `core.coordination.replica` through its steps in the way in which the manager does, without tensors.
 
 Its state is a number that depends on every step that went into it and on every contribution, so that two ranks that do
 not hold the same can be told apart for ever.
@@ -18,7 +18,7 @@ from simulation.clock import Clock, Process
 from simulation.collectives import Collectives, Handle
 from simulation.oracle import Oracle
 from simulation.transfers import Arrival, Snapshot, Transfers
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitDecided,
     CommitUnknown,
@@ -43,13 +43,13 @@ from torchft_ckpt.core.messages import (
     StateLocated,
     StateVersion,
 )
-from torchft_ckpt.core.patience import StallWatch
-from torchft_ckpt.core.replica import (
+from torchft_ckpt.core.coordination.patience import StallWatch
+from torchft_ckpt.core.coordination.replica import (
     Comparison,
-    Phase,
     ReplicaSettings,
     ReplicaState,
     StepFacts,
+    StepPhase,
     StepPlan,
     StepWishes,
 )
@@ -187,7 +187,7 @@ class Trainer:
         return Random(f"{self.replica_id} {version} finishes").random() < self._moods.finishes
 
     def _ask_again(self, turn: int) -> None:
-        if turn == self._turn and self.replica.phase is Phase.ASKING:
+        if turn == self._turn and self.replica.phase is StepPhase.ASKING:
             self.begin()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -323,7 +323,7 @@ class Trainer:
             self._vote(turn)
 
     def _vote(self, turn: int) -> None:
-        if turn != self._turn or self.replica.phase is not Phase.TRAINING:
+        if turn != self._turn or self.replica.phase is not StepPhase.TRAINING:
             return
         vote = self.replica.vote(num_collectives=len(self._results), state_digest=self._digest)
         if vote.approve and len(self._results) != self._settings.num_allreduces:
@@ -339,7 +339,7 @@ class Trainer:
         unknown = GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
 
         def give_up() -> None:
-            if turn == self._turn and self.replica.phase is Phase.VOTED:
+            if turn == self._turn and self.replica.phase is StepPhase.VOTED:
                 self._send(unknown)
 
         is_impatient = self._rng.random() < self._moods.impatience

@@ -8,7 +8,7 @@ from enum import Enum
 from random import Random
 
 from simulation.clock import Clock, Process
-from torchft_ckpt.core.messages import StateVersion
+from torchft_ckpt.core.coordination.messages import StateVersion
 
 TELL_S = 0.2
 

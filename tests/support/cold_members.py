@@ -15,7 +15,7 @@ from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import Attem
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import SourceLostError
 
 PATIENCE = timedelta(seconds=20)

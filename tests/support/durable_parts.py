@@ -18,9 +18,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
     FileEntry,
+    FileTensor,
     PartManifest,
     PieceEntry,
-    TensorEntry,
     ValueEntry,
     encode_part,
     encode_value,
@@ -32,7 +32,7 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorag
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.local_state import view_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.core.boxes import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, whole
 
 NAME = CheckpointName(120, "q3-1a2b3c4d")
 
@@ -145,10 +145,10 @@ class PartsDouble:
             file.write(encode_part(manifest))
             file.commit()
 
-    def _entry(self, fqn: str) -> TensorEntry:
+    def _entry(self, fqn: str) -> FileTensor:
         tensor = self.tensors[fqn]
         shape = list(tensor.shape)
-        return TensorEntry(
+        return FileTensor(
             fqn=fqn,
             path=list(self.paths.get(fqn, (fqn,))),
             dtype=dtype_name(tensor.dtype),

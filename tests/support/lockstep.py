@@ -89,9 +89,9 @@ class ScriptedManager:
         load_state_dict: Callable[[Any], None],
         state_dict: Callable[[], Any],
         *,
-        kept_still: bool,
+        explicitly_locked: bool,
         optimizers: Sequence[torch.optim.Optimizer],
-        trains_apart: bool,
+        local_between_syncs: bool,
         after_restore: Callable[[], None] | None,
     ) -> None:
         self.state = state_dict

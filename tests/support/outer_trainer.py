@@ -1,7 +1,7 @@
 """One rank of a replica group that trains a tiny model with an outer loop; a process of its own. It reports as JSON lines.
 
-Its options come as one JSON object on the command line; files in `control` steer it as they do `trainer.py`. `die` says where it
-kills itself: {"groups": once so many trained in a round, "at": "inner" | "prepare" | "allreduce" | "vote"}.
+Its options come as one JSON object on the command line; files in `control` steer it as they do `trainer.py`. `die` says where
+it kills itself: {"groups": once so many trained in a round, "at": "inner" | "prepare" | "allreduce" | "vote"}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from support.trainer import SteeredTransport
 from support.trainer_process import begin, is_over, make_manager, report
 from torchft_ckpt import DiLoCo, LocalSGD, Manager
-from torchft_ckpt.core.messages import CommitVote
+from torchft_ckpt.core.coordination.messages import CommitVote
 from torchft_ckpt.errors import SourceLostError
 from torchft_ckpt.outer.fragment import Fragment
 

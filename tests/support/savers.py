@@ -1,4 +1,5 @@
-"""Members of a job that save one checkpoint together, in one process and in imagined time. What happens when is always the same.
+"""Members of a job that save one checkpoint together, in one process and in imagined time. What happens when is always the
+same.
 
 Each member is a thread with a file system of its own (`scripted_fs`) over one disk. One of them runs at a time: it hands over
 where it waits, and before each operation of its file system, which takes as long as the test says. So a member can die at any
@@ -36,8 +37,8 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorag
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import whole
-from torchft_ckpt.core.saving import Member, Writers
+from torchft_ckpt.core.boxes.geometry import whole
+from torchft_ckpt.core.durable.saving import SavingRank, Writers
 
 LOCATION = "/c"
 FILL_AFTER_S = 5.0
@@ -240,7 +241,7 @@ def worker_of(
     task = SaveTask(
         storage=storage,
         name=plan.name,
-        member=Member(replica, rank),
+        member=SavingRank(replica, rank),
         writers=plan.writers._replace(replica_id=f"group_{replica}"),
         mode=plan.mode,
         is_storage_shared=True,

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.coordination.group_service import GroupService
-from torchft_ckpt.core.messages import PROTOCOL_VERSION, Hello
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello
 
 
 def make_group_service(lighthouse_addr: str, *, world_size: int = 2, **changes: Any) -> GroupService:

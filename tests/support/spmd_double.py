@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter, unregister_shard_adapter
-from torchft_ckpt.checkpointing.state.xla_shards import LocalShard, local_shards_of
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.integrations.xla import LocalShard, local_shards_of
 
 
 @dataclass

@@ -7,7 +7,6 @@ from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
 from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
-from torchft_ckpt.checkpointing.state.xla_shards import XLAShardAdapter
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "ShardAdapter",
     "StateDictLock",
     "TransferProgress",
-    "XLAShardAdapter",
     "register_shard_adapter",
     "register_state_class",
 ]

@@ -1,6 +1,6 @@
 """The transport over HTTP: live weights, served from memory to peers that are behind.
 
-It puts the parts together: a shelf of snapshots behind a server, and a fetch. It decides nothing itself.
+It puts the parts together: a registry of snapshots behind a server, and a fetch. It decides nothing itself.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torchft_ckpt.checkpointing.fetching.options import (
     default_num_streams,
     physical_memory_bytes,
 )
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
 from torchft_ckpt.checkpointing.serving.relay import Relay
-from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
@@ -52,7 +52,7 @@ from torchft_ckpt.threads import end_at_exit
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STAGING_SHARE = 4
-_WISH_S = 15.0
+_REQUEST_S = 15.0
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -66,8 +66,8 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: limit for the lock, and default of what has no limit of its own.
         num_chunks: connections that a receive uses to each source; 0 leaves the choice to the transport. The ranks that a state
             is put together from share as many, and each has one at least.
-        hostname: address that peers are told, and the only one where it is given; default: `TORCHFT_CKPT_HOSTNAME`, else that of
-            the interface which `NCCL_SOCKET_IFNAME` (on a machine with CUDA) or `GLOO_SOCKET_IFNAME` names, else that of the
+        hostname: address that peers are told, and the only one where it is given; default: `TORCHFT_CKPT_HOSTNAME`, else that
+            of the interface which `NCCL_SOCKET_IFNAME` (on a machine with CUDA) or `GLOO_SOCKET_IFNAME` names, else that of the
             outward interface. A `Manager` hands in what it has chosen.
         bind: address to listen on, `::` for both families; default: all of IPv4, or both where the address that peers are told
             is one of IPv6 or a name.
@@ -141,8 +141,8 @@ class HTTPTransport(CheckpointTransport[T]):
         memory = physical_memory_bytes()
         self._lock = lock or StateDictLock(timeout)
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
-        self._shelf = Shelf()
-        self._buffer_shelf = BufferShelf()
+        self._snapshots = SnapshotRegistry()
+        self._buffer_cache = BufferCache()
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
         self._state_dict = state_dict
@@ -164,7 +164,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._host = host
         self._bind = bind or wildcard_for(host.address)
         self._server = CheckpointServer(
-            self._shelf,
+            self._snapshots,
             bind=self._bind,
             port=port,
             token=token,
@@ -188,7 +188,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lock.add_before_write(self.disallow_checkpoint)
 
     def __repr__(self) -> str:
-        return f"HTTPTransport({self._metadata}, serving={self._shelf.open_snapshots()})"
+        return f"HTTPTransport({self._metadata}, serving={self._snapshots.open_snapshots()})"
 
     @property
     def lock(self) -> StateDictLock:
@@ -215,13 +215,13 @@ class HTTPTransport(CheckpointTransport[T]):
         """A random name of the server here, no secret: by it a receiver tells this process from any other at its address."""
         return self._server.identity
 
-    def is_wished_for(self, step: int) -> bool:
+    def has_pending_request(self, step: int) -> bool:
         """Whether somebody waits for the state of this step, or for whatever is newest, and it is not served: serve it."""
-        return self._shelf.is_wished_for(step, time.monotonic(), _WISH_S)
+        return self._snapshots.has_pending_request(step, time.monotonic(), _REQUEST_S)
 
-    def note_step(self, step: int) -> None:
+    def advance_to(self, step: int) -> None:
         """Say which step the live state is of: who waits for an earlier one learns that it is over."""
-        if self._shelf.is_at(step, time.monotonic()):
+        if self._snapshots.is_at(step, time.monotonic()):
             self._server.wake()
 
     def metadata(self) -> str:
@@ -289,11 +289,11 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Every writer of `lock` calls it, and so a subclass's, before it changes the state.
         """
-        self._shelf.detach_all()
+        self._snapshots.detach_all()
 
     def withdraw_checkpoint(self) -> None:
         """Return once the state may be mutated; nothing is copied for the receivers that it was sent to, who get an error."""
-        self._shelf.withdraw_all()
+        self._snapshots.withdraw_all()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""
@@ -405,7 +405,7 @@ class HTTPTransport(CheckpointTransport[T]):
             step=step,
             deadline=started + timeout.total_seconds(),
             options=self._options,
-            shelf=self._buffer_shelf,
+            cache=self._buffer_cache,
             local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
             in_place=in_place and local_state is not None,
             on_progress=together(self._on_progress, on_progress),
@@ -420,15 +420,15 @@ class HTTPTransport(CheckpointTransport[T]):
                 logger.warning("step %d was not received from %s: %s", step, name, error)
                 raise
         if self._reuse_buffers:
-            self._buffer_shelf.keep(fetch.buffers())
+            self._buffer_cache.keep(fetch.buffers())
         else:
-            self._buffer_shelf.clear()
+            self._buffer_cache.clear()
         logger.info("received step %d from %s in %.3f s", step, name, time.monotonic() - started)
         return cast(T, state)
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
         relay = Relay(manifest, destination.views, self._lock)
-        self._shelf.add_relay(relay, ends=ends)
+        self._snapshots.add_relay(relay, ends=ends)
         self._server.expire_at(ends)
         return relay
 
@@ -448,23 +448,23 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lock.remove_before_write(self.disallow_checkpoint)
         self.cancel_recv()
         self._server.stop(wait=wait)
-        self._shelf.close_all()
-        self._buffer_shelf.clear()
+        self._snapshots.close_all()
+        self._buffer_cache.clear()
 
 
 class PGTransport(HTTPTransport[T]):
     """An `HTTPTransport` for scripts that construct torchft's `PGTransport`: our format over HTTP.
 
-    torchft's sends pickles over the process group, so the process group has to be connected first, and both sides wait until all
-    of it is through. Here live weights are served beside the training step, by several sources at once, with digests, and none
-    are unpickled. The bytes go over TCP, whatever the process group uses.
+    torchft's sends pickles over the process group, so the process group has to be connected first, and both sides wait until
+    all of it is through. Here live weights are served beside the training step, by several sources at once, with digests, and
+    none are unpickled. The bytes go over TCP, whatever the process group uses.
 
     Args:
         pg: not used: no state travels over it.
         timeout: as for `HTTPTransport`.
         device: not used: what is received is on the CPU, or in the tensors that `state_dict` returns, wherever these are.
-        state_dict: returns the state that is here, as it would be sent: a receive for which no other is given fills its tensors.
-            A Manager of this library gives its own.
+        state_dict: returns the state that is here, as it would be sent: a receive for which no other is given fills its
+            tensors. A Manager of this library gives its own.
     """
 
     def __init__(

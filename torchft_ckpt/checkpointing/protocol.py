@@ -30,8 +30,8 @@ nothing of; `X-Ckpt-Group: 4` of its request for a manifest says that four ranks
 `X-Ckpt-Share: 2/8` of a manifest says which part of the blocks a receiver, one of several, should ask for first. A receiver
 that serves blocks on does so under the id of the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128
 in hex, taken before it was compressed, as it is where the request has `Accept-Encoding: deflate`. In a session
-(`core/proofs.py`) a request has no `Authorization` but `X-Ckpt-Proof: NUMBER HEX`, and each answer an `X-Ckpt-Proof: HEX`; the
-digests behind parts are HMACs of it, and blocks are refused, as nothing proves theirs. A refusal has a JSON body
+(`core/services/proofs.py`) a request has no `Authorization` but `X-Ckpt-Proof: NUMBER HEX`, and each answer an `X-Ckpt-Proof:
+HEX`; the digests behind parts are HMACs of it, and blocks are refused, as nothing proves theirs. A refusal has a JSON body
 `{error, message, serving_step}`:
 
 | status | error               | may the receiver try again?                                    |
@@ -118,7 +118,7 @@ class SnapshotEntry(msgspec.Struct, frozen=True, kw_only=True):
     is_fresh: bool = True
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BoxRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A box that is asked for: of which tensor and which of its chunks, by their places in the manifest.
 
     The box has global coordinates, lies within the chunk and is not empty. `seed` is the digest's: a number that the receiver
@@ -135,7 +135,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class PartsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a request for parts, as JSON. No more parts than `MAX_PARTS`, and no more bytes than `MAX_BODY_BYTES`."""
 
-    parts: Annotated[list[Part], msgspec.Meta(min_length=1, max_length=MAX_PARTS)]
+    parts: Annotated[list[BoxRequest], msgspec.Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):

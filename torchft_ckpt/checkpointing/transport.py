@@ -95,10 +95,10 @@ class CheckpointTransport(Generic[T], ABC):
         """
         self.send_checkpoint(dst_ranks, step, state_dict, timeout)
 
-    def note_step(self, step: int) -> None:
+    def advance_to(self, step: int) -> None:
         """Say which step the live state is of. By default nobody is told."""
 
-    def is_wished_for(self, step: int) -> bool:
+    def has_pending_request(self, step: int) -> bool:
         """Return whether somebody has asked for the state of this step, and it is not served. By default nobody has."""
         return False
 

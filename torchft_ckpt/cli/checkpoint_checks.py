@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata, load_metadata
-from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.cli.checkpoint_content import outlines_of, read_in_order, reason_of, values_of
-from torchft_ckpt.cli.checkpoint_places import Opened
+from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError, UnsupportedValueError
+from torchft_ckpt.integrations.dcp.metadata import load_metadata
+from torchft_ckpt.integrations.dcp.reader import DCPReader
 
 
 class Condition(Enum):
@@ -41,7 +42,7 @@ class VerifyResult(NamedTuple):
     """Remarks: no problems, and worth knowing."""
 
 
-def bytes_to_verify(opened: Opened) -> int:
+def bytes_to_verify(opened: OpenedCheckpoint) -> int:
     """Return about how many bytes `verify` reads."""
     if opened.checkpoint is None:
         return opened.num_bytes
@@ -53,7 +54,7 @@ def bytes_to_verify(opened: Opened) -> int:
     return total
 
 
-def verify(opened: Opened) -> VerifyResult:
+def verify(opened: OpenedCheckpoint) -> VerifyResult:
     """Read everything and compare it with what is known of it."""
     if isinstance(opened.reader, CheckpointReader):
         return _verify_own(opened, opened.reader)
@@ -62,7 +63,7 @@ def verify(opened: Opened) -> VerifyResult:
     return _verify_dcps(opened.reader)
 
 
-def _verify_own(opened: Opened, reader: CheckpointReader) -> VerifyResult:
+def _verify_own(opened: OpenedCheckpoint, reader: CheckpointReader) -> VerifyResult:
     checkpoint = reader.checkpoint
     notes: list[str] = []
     found = reader.verify()
@@ -93,7 +94,7 @@ def _verify_own(opened: Opened, reader: CheckpointReader) -> VerifyResult:
     return VerifyResult(Condition.DAMAGED, problems, notes)
 
 
-def _verify_dcps(reader: ForeignReader) -> VerifyResult:
+def _verify_dcps(reader: DCPReader) -> VerifyResult:
     reasons: list[CheckpointError] = []
     for outline in outlines_of(reader):
         try:
@@ -116,7 +117,7 @@ def _metadata_problems(checkpoint: Checkpoint, storage: Storage, notes: list[str
         if data == expected:
             return []
         there, made = load_metadata(data, path), load_metadata(expected, path)
-        ForeignReader(storage, str(checkpoint.name))  # sees whether all is covered
+        DCPReader(storage, str(checkpoint.name))  # sees whether all is covered
     except (CheckpointDamagedError, StorageError, UnsupportedValueError) as error:
         return [str(error)]
     if (there.state_dict_metadata, there.storage_data) == (made.state_dict_metadata, made.storage_data):

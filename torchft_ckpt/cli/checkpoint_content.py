@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader, has_elements_here
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
@@ -20,13 +19,14 @@ from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.cli.safetensors_file import (
     MAX_HEADER_BYTES,
     Content,
-    Outline,
+    PendingTensor,
     in_file_order,
     name_of_tensor,
     unused_name,
 )
-from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
+from torchft_ckpt.integrations.dcp.reader import DCPReader, has_elements_here
 
 _BATCH_BYTES = 64 * 1024 * 1024
 _ENTRY_BYTES = 100
@@ -38,7 +38,7 @@ _MAX_REPEATED_BYTES = 1024**3
 class ExportedContent(NamedTuple):
     """The content of a file."""
 
-    outlines: list[Outline]
+    outlines: list[PendingTensor]
     """All tensors, in the order of the file."""
     extra: dict[str, torch.Tensor]
     """The tensors that are in memory already, as they were inside of values."""
@@ -48,7 +48,7 @@ class ExportedContent(NamedTuple):
     """Values that cannot be in it, as sentences that say why."""
 
 
-def content_of(reader: CheckpointReader | ForeignReader) -> ExportedContent:
+def content_of(reader: CheckpointReader | DCPReader) -> ExportedContent:
     """Return what of a checkpoint goes into a file. Values are read for it, tensors are not.
 
     Raises:
@@ -80,7 +80,7 @@ def content_of(reader: CheckpointReader | ForeignReader) -> ExportedContent:
         content.arrays.extend(found.arrays)
         extra.update(found.tensors)
         left_out += found.left_out
-    more = [Outline(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in extra.items()]
+    more = [PendingTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in extra.items()]
     return ExportedContent(in_file_order([*outlines, *more]), extra, content, left_out)
 
 
@@ -163,22 +163,22 @@ class _Room:
 
 
 def values_of(
-    reader: CheckpointReader | ForeignReader,
+    reader: CheckpointReader | DCPReader,
 ) -> tuple[Mapping[str, object], Mapping[str, CheckpointError]]:
     """Return the values that are no tensors, by name; and why others cannot be read."""
-    if isinstance(reader, ForeignReader):
+    if isinstance(reader, DCPReader):
         return reader.readable_values()
     return {fqn: value for fqn, (_, value) in reader.values().items()}, {}
 
 
-def outlines_of(reader: CheckpointReader | ForeignReader) -> list[Outline]:
+def outlines_of(reader: CheckpointReader | DCPReader) -> list[PendingTensor]:
     """Return its tensors, in the order of a file."""
-    return in_file_order(Outline(tensor.fqn, tensor.dtype, tensor.shape) for tensor in reader.tensors.values())
+    return in_file_order(PendingTensor(tensor.fqn, tensor.dtype, tensor.shape) for tensor in reader.tensors.values())
 
 
 def read_in_order(
-    reader: CheckpointReader | ForeignReader,
-    outlines: Sequence[Outline],
+    reader: CheckpointReader | DCPReader,
+    outlines: Sequence[PendingTensor],
     extra: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[memoryview]:
     """Yield the elements of tensors, one after the other; what is yielded is there until the next is asked for.
@@ -224,8 +224,8 @@ def reason_of(error: CheckpointError) -> CheckpointError:
     return error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
 
 
-def _batches(outlines: Iterable[Outline]) -> Iterator[list[Outline]]:
-    batch: list[Outline] = []
+def _batches(outlines: Iterable[PendingTensor]) -> Iterator[list[PendingTensor]]:
+    batch: list[PendingTensor] = []
     num_bytes = 0
     for outline in outlines:
         if not outline.num_bytes:

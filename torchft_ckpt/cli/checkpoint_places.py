@@ -19,20 +19,20 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     read_checkpoint,
     why_not_whole,
 )
-from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.cli.output import format_bytes, format_count
 from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
-from torchft_ckpt.threads import in_threads
+from torchft_ckpt.integrations.dcp.reader import DCPReader
+from torchft_ckpt.threads import parallel_map
 
 _NUM_THREADS = 8
 _STEP = re.compile(r"(?:\A|(?:step|iter)[-_=.]?)0*([0-9]{1,18})\Z", re.IGNORECASE)
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """The place of a checkpoint, of which nothing was read yet."""
 
     storage: Storage
@@ -45,13 +45,13 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint whose manifests, or metadata, were read."""
 
-    place: Place
+    place: CheckpointPlace
     checkpoint: Checkpoint | None
     """None where DCP wrote it."""
-    reader: CheckpointReader | ForeignReader | None
+    reader: CheckpointReader | DCPReader | None
     """None where DCP wrote it and it cannot be read."""
     why_not_whole: str | None
 
@@ -62,7 +62,7 @@ class Opened:
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
-def find_checkpoints(location: str, step: int | None = None) -> list[Place]:
+def find_checkpoints(location: str, step: int | None = None) -> list[CheckpointPlace]:
     """Return the checkpoints of a place, the newest first.
 
     Args:
@@ -86,20 +86,22 @@ def find_checkpoints(location: str, step: int | None = None) -> list[Place]:
     return sorted(found, key=_age, reverse=True)
 
 
-def open_checkpoint(place: Place) -> Opened:
+def open_checkpoint(place: CheckpointPlace) -> OpenedCheckpoint:
     """Read what a checkpoint says of itself, and whether it is whole."""
     if place.own is not None:
         checkpoint = read_checkpoint([place.storage], place.own)
         why_not = why_not_whole(checkpoint)
-        return Opened(place=place, checkpoint=checkpoint, reader=CheckpointReader(checkpoint), why_not_whole=why_not)
+        return OpenedCheckpoint(
+            place=place, checkpoint=checkpoint, reader=CheckpointReader(checkpoint), why_not_whole=why_not
+        )
     try:
-        reader = ForeignReader(place.storage, place.directory)
+        reader = DCPReader(place.storage, place.directory)
     except CheckpointError as error:
-        return Opened(place=place, checkpoint=None, reader=None, why_not_whole=str(error))
-    return Opened(place=place, checkpoint=None, reader=reader, why_not_whole=None)
+        return OpenedCheckpoint(place=place, checkpoint=None, reader=None, why_not_whole=str(error))
+    return OpenedCheckpoint(place=place, checkpoint=None, reader=reader, why_not_whole=None)
 
 
-def _places_of(location: str) -> list[Place]:
+def _places_of(location: str) -> list[CheckpointPlace]:
     if not location:
         raise ConfigError("DIR is empty: a path or a URL was expected", "DIR")
     is_url = "://" in location or "::" in location
@@ -108,17 +110,17 @@ def _places_of(location: str) -> list[Place]:
     own = parse_checkpoint(name)
     if own is not None:
         storage = open_storage(above or "/")
-        return [Place(storage, name, name, own.step, own)] if storage.names(name) else []
+        return [CheckpointPlace(storage, name, name, own.step, own)] if storage.names(name) else []
     storage = open_storage(path)
     names = storage.names()
     if _is_dcps(names):
-        return [Place(storage, "", name, _step_of(name), None)]
-    places = [Place(storage, str(own), str(own), own.step, own) for own in list_checkpoints(storage)]
+        return [CheckpointPlace(storage, "", name, _step_of(name), None)]
+    places = [CheckpointPlace(storage, str(own), str(own), own.step, own) for own in list_checkpoints(storage)]
     others = [entry for entry in names if parse_checkpoint(entry) is None and TEMPORARY not in entry]
-    are_dcps = in_threads(lambda entry: _holds_dcps(storage, entry), others, _NUM_THREADS)
+    are_dcps = parallel_map(lambda entry: _holds_dcps(storage, entry), others, _NUM_THREADS)
     for entry, is_dcps in zip(others, are_dcps, strict=True):
         if is_dcps:
-            places.append(Place(storage, entry, entry, _step_of(entry), None))
+            places.append(CheckpointPlace(storage, entry, entry, _step_of(entry), None))
     return places
 
 
@@ -138,7 +140,7 @@ def _step_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _age(place: Place) -> tuple[int, str]:
+def _age(place: CheckpointPlace) -> tuple[int, str]:
     return -1 if place.step is None else place.step, place.name
 
 
@@ -179,7 +181,7 @@ class Described:
     """Tensors of which replicas did not hold the same bytes."""
 
 
-def describe(opened: Opened) -> Described:
+def describe(opened: OpenedCheckpoint) -> Described:
     """Return what there is to say.
 
     Raises:
@@ -188,7 +190,7 @@ def describe(opened: Opened) -> Described:
     place, checkpoint, reader = opened.place, opened.checkpoint, opened.reader
     names = place.storage.names(place.directory)
     paths = [f"{place.directory}/{name}" if place.directory else name for name in names]
-    on_disk = sum(size or 0 for size in in_threads(place.storage.size, paths, _NUM_THREADS))
+    on_disk = sum(size or 0 for size in parallel_map(place.storage.size, paths, _NUM_THREADS))
     manifests = [] if checkpoint is None else [part.manifest for part in checkpoint.parts]
     is_known = bool(manifests) if checkpoint is not None else reader is not None
     return Described(

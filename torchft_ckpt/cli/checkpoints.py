@@ -1,4 +1,5 @@
-"""The commands about durable checkpoints: `ls` lists them, `verify` reads all of them, `export` makes a safetensors file of one.
+"""The commands about durable checkpoints: `ls` lists them, `verify` reads all of them, `export` makes a safetensors file of
+one.
 
 None of them changes a checkpoint. torch is imported when they run.
 """
@@ -19,10 +20,10 @@ from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
     from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
     from torchft_ckpt.cli.checkpoint_checks import VerifyResult
-    from torchft_ckpt.cli.checkpoint_places import Opened
+    from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
+    from torchft_ckpt.integrations.dcp.reader import DCPReader
 
 _MAX_PROBLEMS = 20
 
@@ -99,14 +100,14 @@ def _run_verify(options: argparse.Namespace) -> int:
             result = verify(opened)
         counts[result.condition] += 1
         if result.problems or not options.quiet:
-            print("\n".join(_told(opened, result, None if options.all else _MAX_PROBLEMS)), flush=True)
+            print("\n".join(_lines_of(opened, result, None if options.all else _MAX_PROBLEMS)), flush=True)
     if not options.quiet and sum(counts.values()) > 1:
         parts = (f"{count} {condition.value}" for condition, count in counts.items() if count)
         print(f"{sum(counts.values())} checkpoints: {', '.join(parts)}")
     return 0 if counts[Condition.RIGHT] == sum(counts.values()) else 1
 
 
-def _told(opened: Opened, result: VerifyResult, max_problems: int | None) -> list[str]:
+def _lines_of(opened: OpenedCheckpoint, result: VerifyResult, max_problems: int | None) -> list[str]:
     from torchft_ckpt.cli.output import format_bytes, format_count
 
     what = ""
@@ -126,7 +127,7 @@ def _told(opened: Opened, result: VerifyResult, max_problems: int | None) -> lis
 def _run_export(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.checkpoint_content import content_of, read_in_order, reason_of
     from torchft_ckpt.cli.output import format_bytes, format_count, reading_bar
-    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, told_of_renamed
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, describe_renamed
 
     with SafetensorsFile(options.output, force=options.force) as file:
         opened, reader = _newest_whole(options)
@@ -139,7 +140,7 @@ def _run_export(options: argparse.Namespace) -> int:
                 num_bytes = file.write_stream(exported.outlines, chunks, exported.content, opened.place.step)
         except (CheckpointDamagedError, StorageError) as error:
             raise type(error)(f"{reason_of(error)}; nothing was exported", opened.place.name) from error
-    for told in told_of_renamed(exported.content):
+    for told in describe_renamed(exported.content):
         print(one_line(told), file=sys.stderr)
     for reason in exported.left_out:
         print(one_line(f"left out: {reason}"), file=sys.stderr)
@@ -152,7 +153,7 @@ def _run_export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _newest_whole(options: argparse.Namespace) -> tuple[Opened, CheckpointReader | ForeignReader]:
+def _newest_whole(options: argparse.Namespace) -> tuple[OpenedCheckpoint, CheckpointReader | DCPReader]:
     """Return the newest checkpoint that is whole; say which newer ones are not."""
     from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 

@@ -18,7 +18,7 @@ from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnre
 from torchft_ckpt.network import join_host_port, max_descriptors
 
 if TYPE_CHECKING:
-    from torchft_ckpt.core.messages import AllowStepLoss, ForgetJob
+    from torchft_ckpt.core.coordination.messages import AllowStepLoss, ForgetJob
 
 _DESCRIPTORS = 8192  # twice as many as a lighthouse takes connections
 MAX_STATUS_BYTES = 64 << 20
@@ -117,14 +117,14 @@ def _run_status(options: argparse.Namespace) -> int:
 
 
 def _run_allow_step_loss(options: argparse.Namespace) -> int:
-    from torchft_ckpt.core.messages import AllowStepLoss
+    from torchft_ckpt.core.coordination.messages import AllowStepLoss
 
     print(asyncio.run(_tell(*_lighthouse(options), options.job, AllowStepLoss())))
     return 0
 
 
 def _run_forget_job(options: argparse.Namespace) -> int:
-    from torchft_ckpt.core.messages import ForgetJob
+    from torchft_ckpt.core.coordination.messages import ForgetJob
 
     print(asyncio.run(_tell(*_lighthouse(options), options.job, ForgetJob())))
     return 0
@@ -182,7 +182,7 @@ async def _tell(address: str, headers: dict[str, str], job: str | None, word: Al
     import aiohttp
 
     from torchft_ckpt.coordination.channel import client_session
-    from torchft_ckpt.core.messages import Done, Refused, decode_from_lighthouse, encode
+    from torchft_ckpt.core.coordination.messages import Done, Refused, decode_from_lighthouse, encode
 
     party = f"the lighthouse at {address}"
     try:

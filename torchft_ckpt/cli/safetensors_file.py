@@ -5,8 +5,8 @@ Tensors are named by their path in the tree. Everything that safetensors has no 
 name of the tensor that it was the same memory as; both are stored, as readers look for either), `torchft_ckpt.arrays` (names
 that were numpy arrays).
 `__metadata__` is safetensors' own name: a tensor of that path gets a number, as the second of two of one path does.
-Views that share only some memory are stored each for itself. Tensors are written in the order of `in_file_order`, as their bytes
-come: a state need not be all in memory.
+Views that share only some memory are stored each for itself. Tensors are written in the order of `in_file_order`, as their
+bytes come: a state need not be all in memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Content:
     """Names in the file, and the paths of those that could not keep theirs because it is `RESERVED`."""
 
 
-class Outline(NamedTuple):
+class PendingTensor(NamedTuple):
     """A tensor whose elements are not here yet."""
 
     name: str
@@ -71,7 +71,7 @@ class Outline(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def in_file_order(outlines: Iterable[Outline]) -> list[Outline]:
+def in_file_order(outlines: Iterable[PendingTensor]) -> list[PendingTensor]:
     """Return them as they lie in a file: larger elements first, so that each is aligned."""
     return sorted(outlines, key=lambda outline: (-outline.dtype.itemsize, outline.name))
 
@@ -101,8 +101,8 @@ class SafetensorsFile:
     """The file to be, under a temporary name beside its place until it is whole. A context manager.
 
     Made first and written last, so that a place that cannot be written to is known before the state is fetched. Within it
-    SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and unless
-    somebody handles it already.
+    SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and
+    unless somebody handles it already.
 
     Args:
         path: its place.
@@ -130,13 +130,13 @@ class SafetensorsFile:
 
     def write(self, content: Content, step: int) -> int:
         """Write it all, put it in its place, and return its length in bytes. Raises as `write_stream`."""
-        shapes = (Outline(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in content.tensors.items())
+        shapes = (PendingTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in content.tensors.items())
         outlines = in_file_order(shapes)
         chunks = (as_bytes(content.tensors[outline.name].contiguous()).numpy().data for outline in outlines)
         return self.write_stream(outlines, chunks, content, step)
 
     def write_stream(
-        self, outlines: Sequence[Outline], chunks: Iterable[memoryview], content: Content, step: int | None
+        self, outlines: Sequence[PendingTensor], chunks: Iterable[memoryview], content: Content, step: int | None
     ) -> int:
         """Write tensors as their bytes come, put the file in its place, and return its length in bytes.
 
@@ -274,7 +274,7 @@ def name_of_tensor(name: str, taken: dict[str, int], renamed: dict[str, str]) ->
     return other
 
 
-def told_of_renamed(content: Content) -> list[str]:
+def describe_renamed(content: Content) -> list[str]:
     """Return a sentence for each tensor that is called otherwise in the file than in the state."""
     return [
         f"{path} is called {name} in the file: {path} is safetensors' own name"
@@ -296,7 +296,7 @@ def _name_of(dtype: torch.dtype) -> str | None:
         return None
 
 
-def _header(outlines: Sequence[Outline], metadata: dict[str, str]) -> bytes:
+def _header(outlines: Sequence[PendingTensor], metadata: dict[str, str]) -> bytes:
     """Return the beginning of a file: the length of what follows in 8 bytes, and JSON, filled up so that data are aligned."""
     members: dict[str, object] = {RESERVED: metadata}
     end = 0

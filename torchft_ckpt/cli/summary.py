@@ -7,7 +7,7 @@ from math import prod
 
 from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.tree import ArrayPlace, TensorPlace, TreeEncoder, as_places, decode_tree, in_words
 from torchft_ckpt.cli.output import format_bytes, format_count, leaves
 from torchft_ckpt.core.text import printable
@@ -122,15 +122,15 @@ def _plain_values(manifest: Manifest) -> list[tuple[str, object]]:
     return [(path, leaf) for path, leaf in leaves(state) if not isinstance(leaf, (TensorPlace, ArrayPlace))]
 
 
-def _by_size(manifest: Manifest) -> list[TensorEntry]:
+def _by_size(manifest: Manifest) -> list[WireTensor]:
     return sorted(manifest.tensors, key=_num_bytes, reverse=True)
 
 
-def _num_bytes(tensor: TensorEntry) -> int:
+def _num_bytes(tensor: WireTensor) -> int:
     return sum(prod(chunk.sizes) for chunk in tensor.chunks) * parse_dtype(tensor.dtype).itemsize
 
 
-def _shape(tensor: TensorEntry) -> str:
+def _shape(tensor: WireTensor) -> str:
     """The global shape, and the boxes of it that the peer holds where they are less."""
     held = [str(chunk.sizes) for chunk in tensor.chunks]
     if held == [str(tensor.shape)]:

@@ -17,7 +17,7 @@ from torchft_ckpt.coordination.lighthouse_calls import LighthouseClient
 from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
 from torchft_ckpt.coordination.manager_server import ManagerClient, ManagerServer
 from torchft_ckpt.coordination.rank_session import RankSession
-from torchft_ckpt.core.messages import Quorum, QuorumMember, QuorumResult, Timestamp
+from torchft_ckpt.core.coordination.messages import Quorum, QuorumMember, QuorumResult, Timestamp
 
 __all__ = [
     "GroupService",

@@ -1,4 +1,5 @@
-"""One WebSocket: how it begins, messages out in order and bounded, messages in until it closes. It knows no protocol above that.
+"""One WebSocket: how it begins, messages out in order and bounded, messages in until it closes. It knows no protocol above
+that.
 
 A peer that does not read cannot make us hold its messages without limit, nor hold up anybody else: what is to be sent
 waits in a queue of its own, bounded by messages and by bytes, and a queue that runs over closes the connection. So does a
@@ -17,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import aiohttp
 from aiohttp import web
 
-from torchft_ckpt.core.messages import MAX_MESSAGE_BYTES, Message, encode
+from torchft_ckpt.core.coordination.messages import MAX_MESSAGE_BYTES, Message, encode
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.front.limits import becomes_websocket, showed_token
 from torchft_ckpt.front.serving import Front

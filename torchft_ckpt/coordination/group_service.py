@@ -1,4 +1,4 @@
-"""Group rank 0's side: this group's ranks on one side, the lighthouse on the other, `core.group` in between.
+"""Group rank 0's side: this group's ranks on one side, the lighthouse on the other, `core.coordination.group` in between.
 
 A rank whose connection closes is gone, and the group with it. One that is merely silent, for longer than the lighthouse's
 patience, makes the group stay away from the lighthouse until it is heard again: the others go on without the group, and
@@ -22,8 +22,17 @@ from aiohttp import web
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.group import GroupEvent, GroupState, LighthouseSaid, LighthouseUp, RankLost, RankSaid, ToRank, Up
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.group import (
+    GroupEvent,
+    GroupState,
+    LighthouseMessage,
+    LighthouseUp,
+    RankLost,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.messages import (
     GroupToRank,
     Heartbeat,
     Hello,
@@ -33,7 +42,7 @@ from torchft_ckpt.core.messages import (
     decode_rank_to_group,
     refuse_unreadable,
 )
-from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
+from torchft_ckpt.core.services.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import CoordinationError, JobFinishedError, ProtocolError
 from torchft_ckpt.front.limits import FrontLimits, introduced
 from torchft_ckpt.front.serving import Front
@@ -95,7 +104,7 @@ class GroupService:
             job=job,
             token=token,
             hello=lambda: self._state.introduce(hello()),
-            on_message=lambda message: self._handle(LighthouseSaid(message)),
+            on_message=lambda message: self._handle(LighthouseMessage(message)),
             on_up=lambda: self._handle(LighthouseUp()),
             on_refused=self._refused,
             heartbeat_interval=heartbeat_interval,
@@ -121,7 +130,7 @@ class GroupService:
 
     def send(self, message: RankToGroup) -> None:
         """Take a message of rank 0. Any thread; returns at once."""
-        self._thread.call_soon(self._handle, RankSaid(0, message))
+        self._thread.call_soon(self._handle, RankMessage(0, message))
 
     def store_address(self) -> str:
         """Return the store of the quorum that was there when this group connected; empty if there was none."""
@@ -194,9 +203,9 @@ class GroupService:
 
     def _handle(self, event: GroupEvent) -> None:
         for instruction in self._state.handle(event):
-            if isinstance(instruction, Up):
+            if isinstance(instruction, SendToLighthouse):
                 self._client.send(instruction.message)
-            elif isinstance(instruction, ToRank):
+            elif isinstance(instruction, SendToRank):
                 if instruction.rank == 0:
                     self._on_message(instruction.message)
                 elif instruction.rank in self._channels:
@@ -232,7 +241,7 @@ class GroupService:
                     self._channels[rank] = channel
                     self._heard_at[rank] = asyncio.get_running_loop().time()
                 elif rank is not None and not isinstance(message, Heartbeat):
-                    self._handle(RankSaid(rank, message))
+                    self._handle(RankMessage(rank, message))
         except ProtocolError as error:
             front.log.warning("%s", error)
             reason = "it broke the protocol"

@@ -18,7 +18,7 @@ import msgspec
 from torchft_ckpt import config
 from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection, resolve_job
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     CallerHeard,
     CallerHeartbeat,
@@ -186,8 +186,8 @@ class LighthouseClient:
     A job is of such callers or of Managers, never of both: the lighthouse refuses the other kind by name. Callers do with a
     quorum what they like; nobody votes, and nobody is told of a loss. A caller is taken for dead when this process
     ends or its connection is lost, and when it neither called nor waited nor sent a `heartbeat` for the lighthouse's heartbeat
-    timeout; then the others get a quorum without it. Any thread may call. The connection has a thread of its own, which ends with
-    this object.
+    timeout; then the others get a quorum without it. Any thread may call. The connection has a thread of its own, which ends
+    with this object.
 
     Args:
         addr: of the lighthouse, `host:port` or `http://host:port`.

@@ -1,7 +1,7 @@
 """A group's one connection to the lighthouse: opened once with a deadline, then kept up for ever, with back-off.
 
 A lighthouse that is gone is no reason to end a training job: after the first connection nothing here raises. When `on_up` is
-called, `core.group` sends the requests again that were not answered.
+called, `core.coordination.group` sends the requests again that were not answered.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import aiohttp
 
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_session
-from torchft_ckpt.core.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
+from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     SAME_EVERYWHERE,
@@ -33,7 +33,7 @@ from torchft_ckpt.core.messages import (
     decode_from_lighthouse,
     other_version,
 )
-from torchft_ckpt.core.patience import reconnect_delay_s
+from torchft_ckpt.core.coordination.patience import reconnect_delay_s
 from torchft_ckpt.errors import (
     AuthenticationError,
     ConfigError,

@@ -1,6 +1,6 @@
-"""The lighthouse as a service: an aiohttp shell around `core.lighthouse`, in a thread of its own.
+"""The lighthouse as a service: an aiohttp shell around `core.coordination.lighthouse`, in a thread of its own.
 
-    GET /v1/groups?job=NAME    WebSocket of one replica group, messages of `core.messages`
+    GET /v1/groups?job=NAME    WebSocket of one replica group, messages of `core.coordination.messages`
     GET /                      status as JSON, for people and probes: all jobs in short; with ?job=NAME that one
 
 Both want `Authorization: Bearer TOKEN` where a token is set.
@@ -21,9 +21,9 @@ from aiohttp import web
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.jobs import Jobs
-from torchft_ckpt.core.lighthouse import LighthouseState
-from torchft_ckpt.core.lighthouse_events import (
+from torchft_ckpt.core.coordination.jobs import Jobs
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
     Event,
@@ -34,7 +34,7 @@ from torchft_ckpt.core.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     MIN_HEARTBEAT_TIMEOUT_S,
     CallerHello,
     Hello,

@@ -1,9 +1,11 @@
-"""torchft's manager service, for trainers that go without a `Manager`: one server for each replica group, a client for each rank.
+"""torchft's manager service, for trainers that go without a `Manager`: one server for each replica group, a client for each
+rank.
 
-    POST /v1/calls    one call of a rank, answered when all of its group have called; messages of `core.messages`
+    POST /v1/calls    one call of a rank, answered when all of its group have called; messages of `core.coordination.messages`
 
-They work among themselves. The lighthouse takes a group for a caller of quorums (`core.callers`): whether a step counts each
-group decides for itself, and a survivor may be a step behind another. `Manager` decides for all at once, and recovers by itself.
+They work among themselves. The lighthouse takes a group for a caller of quorums (`core.coordination.callers`): whether a step
+counts each group decides for itself, and a survivor may be a step behind another. `Manager` decides for all at once, and
+recovers by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torchft_ckpt.coordination.channel import client_of, refuse_token
 from torchft_ckpt.coordination.lighthouse_calls import OpenCalls
 from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     FromManagerServer,
@@ -44,7 +46,7 @@ from torchft_ckpt.core.messages import (
     decode_to_manager_server,
     encode,
 )
-from torchft_ckpt.core.rank_calls import Answer, CallInstruction, CallQuorum, RankCalls
+from torchft_ckpt.core.coordination.rank_calls import CallAnswer, CallInstruction, CallQuorum, RankCalls
 from torchft_ckpt.errors import (
     AuthenticationError,
     CallTimeoutError,
@@ -80,7 +82,8 @@ class ManagerServer:
     Args:
         replica_id: of the group; a group that starts anew has another one.
         lighthouse_addr: `host:port` or `http://host:port`.
-        hostname: address to advertise; empty: as `network.choose_host` says, at last the interface that routes to the lighthouse.
+        hostname: address to advertise; empty: as `network.choose_host` says, at last the interface that routes to the
+            lighthouse.
         bind: `host:port` to listen on, as `LighthouseServer`'s.
         store_addr: of the group's store; what the others are told.
         world_size: ranks in the group.
@@ -203,7 +206,7 @@ class ManagerServer:
 
     def _carry_out(self, instructions: Iterable[CallInstruction]) -> None:
         for instruction in instructions:
-            if isinstance(instruction, Answer):
+            if isinstance(instruction, CallAnswer):
                 answer = self._answers.get(instruction.number)
                 if answer is not None and not answer.done():
                     answer.set_result(instruction.message)

@@ -12,7 +12,7 @@ import aiohttp
 
 from torchft_ckpt.coordination.channel import Channel, client_session
 from torchft_ckpt.coordination.loop_thread import LoopThread
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     SAME_EVERYWHERE,
@@ -24,7 +24,7 @@ from torchft_ckpt.core.messages import (
     RankToGroup,
     decode_group_to_rank,
 )
-from torchft_ckpt.core.proofs import PROOF_HEADER, RankProof
+from torchft_ckpt.core.services.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class RankSession:
     Args:
         address: of the manager service, `host:port`.
         on_message: gets the messages, on the event-loop thread; must not block.
-        token: shared secret, empty for none. It is proved to the service, and by it, and not sent: anybody may have written down
-            the address.
+        token: shared secret, empty for none. It is proved to the service, and by it, and not sent: anybody may have written
+            down the address.
 
     Raises:
         GroupBrokenError: rank 0 cannot be reached.

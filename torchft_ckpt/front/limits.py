@@ -1,12 +1,12 @@
 """Limits of what one client may take of a server: connections, requests, memory for a head, and time without doing anything.
 
-A client is a peer's IPv4 address or IPv6 network. `core.admission` decides which connections are kept; this file does not know
-what is served. Everything here runs on the server's event loop only.
+A client is a peer's IPv4 address or IPv6 network. `core.services.admission` decides which connections are kept; this file does
+not know what is served. Everything here runs on the server's event loop only.
 
 aiohttp limits one line of a head, but neither the whole of it nor the time that it takes to come, and not how many
 connections there are. So each connection is a `GuardedConnection`: it hands what comes on to aiohttp's own protocol, counts,
-and holds one timer. A middleware tells it when a request is being answered. The timer also bounds how long a client that opens a
-WebSocket may take to introduce itself; from then on the handler watches the connection.
+and holds one timer. A middleware tells it when a request is being answered. The timer also bounds how long a client that opens
+a WebSocket may take to introduce itself; from then on the handler watches the connection.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from torchft_ckpt.core.admission import Admission, Places
-from torchft_ckpt.core.rate import RateLimiter
+from torchft_ckpt.core.services.admission import Admission, ConnectionLimits
+from torchft_ckpt.core.services.rate import RateLimiter
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import bearer_matches, max_descriptors
 
@@ -128,7 +128,7 @@ class ClientLimits:
         self._token = token
         self._rates = RateLimiter(limits.max_requests_per_s, max(2 * limits.max_requests_per_s, 1.0))
         self._admission = Admission(
-            Places(
+            ConnectionLimits(
                 total=limits.max_connections,
                 strangers=max(min(limits.max_strangers, max_descriptors() // _SHARE_OF_DESCRIPTORS), 1),
                 per_client=limits.max_connections_per_client,

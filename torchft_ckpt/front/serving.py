@@ -1,8 +1,8 @@
 """Serves an aiohttp application on sockets that listen, behind the limits of `limits`. On its event loop only.
 
-Each connection is counted in before anything else is done for it, and then TLS is spoken with it. asyncio's own server would do a
-TLS handshake before it asks whether the connection is wanted, and would answer a client that speaks plain HTTP to a TLS port with
-silence.
+Each connection is counted in before anything else is done for it, and then TLS is spoken with it. asyncio's own server would
+do a TLS handshake before it asks whether the connection is wanted, and would answer a client that speaks plain HTTP to a TLS
+port with silence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from torchft_ckpt.core.admission import client_of_address
+from torchft_ckpt.core.services.admission import client_of_address
 from torchft_ckpt.front.limits import (
     ClientLimits,
     FrontLimits,

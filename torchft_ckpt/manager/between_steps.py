@@ -1,8 +1,8 @@
 """The work of a rank while no step is open: it gets the newest state outside of quorums, gives it, and asks for it.
 
 The others, who train, do not notice. A state can be got so where it changes only at moments that its owner announces
-(`StateRegistry.is_kept_still`): then it can be offered from one of them to the next, to nobody in particular, and whoever is
-behind takes it from there.
+(`StateRegistry.is_explicitly_locked`): then it can be offered from one of them to the next, to nobody in particular, and
+whoever is behind takes it from there.
 
 All ranks of a group come to one state: the group asks as one, each rank fetches what all of them were told, and it is the
 lighthouse's answer to the next question that says whether all of them hold it. Until then none of them is done.
@@ -14,11 +14,11 @@ import logging
 import time
 from datetime import timedelta
 
-from torchft_ckpt.core.messages import StateLocated
+from torchft_ckpt.core.coordination.messages import StateLocated
 from torchft_ckpt.errors import StateDictLoadError, StateMismatchError, TransferTimeoutError
-from torchft_ckpt.manager.gathering import Gathering, gather
+from torchft_ckpt.manager.cold_start import ColdStartGroup, find_cold_start_group
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.launch import Launch
+from torchft_ckpt.manager.rank_config import RankConfig
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import StateRegistry
@@ -51,7 +51,7 @@ class BetweenSteps:
         serving: StateServing,
         healing: Healing,
         recovery: Recovery,
-        launch: Launch,
+        rank_config: RankConfig,
         address: str,
         in_place: bool,
         can_fetch: bool,
@@ -62,7 +62,7 @@ class BetweenSteps:
         self._serving = serving
         self._healing = healing
         self._recovery = recovery
-        self._launch = launch
+        self._rank_config = rank_config
         self._address = address
         self._in_place = in_place
         self._can_fetch = can_fetch
@@ -75,7 +75,7 @@ class BetweenSteps:
             moving: also where steps of optimizers change the state: somebody stands still to hand it over.
         """
         self._steps.leave()
-        if not self._can_fetch or not (self._registry.is_kept_still or moving):
+        if not self._can_fetch or not (self._registry.is_explicitly_locked or moving):
             return False  # in the second case nobody offers it
         client = self._client
         until = time.monotonic() + limit.total_seconds()
@@ -157,10 +157,10 @@ class BetweenSteps:
         located = self._client.locate(time.monotonic() + limit.total_seconds())
         return located.version.step if located is not None and located.sources else None
 
-    def gather(self, limit: timedelta) -> Gathering | None:
+    def cold_start(self, limit: timedelta) -> ColdStartGroup | None:
         """Meet the groups that start without a state as this one does; None: they did not come together in time."""
         self._steps.leave()
-        return gather(self._client, self._launch, address=self._address, limit=limit)
+        return find_cold_start_group(self._client, self._rank_config, address=self._address, limit=limit)
 
     def finish(self, limit: timedelta) -> bool:
         """Say that this group has made its last step; return whether the job is finished."""
@@ -177,5 +177,5 @@ class BetweenSteps:
             return False
         step = client.view().version.step
         ends = "the job is finished" if located.is_finished else "other groups train on, or have not said so yet"
-        logger.info("%s of job %s has finished at step %d: %s", client.replica_id, self._launch.job, step, ends)
+        logger.info("%s of job %s has finished at step %d: %s", client.replica_id, self._rank_config.job, step, ends)
         return located.is_finished

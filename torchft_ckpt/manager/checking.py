@@ -1,10 +1,12 @@
 """Makes what the lighthouse compares of replica groups: the layout of their parameters, and digests of their state at a step.
 
-Before groups train together the lighthouse compares the layout of each rank's parameters, in words and as a digest (`layout_of`).
+Before groups train together the lighthouse compares the layout of each rank's parameters, in words and as a digest
+(`layout_of`).
 
 Digests are of the memory that optimizers own, of their settings, and of the plain values of a state: these have to be equal in
-all groups. What no optimizer owns is each group's own, as BatchNorm's running statistics are, since each sees other data. So are
-the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors count.
+all groups. What no optimizer owns is each group's own, as BatchNorm's running statistics are, since each sees other data. So
+are the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors
+count.
 
 Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,
 before the vote, after which an optimizer may write to them; whoever takes the write lock before that waits until they are read.
@@ -27,9 +29,9 @@ from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
-from torchft_ckpt.core.equality import runs_of
-from torchft_ckpt.core.layouts import SEPARATOR
-from torchft_ckpt.core.messages import LeafDigests, LeavesWanted, StateVersion
+from torchft_ckpt.core.coordination.equality import runs_of
+from torchft_ckpt.core.coordination.layouts import SEPARATOR
+from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted, StateVersion
 from torchft_ckpt.errors import StateChangedError
 from torchft_ckpt.manager.comparing import bits_of, value_in_words
 from torchft_ckpt.threads import Threads
@@ -45,7 +47,7 @@ _MAX_TEXT_CHARS = 3000
 _MAX_FROZEN_CHARS = 150
 
 
-class Leaf(NamedTuple):
+class CheckedLeaf(NamedTuple):
     """A tensor, or a value in words, that has to be equal in all groups."""
 
     place: str
@@ -57,7 +59,7 @@ class Leaf(NamedTuple):
 
 def leaves_to_compare(
     state: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], *, still: Collection[str] = ()
-) -> list[Leaf]:
+) -> list[CheckedLeaf]:
     """Return what has to be equal in all groups, with values in words and tensors as they are.
 
     Args:
@@ -66,11 +68,11 @@ def leaves_to_compare(
         still: keys whose state changes between two steps only.
     """
     names: dict[int, str] = {}
-    leaves: list[Leaf] = []
+    leaves: list[CheckedLeaf] = []
     for key, item in state.items():
         for path, value in _leaves(item, key):
             if key in still or not isinstance(value, torch.Tensor):
-                leaves.append(Leaf(path, path, value))
+                leaves.append(CheckedLeaf(path, path, value))
             if isinstance(value, torch.Tensor):
                 names.update((part.data_ptr(), path) for part in memory_of(value))
     seen: set[int] = set()
@@ -81,7 +83,7 @@ def leaves_to_compare(
             seen.update([id(value)] if isinstance(value, torch.Tensor) else [])
             parts = memory_of(value) if isinstance(value, torch.Tensor) else ()
             name = next((names[part.data_ptr()] for part in parts if part.data_ptr() in names), path)
-            leaves.append(Leaf(path, name, value))
+            leaves.append(CheckedLeaf(path, name, value))
     return sorted(leaves, key=lambda leaf: leaf.place)
 
 
@@ -143,7 +145,7 @@ def _digest_of_all(digests: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
-def _digests(leaves: Sequence[Leaf], counted: Sequence[Sequence[Counted]], step: int) -> list[str]:
+def _digests(leaves: Sequence[CheckedLeaf], counted: Sequence[Sequence[Counted]], step: int) -> list[str]:
     digests: list[str] = []
     for leaf, versions in zip(leaves, counted, strict=True):
         digests.append(digest_of(leaf.value))
@@ -173,7 +175,7 @@ class EqualityCheck:
         self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
         self._has_warned = False
 
-    def begin(self, version: StateVersion, leaves: Sequence[Leaf]) -> None:
+    def begin(self, version: StateVersion, leaves: Sequence[CheckedLeaf]) -> None:
         """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned."""
         if not leaves and not self._has_warned:
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""Makes sure that all groups issue the same collective before one starts; the rule is in `core.sequence`."""
+"""Makes sure that all groups issue the same collective before one starts; the rule is in `core.coordination.sequence`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from torchft_ckpt.core.sequence import Clearance, KnownSequences
+from torchft_ckpt.core.coordination.sequence import Clearance, KnownSequences
 from torchft_ckpt.errors import CollectiveFailedError, CollectivesDifferError
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 What goes wrong in a collective is noted, the tensor is handed on as it is, and the step is discarded at the vote: no
 exception reaches the training loop, no replica waits for one that is gone. The averaging runs where the collective
-completes, so it overlaps with the backward pass. What goes wrong in one that was issued after the vote changes nothing about the
-step: only its own `wait` says so.
+completes, so it overlaps with the backward pass. What goes wrong in one that was issued after the vote changes nothing about
+the step: only its own `wait` says so.
 
 A collective starts when it is clear that all groups issue the same one (`clearing.py`): at once where that is known. One that a
 member waits in for longer than usual is reported, so that nobody waits for a group that will not come.
 
 Collectives reach the process group in the order of the calls, and one that consists of several starts all its parts before the
 next call's first. That depends on the program alone, never on what has finished when; so ranks that make the same calls in the
-same order start the same collectives in the same order, however fast each of them is. Who calls from several threads has to order
-the calls himself.
+same order start the same collectives in the same order, however fast each of them is. Who calls from several threads has to
+order the calls himself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 from torch.futures import Future
 
-from torchft_ckpt.core.patience import StallWatch
-from torchft_ckpt.core.sequence import Clearance
+from torchft_ckpt.core.coordination.patience import StallWatch
+from torchft_ckpt.core.coordination.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.process_group.quantization import Codec, allreduce_quantized
@@ -97,7 +97,7 @@ class ManagedWork(Work):
 
 
 @dataclass(slots=True)
-class _Reduction:
+class _StepReduction:
     """One allreduce of the step."""
 
     issued: Issued
@@ -116,9 +116,10 @@ class _Reduction:
 class CollectiveQueue:
     """Starts jobs in order, on a thread that lives only while there is something to do. Any thread may call it.
 
-    While the thread has anything to do, all that is called later queues behind it. While it has nothing to do every earlier call
-    has started all its parts, so a simple collective may start right where it was called. An operation on the process group
-    itself, which bypasses the queue, must wait for the jobs before it. A job knows nothing of the step that it belongs to.
+    While the thread has anything to do, all that is called later queues behind it. While it has nothing to do every earlier
+    call has started all its parts, so a simple collective may start right where it was called. An operation on the process
+    group itself, which bypasses the queue, must wait for the jobs before it. A job knows nothing of the step that it belongs
+    to.
     """
 
     def __init__(self) -> None:
@@ -246,7 +247,7 @@ class Collectives:
             codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.
         """
         issued = self._clearing.issue(tensor, op, divisor, codec)
-        reduction = _Reduction(issued, tensor, op, divisor, timeout, failed, codec)
+        reduction = _StepReduction(issued, tensor, op, divisor, timeout, failed, codec)
         with self._lock:
             now = time.monotonic()
             if self._num_unfinished == 0:
@@ -262,7 +263,7 @@ class Collectives:
             self._open.append(future)
         return ManagedWork(future, reduction.has_failed)
 
-    def _start(self, reduction: _Reduction) -> Future[torch.Tensor] | None:
+    def _start(self, reduction: _StepReduction) -> Future[torch.Tensor] | None:
         """Start, or queue; None if that failed, which has been noted."""
         tensor = reduction.tensor
         has_peers = self._process_group.size() > 1
@@ -279,21 +280,21 @@ class Collectives:
             return None
         return later
 
-    def _begin(self, reduction: _Reduction) -> Future[torch.Tensor]:
+    def _begin(self, reduction: _StepReduction) -> Future[torch.Tensor]:
         options = AllreduceOptions()
         options.reduceOp = reduction.op  # type: ignore[assignment]
         options.timeout = reduction.timeout
         work = self._process_group.allreduce([reduction.tensor], options)
         return settled(work, functools.partial(self._divide, reduction))
 
-    def _run_later(self, reduction: _Reduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
+    def _run_later(self, reduction: _StepReduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
         try:
             self._clear(reduction, is_clear=is_clear)
             self._begin(reduction).add_done_callback(lambda _: later.set_result(reduction.tensor))
         except Exception as error:  # noqa: BLE001 - as above
             later.set_result(self._end(reduction, error))
 
-    def _run_quantized(self, reduction: _Reduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
+    def _run_quantized(self, reduction: _StepReduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
         """Reduce to the end, and complete the future; as a job of the queue."""
         codec, failure = reduction.codec, None
         try:
@@ -310,7 +311,7 @@ class Collectives:
             failure = error
         later.set_result(self._end(reduction, failure))
 
-    def _clear(self, reduction: _Reduction, *, is_clear: bool) -> None:
+    def _clear(self, reduction: _StepReduction, *, is_clear: bool) -> None:
         if is_clear:
             return
         issued = reduction.issued
@@ -319,7 +320,7 @@ class Collectives:
             raise CollectiveFailedError(f"collective {issued.index + 1} was not started: the step had failed")
         self._clearing.clear(issued, reduction.tensor.device, reduction.timeout)
 
-    def _divide(self, reduction: _Reduction, error: Exception | None) -> torch.Tensor:
+    def _divide(self, reduction: _StepReduction, error: Exception | None) -> torch.Tensor:
         """Divide the sum, unless it has failed. On any thread."""
         if error is None and reduction.divisor is not None:
             try:
@@ -328,7 +329,7 @@ class Collectives:
                 error = failure
         return self._end(reduction, error)
 
-    def _end(self, reduction: _Reduction, error: Exception | None) -> torch.Tensor:
+    def _end(self, reduction: _StepReduction, error: Exception | None) -> torch.Tensor:
         """Note that a collective is over, and what went wrong; return its tensor."""
         if error is not None:
             reduction.is_failed = True

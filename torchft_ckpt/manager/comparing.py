@@ -16,9 +16,9 @@ import torch
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, join_path
-from torchft_ckpt.core.replica import Comparison
+from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import UnsupportedValueError
-from torchft_ckpt.manager.still import MAX_COPIED_BYTES, owned_by
+from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
 
 MAX_NAMED = 5
 

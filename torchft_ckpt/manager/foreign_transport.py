@@ -1,12 +1,12 @@
 """Transports of other libraries: wrapped so that the Manager has one kind of them, and used over the process group.
 
-Such a transport has torchft's five methods and no more: it copies what it sends, receives from one rank of the source, and cannot
-be cancelled. What it says of itself (`needs_process_group`) counts.
+Such a transport has torchft's five methods and no more: it copies what it sends, receives from one rank of the source, and
+cannot be cancelled. What it says of itself (`needs_process_group`) counts.
 
-One that needs the process group sends to a rank, and waits for it to receive. Here a state has several sources, of which a group
-wants one. So each group that comes for a state first tells its sources by the process group which of them it takes; the others
-send nothing. All of it is done before the quorum counts as found, so those that train wait meanwhile, as long as the process
-group lets them.
+One that needs the process group sends to a rank, and waits for it to receive. Here a state has several sources, of which a
+group wants one. So each group that comes for a state first tells its sources by the process group which of them it takes; the
+others send nothing. All of it is done before the quorum counts as found, so those that train wait meanwhile, as long as the
+process group lets them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.core.messages import QuorumFormed
+from torchft_ckpt.core.coordination.messages import QuorumFormed
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup

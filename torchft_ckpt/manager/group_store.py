@@ -1,6 +1,6 @@
 """The store at which the ranks of one replica group find each other when they start. Nothing else is kept there.
 
-Replica groups never meet there: for that rank 0 hosts a store of its own, which lives and dies with it (`launch`).
+Replica groups never meet there: for that rank 0 hosts a store of its own, which lives and dies with it (`rank_config`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from torch.distributed import TCPStore
 
 from torchft_ckpt import config
-from torchft_ckpt.core.meeting import (
+from torchft_ckpt.core.coordination.meeting import (
     Claim,
     claim_key,
     decode_claim,

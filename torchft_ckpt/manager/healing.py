@@ -1,7 +1,8 @@
 """Fetches the state that a quorum, or the lighthouse, names, from all who hold it.
 
-The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch", "settings"}}: torchft's
-layout, the name of the state, because a source may still hold another one of the same step, and its optimizers' settings.
+The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch", "settings"}}:
+torchft's layout, the name of the state, because a source may still hold another one of the same step, and its optimizers'
+settings.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.tree import in_words
-from torchft_ckpt.core.joining import Reception
-from torchft_ckpt.core.messages import QuorumFormed, Receives, StateLocated
-from torchft_ckpt.core.recovery import same_rank_peers
+from torchft_ckpt.core.coordination.joining import Reception
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
+from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.errors import (
     CheckpointError,
     LayoutMismatchError,

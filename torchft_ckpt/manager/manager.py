@@ -11,7 +11,7 @@ This file is the public surface, and builds the parts behind it, each with a sta
 
 Three threads meet in these. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
 the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages to the
-`StepClient`. What the replica may do is decided by `core.replica` alone.
+`StepClient`. What the replica may do is decided by `core.coordination.replica` alone.
 
 What becomes of an error:
 - of another group, of the network, of a collective: the step is discarded, `should_commit` returns False, training goes on;
@@ -33,18 +33,18 @@ from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.core.messages import OnReplicasDiffer, Outcome, StateVersion
-from torchft_ckpt.core.replica import ReplicaSettings, ReplicaView, StepWishes
+from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome, StateVersion
+from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
+from torchft_ckpt.manager.cold_start import ColdStartGroup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
 from torchft_ckpt.manager.foreign_transport import as_ours
-from torchft_ckpt.manager.gathering import Gathering
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.launch import Timeouts, resolve_launch
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
@@ -110,12 +110,13 @@ class Manager:
         replica_id: name of this replica group, the same on all of its ranks and on no other group's; a restarted group should
             have the same, as it takes the place of the one before.
         port: of the manager service that rank 0 runs for the other ranks; 0 for any.
-        hostname: address that peers reach this process at; default: `TORCHFT_CKPT_HOSTNAME`, else that of the interface named by
-            `NCCL_SOCKET_IFNAME` (beside NCCL) or `GLOO_SOCKET_IFNAME`, else the one that routes to the lighthouse. What was
+        hostname: address that peers reach this process at; default: `TORCHFT_CKPT_HOSTNAME`, else that of the interface named
+            by `NCCL_SOCKET_IFNAME` (beside NCCL) or `GLOO_SOCKET_IFNAME`, else the one that routes to the lighthouse. What was
             chosen is used for all: default transport, Gloo, store and manager service.
         heartbeat_interval: 100 ms.
         checkpoint_transport: moves the state; default `HTTPTransport`. One that needs the process group, as torchft's
-            `PGTransport` does, is used when that is connected, within `timeout`, and all groups wait until the state is through.
+            `PGTransport` does, is used when that is connected, within `timeout`, and all groups wait until the state is
+            through.
         init_sync: make all replicas equal to one of them before the first step.
         max_retries: raise after more than so many discarded steps in a row; None: never.
         quorum_retries: attempts at a quorum after the first before `QuorumTimeoutError`; None: wait for ever, saying what
@@ -205,7 +206,7 @@ class Manager:
         self._owner = os.getpid()
         self._is_shut_down = False
         self._has_warned_of_steps = False
-        self._launch = launch = resolve_launch(
+        self._rank_config = rank_config = resolve_rank_config(
             rank=rank,
             world_size=world_size,
             store_addr=store_addr,
@@ -219,21 +220,21 @@ class Manager:
             connect_timeout=self._timeouts.connect,
             beside_nccl="nccl" in pg.getBackendName().lower(),
         )
-        if launch.host.is_chosen:
-            pg.use_hostname(launch.host.address)
-        rank_0 = launch.find_rank_0()
-        party = launch.replica_id if rank_0 is None else rank_0.replica_id
+        if rank_config.host.is_chosen:
+            pg.use_hostname(rank_config.host.address)
+        rank_0 = rank_config.find_rank_0()
+        party = rank_config.replica_id if rank_0 is None else rank_0.replica_id
 
         given = None if checkpoint_transport is None else as_ours(checkpoint_transport, party)
         lock = (given.state_lock if given is not None else None) or StateDictLock(self._timeouts.collective)
         transport: CheckpointTransport[Any] = given or HTTPTransport(
             timeout=self._timeouts.collective,
             num_chunks=0,
-            hostname=launch.host,
-            token=launch.token or None,
+            hostname=rank_config.host,
+            token=rank_config.token or None,
             lock=lock,
         )
-        logger.info("%s of job %s serves its state at %s", party, launch.job, transport.metadata())
+        logger.info("%s of job %s serves its state at %s", party, rank_config.job, transport.metadata())
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
         self._registry = StateRegistry(lock)
@@ -242,7 +243,7 @@ class Manager:
         self._own = OwnState()
         self._check = EqualityCheck(lock)
         self._healing = Healing(
-            transport, self._timeouts.transfer, rank=launch.group_rank, world_size=launch.group_world_size
+            transport, self._timeouts.transfer, rank=rank_config.group_rank, world_size=rank_config.group_world_size
         )
         self._client = StepClient(
             ReplicaSettings(
@@ -257,14 +258,14 @@ class Manager:
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
             ),
             party,
-            job=launch.job,
+            job=rank_config.job,
             abort=pg.abort,
             cancel=self._cancel_fetch,
             answer_leaves=self._check.answer,
         )
         try:
             self._client.connect(
-                launch,
+                rank_config,
                 rank_0,
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=self._timeouts.connect,
@@ -287,7 +288,7 @@ class Manager:
             self._serving,
             self._own,
             self._client,
-            is_alone=launch.group_world_size == 1,
+            is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
             in_place=heal_in_place,
         )
@@ -296,7 +297,7 @@ class Manager:
             pg,
             transport,
             self._client,
-            launch=launch,
+            rank_config=rank_config,
             timeouts=self._timeouts,
             registry=self._registry,
             own=self._own,
@@ -315,7 +316,7 @@ class Manager:
             serving=self._serving,
             healing=self._healing,
             recovery=self._recovery,
-            launch=launch,
+            rank_config=rank_config,
             address=transport.metadata(),
             in_place=heal_in_place,
             can_fetch=not transport.needs_process_group,
@@ -338,30 +339,31 @@ class Manager:
         load_state_dict: Callable[[Any], None],
         state_dict: Callable[[], Any],
         *,
-        kept_still: bool = False,
+        explicitly_locked: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        trains_apart: bool = False,
+        local_between_syncs: bool = False,
         after_restore: Callable[[], None] | None = None,
     ) -> None:
         """Add a pair of functions to the state that replicas heal from.
 
         All replicas must register the same keys, before their first step. Both are called on the training thread, or while it
-        waits for a quorum; `state_dict` of a state that is kept still on any thread between two of its changes. They must not
+        waits for a quorum; `state_dict` of a state that is explicitly locked on any thread between two of its changes. They
+        must not
         communicate with other ranks: one rank may be asked for its state in a step in which another is not.
 
         Args:
             key: names the pair.
             load_state_dict: loads what `state_dict` of another replica returned.
             state_dict: returns the state.
-            kept_still: the state changes only between `disallow_state_dict_read` and `allow_state_dict_read`, by its owner,
-                and not in the steps of optimizers. Where that holds for all that is registered, `guard_optimizer` costs
+            explicitly_locked: the state changes only between `disallow_state_dict_read` and `allow_state_dict_read`, by its
+                owner, and not in the steps of optimizers. Where that holds for all that is registered, `guard_optimizer` costs
                 nothing, and the state can be offered between two steps (`offer_state`).
-            optimizers: whose state is in it, where they are neither wrapped nor guarded: where parameters are sharded, a replica
-                that has none of it yet makes it before it receives.
-            trains_apart: between two changes of this state every replica group trains by itself, as in an outer loop: what
-                else is registered is each group's own, unless it is kept still too. It is loaded after all others.
-            after_restore: called on the training thread at the end of `Checkpointer.restore`, where that has loaded a checkpoint
-                or found that other groups hold a newer state.
+            optimizers: whose state is in it, where they are neither wrapped nor guarded: where parameters are sharded, a
+                replica that has none of it yet makes it before it receives.
+            local_between_syncs: between two changes of this state every replica group trains by itself, as in an outer loop:
+                what else is registered is each group's own, unless it is explicitly locked too. It is loaded after all others.
+            after_restore: called on the training thread at the end of `Checkpointer.restore`, where that has loaded a
+                checkpoint or found that other groups hold a newer state.
 
         Raises:
             ConfigError: the key is taken.
@@ -370,9 +372,9 @@ class Manager:
             key,
             load_state_dict,
             state_dict,
-            kept_still=kept_still,
+            explicitly_locked=explicitly_locked,
             optimizers=optimizers,
-            trains_apart=trains_apart,
+            local_between_syncs=local_between_syncs,
             after_restore=after_restore,
         )
 
@@ -421,7 +423,7 @@ class Manager:
                 " state yet: Adam then counts one step more than in a loop that does not; return optimizer.state_dict() instead",
                 self.replica_id(),
             )
-        if not self._registry.is_kept_still and self._registry.in_function != "load":
+        if not self._registry.is_explicitly_locked and self._registry.in_function != "load":
             self.disallow_state_dict_read()
 
     def _leave_optimizer_step(self) -> None:
@@ -515,7 +517,7 @@ class Manager:
     def begins_step(self, optimizer: object) -> bool:
         """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
 
-        Several that are wrapped share a step: the rule is `core.replica.SharedStep`.
+        Several that are wrapped share a step: the rule is `core.coordination.replica.SharedStep`.
         """
         return self._steps.clears_gradients(optimizer)
 
@@ -548,8 +550,9 @@ class Manager:
         and the tensor must not be used. A replica that does not contribute (healing, spare) changes nothing: it adds zeros to a
         sum or an average, and the lowest or highest value to a maximum or minimum.
 
-        Between `should_commit` and the next `start_quorum`, a metric say, it belongs to the step just decided: to its quorum and
-        its divisor, also where it was discarded. What goes wrong then discards no step; `wait` returns False. All groups issue
+        Between `should_commit` and the next `start_quorum`, a metric say, it belongs to the step just decided: to its quorum
+        and its divisor, also where it was discarded. What goes wrong then discards no step; `wait` returns False. All groups
+        issue
         it: one that waits for others that have gone on is told within about half a second.
 
         Args:
@@ -643,8 +646,8 @@ class Manager:
     def catch_up(self, timeout: timedelta | None = None) -> bool:
         """Get the newest state from the others between two steps, without a quorum; call it on the training thread.
 
-        They have to offer it (`offer_state`). All ranks of this group get the same state. A step that is open is abandoned. Tried
-        again, with a line in the log, where sources are lost or have gone on meanwhile.
+        They have to offer it (`offer_state`). All ranks of this group get the same state. A step that is open is abandoned.
+        Tried again, with a line in the log, where sources are lost or have gone on meanwhile.
 
         Args:
             timeout: instead of `transfer_timeout`.
@@ -698,11 +701,11 @@ class Manager:
         """
         return self._between_steps.newest_step_of_peers(config.not_negative(timeout) or self._timeouts.connect)
 
-    def gather(self, timeout: timedelta | None = None) -> Gathering | None:
+    def cold_start(self, timeout: timedelta | None = None) -> ColdStartGroup | None:
         """Meet the groups that start without a state as this one does, to look for one together, before the first step.
 
         All ranks of this group call it, on the training thread. No state is named by it and no step is open after it. See
-        `Gathering` for what it says where others hold a state already.
+        `ColdStartGroup` for what it says where others hold a state already.
 
         Args:
             timeout: instead of `quorum_timeout`.
@@ -713,12 +716,12 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        return self._between_steps.gather(config.not_negative(timeout) or self._timeouts.quorum)
+        return self._between_steps.cold_start(config.not_negative(timeout) or self._timeouts.quorum)
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
 
-        It does so where all that is registered is kept still, and has a name. Nothing is copied or computed until
+        It does so where all that is registered is explicitly locked, and has a name. Nothing is copied or computed until
         somebody asks.
         """
         self._between_steps.offer_state()
@@ -772,17 +775,17 @@ class Manager:
     @property
     def has_live_state(self) -> bool:
         """Whether state is registered that the steps of optimizers change."""
-        return not self._registry.is_kept_still
+        return not self._registry.is_explicitly_locked
 
     @property
     def group_rank(self) -> int:
         """This rank's number in its replica group."""
-        return self._launch.group_rank
+        return self._rank_config.group_rank
 
     @property
     def group_world_size(self) -> int:
         """The number of ranks in this rank's replica group."""
-        return self._launch.group_world_size
+        return self._rank_config.group_world_size
 
     @property
     def state_dict_lock(self) -> StateDictLock:
@@ -841,7 +844,7 @@ class Manager:
         )
 
     def __repr__(self) -> str:
-        return f"Manager(replica_id={self.replica_id()!r}, rank={self._launch.group_rank}, step={self.current_step()})"
+        return f"Manager(replica_id={self.replica_id()!r}, rank={self._rank_config.group_rank}, step={self.current_step()})"
 
     def finish(self) -> bool:
         """Say that the job is over for this replica group: it has made its last step. Call it before `shutdown`.
@@ -851,8 +854,8 @@ class Manager:
         `JobFinishedError`. To begin another step afterwards takes it back. A lighthouse that is restarted has forgotten it.
 
         Returns:
-            whether the job is finished now. False, with a warning, where the lighthouse did not answer within `connect_timeout`,
-            or not all ranks of the group called.
+            whether the job is finished now. False, with a warning, where the lighthouse did not answer within
+            `connect_timeout`, or not all ranks of the group called.
 
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
-from torchft_ckpt.core.discards import DiscardRun
-from torchft_ckpt.core.messages import CommitVote, Outcome, Role
-from torchft_ckpt.core.replica import ReplicaView
+from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
+from torchft_ckpt.core.coordination.replica import ReplicaView
+from torchft_ckpt.core.training.discards import DiscardRun
 from torchft_ckpt.errors import MaxRetriesExceededError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class StepOutcomes:
         self._num_failed_in_a_row = 0
         self._discards = DiscardRun()
         self._too_few_since: float | None = None
-        self._too_few_said_at: float | None = None
+        self._too_few_logged_at: float | None = None
         self._has_warned_of_none = False
 
     def ended(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
@@ -81,11 +81,11 @@ class StepOutcomes:
         """Say now and then that steps are discarded for want of replica groups, and for how long already."""
         at = time.monotonic()
         if now.num_participants >= self._min_replica_size:
-            self._too_few_since = self._too_few_said_at = None
+            self._too_few_since = self._too_few_logged_at = None
             return
         self._too_few_since = since = self._too_few_since or at
-        if self._too_few_said_at is None or at - self._too_few_said_at >= TOO_FEW_LOG_S:
-            self._too_few_said_at = at
+        if self._too_few_logged_at is None or at - self._too_few_logged_at >= TOO_FEW_LOG_S:
+            self._too_few_logged_at = at
             logger.warning(
                 "%s discards its steps, for %.1f s now: %s; waiting for more replica groups",
                 self._party,

@@ -14,14 +14,22 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.versions import Counted
-from torchft_ckpt.core.messages import JoinProgress, QuorumFormed, Receives, Role, StateArrived, clip, name_some
-from torchft_ckpt.core.replica import Comparison, StepPlan
+from torchft_ckpt.core.coordination.messages import (
+    JoinProgress,
+    QuorumFormed,
+    Receives,
+    Role,
+    StateArrived,
+    clip,
+    name_some,
+)
+from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
 from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
-from torchft_ckpt.manager.still import StateToServe
+from torchft_ckpt.manager.volatile import StateToServe
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +48,7 @@ class Prepared:
     """The training thread waits for the quorum."""
     is_untouched: bool
     """No forward pass was computed in this step."""
-    is_wished_for: bool
+    has_pending_request: bool
     """Somebody who looks at this job from outside asks for the state."""
 
 
@@ -93,7 +101,7 @@ class Recovery:
         receiving = prepared.receiving
         if prepared.trainer_waits:
             receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
-        elif self._registry.is_kept_still:
+        elif self._registry.is_explicitly_locked:
             receiving = self._registry.capture_to_receive(beside_steps=True)
         if receiving is None and self._registry.is_sharded:
             # It learnt only now that it is behind; the training thread may be in its forward pass.

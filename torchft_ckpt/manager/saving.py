@@ -9,9 +9,9 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
-from torchft_ckpt.core.messages import StateVersion
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import ConfigError
-from torchft_ckpt.manager.still import StateHeld
+from torchft_ckpt.manager.volatile import StateToSave
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
@@ -66,7 +66,7 @@ def group_name(manager: Manager) -> str:
     return name if incarnation else ""
 
 
-def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) -> StateHeld:
+def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) -> StateToSave:
     """Return the state that replicas heal from, and the Manager's own under `torchft`. On the training thread.
 
     What was registered under `default` is at the root, where it is a dict: names are those that the script's `state_dict` gave.
@@ -80,10 +80,10 @@ def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) ->
     """
     registry = manager.registry
     if state_dict is None:
-        held = registry.hold_to_save(registry.capture(), by_key=True)
+        held = registry.capture_for_save(registry.capture(), by_key=True)
         held = held._replace(state=_at_root(held.state))
     else:
-        held = registry.hold_to_save(state_dict, by_key=False)
+        held = registry.capture_for_save(state_dict, by_key=False)
     return held._replace(state=with_managers_state(held.state, manager))
 
 

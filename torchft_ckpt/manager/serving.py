@@ -13,10 +13,10 @@ from typing import Any
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
-from torchft_ckpt.core.messages import QuorumFormed, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
-from torchft_ckpt.manager.still import StateToServe
+from torchft_ckpt.manager.volatile import StateToServe
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class StateServing:
             UnsupportedValueError: the state holds something that cannot be carried.
         """
         if (
-            (not self._registry.is_kept_still and not moving)
+            (not self._registry.is_explicitly_locked and not moving)
             or version == self._offered
             or not self._transport.uses_memory_of_state
             or self._transport.needs_process_group  # which reaches nobody now

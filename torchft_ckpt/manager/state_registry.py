@@ -1,7 +1,7 @@
 """The state that replicas have in common: what the user has registered, and the Manager's own part of it.
 
-The users' `state_dict` functions run on the training thread, or while it waits; their `load_state_dict` functions on the training
-thread alone. What is loaded is checked against what is registered before the first of them is called.
+The users' `state_dict` functions run on the training thread, or while it waits; their `load_state_dict` functions on the
+training thread alone. What is loaded is checked against what is registered before the first of them is called.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_s
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_optimizer_state
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
-from torchft_ckpt.core.messages import StateVersion
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
-from torchft_ckpt.manager.checking import Leaf, ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
+from torchft_ckpt.manager.checking import CheckedLeaf, ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
-from torchft_ckpt.manager.still import StateHeld, StateToServe, Unsteady, hold_still, hold_to_save, owned_by, tensors_in
+from torchft_ckpt.manager.volatile import (
+    StateToSave,
+    StateToServe,
+    Unsteady,
+    capture_for_save,
+    copy_volatile,
+    owned_by,
+    tensors_in,
+)
 
 
 class StateRegistry:
@@ -46,7 +54,7 @@ class StateRegistry:
         self._agreed_on: set[str] = set()
         self._frozen_for_rounds: str | None = None
         self._after_restore: list[Callable[[], None]] = []
-        self._has_untold = False
+        self._has_unannounced = False
         """Something that moves belongs to optimizers that are not guarded."""
 
     def register(
@@ -55,15 +63,15 @@ class StateRegistry:
         load: Callable[[Any], None],
         get: Callable[[], Any],
         *,
-        kept_still: bool = False,
+        explicitly_locked: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        trains_apart: bool = False,
+        local_between_syncs: bool = False,
         after_restore: Callable[[], None] | None = None,
     ) -> None:
-        """Add a pair; `kept_still`: optimizer steps do not change it. Raises `ConfigError` where the key is taken.
+        """Add a pair; `explicitly_locked`: optimizer steps do not change it. Raises `ConfigError` where the key is taken.
 
-        `optimizers`: whose state is in it, where they are not guarded. `trains_apart`: between two changes of it every group
-        trains by itself; it is loaded after all others. `after_restore`: called when a restore is over.
+        `optimizers`: whose state is in it, where they are not guarded. `local_between_syncs`: between two changes of it every
+        group trains by itself; it is loaded after all others. `after_restore`: called when a restore is over.
         """
         if key in self._load:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
@@ -71,19 +79,19 @@ class StateRegistry:
         self._get[key] = get
         self._unguarded += optimizers
         self._after_restore += [] if after_restore is None else [after_restore]
-        if trains_apart:
+        if local_between_syncs:
             self._agreed_on.add(key)
             self._frozen_for_rounds = self.frozen()
-        if not kept_still:
+        if not explicitly_locked:
             self._moving.add(key)
-            self._has_untold = self._has_untold or bool(optimizers)
+            self._has_unannounced = self._has_unannounced or bool(optimizers)
 
     @property
     def is_empty(self) -> bool:
         return not self._get
 
     @property
-    def is_kept_still(self) -> bool:
+    def is_explicitly_locked(self) -> bool:
         """Whether guarded optimizers change nothing of the state."""
         return not self._moving
 
@@ -174,8 +182,12 @@ class StateRegistry:
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example. Whatever changed
         without the lock while it was served before is copied as well.
         """
-        held = hold_still(self.capture(), [] if self.is_kept_still else with_inner(self._optimizers), self._unsteady)
-        return held if self._agreed_on or self.is_kept_still else held._replace(settings=settings_of(self._known()))
+        held = copy_volatile(
+            self.capture(), [] if self.is_explicitly_locked else with_inner(self._optimizers), self._unsteady
+        )
+        return (
+            held if self._agreed_on or self.is_explicitly_locked else held._replace(settings=settings_of(self._known()))
+        )
 
     def count_writes(self) -> list[Counted]:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
@@ -188,7 +200,7 @@ class StateRegistry:
     @property
     def is_used_by_loops(self) -> bool:
         """Whether a training loop uses the state between two quorums. Where groups train apart it is the outer loop's."""
-        return not self.is_kept_still and not self._agreed_on
+        return not self.is_explicitly_locked and not self._agreed_on
 
     def comparison_with(self, captured: dict[str, Any]) -> Callable[[object], Differences]:
         """Return what says how a state that is received differs from this one, which `capture_to_serve` has just returned.
@@ -198,7 +210,7 @@ class StateRegistry:
         here = fixed(captured)
         return lambda received: compare_states(here, received, self._known())
 
-    def leaves_to_compare(self) -> list[Leaf]:
+    def leaves_to_compare(self) -> list[CheckedLeaf]:
         """Return what has to be equal in all groups of the state of now. On the training thread.
 
         Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with.
@@ -217,7 +229,7 @@ class StateRegistry:
         """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread."""
         return not_returned(self.capture(), user)
 
-    def hold_to_save(self, state: dict[str, Any], *, by_key: bool) -> StateHeld:
+    def capture_for_save(self, state: dict[str, Any], *, by_key: bool) -> StateToSave:
         """Return a state as it is to be saved while training goes on.
 
         What every group has its own of is what a forward pass may change, all that no optimizer owns (BatchNorm's running
@@ -227,14 +239,16 @@ class StateRegistry:
             state: as `capture` returned it, or a state dict of the caller's.
             by_key: it is the former.
         """
-        if by_key and self.is_kept_still:
-            return StateHeld(state, frozenset(), False)
-        held = hold_to_save(state, with_inner(self._optimizers))
+        if by_key and self.is_explicitly_locked:
+            return StateToSave(state, frozenset(), False)
+        held = capture_for_save(state, with_inner(self._optimizers))
         if self._agreed_on:
             own = {key: held.state[key] for key in self._moving} if by_key else held.state
-            held = held._replace(of_group=frozenset(map(id, tensors_in(own))))
-        # Guarded optimizers leave the lock alone where all that is registered is kept still.
-        return held._replace(changes_untold=held.changes_untold or self.is_kept_still or self._has_untold)
+            held = held._replace(group_local_ids=frozenset(map(id, tensors_in(own))))
+        # Guarded optimizers leave the lock alone where all that is registered is explicitly locked.
+        return held._replace(
+            unannounced_changes=held.unannounced_changes or self.is_explicitly_locked or self._has_unannounced
+        )
 
     def end_restore(self) -> None:
         """Tell those who want to know that a checkpoint was restored, or that the state is to come from others."""

@@ -1,8 +1,8 @@
 """One step of this rank, from `start_quorum` to the decision on it.
 
 Two threads meet here. The training thread begins the step, reduces and votes. The quorum thread waits for the quorum, connects
-the process group and starts to serve or to fetch, beside the forward pass. What this replica may do is decided by `core.replica`;
-this file carries it out.
+the process group and starts to serve or to fetch, beside the forward pass. What this replica may do is decided by
+`core.coordination.replica`; this file carries it out.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.core.messages import CommitVote, Outcome, QuorumFormed, Role
-from torchft_ckpt.core.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
+from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, QuorumFormed, Role
+from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
 from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.launch import Launch, Timeouts
 from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Prepared, Recovery
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
@@ -64,7 +64,7 @@ class Steps:
         transport: CheckpointTransport[Any],
         client: StepClient,
         *,
-        launch: Launch,
+        rank_config: RankConfig,
         timeouts: Timeouts,
         registry: StateRegistry,
         own: OwnState,
@@ -79,7 +79,7 @@ class Steps:
         self._process_group = process_group
         self._transport = transport
         self._client = client
-        self._launch = launch
+        self._rank_config = rank_config
         self._timeouts = timeouts
         self._registry = registry
         self._own = own
@@ -141,19 +141,19 @@ class Steps:
 
     def _can_capture_later(self, wishes: StepWishes) -> bool:
         """Whether the state stays as it is until the quorum is there."""
-        return (not self._use_async_quorum and wishes.waits is not False) or self._registry.is_kept_still
+        return (not self._use_async_quorum and wishes.waits is not False) or self._registry.is_explicitly_locked
 
     def _prepare(self, wishes: StepWishes, *, is_sharded: bool) -> tuple[bool, Prepared]:
         """Return whether to wait for the quorum, and what it will need of the state that is here."""
         now, registry = self._client.view(), self._registry
         has_to_wait, has_to_capture = self._client.wants()
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits
-        self._transport.note_step(now.version.step)
-        is_wished_for = self._transport.is_wished_for(now.version.step)
+        self._transport.advance_to(now.version.step)
+        has_pending_request = self._transport.has_pending_request(now.version.step)
         can_capture_later = self._can_capture_later(wishes)
         # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
         needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
-        captures = (has_to_capture or is_wished_for or needs_local) and not can_capture_later
+        captures = (has_to_capture or has_pending_request or needs_local) and not can_capture_later
         if now.is_checked and wishes.contributes:
             self._check.begin(now.version, registry.leaves_to_compare())
         else:
@@ -169,7 +169,7 @@ class Steps:
             counted=[] if captured or can_capture_later else registry.count_writes(),
             trainer_waits=has_to_wait,
             is_untouched=not self._has_computed,
-            is_wished_for=is_wished_for,
+            has_pending_request=has_pending_request,
         )
 
     def _ask(self, wishes: StepWishes, layout: ParameterLayout, *, can_serve: bool) -> None:
@@ -177,7 +177,7 @@ class Steps:
         frozen = registry.frozen()
         facts = StepFacts(
             can_serve=can_serve,
-            store_address=self._launch.store_address,
+            store_address=self._rank_config.store_address,
             compares=registry.is_used_by_loops,
             reach_s=healing.expected_s(registry.num_bytes()) if self._client.view().is_behind else None,
             load_s=healing.load_s,
@@ -191,7 +191,7 @@ class Steps:
                 request,
                 checkpoint_addresses=[self._transport.metadata()],
                 layout=layout.digest,
-                layout_text=layout.text if self._launch.group_rank == 0 else None,
+                layout_text=layout.text if self._rank_config.group_rank == 0 else None,
                 frozen=frozen,
                 can_load=not registry.is_empty,
                 num_collectives=self._clearing.count,
@@ -286,7 +286,7 @@ class Steps:
         if self._transport.needs_process_group:
             self._move_over_group(plan, prepared)
             return
-        if plan.serve or (prepared.is_wished_for and formed.role is Role.HEALTHY and not plan.load):
+        if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
         if plan.configure:
@@ -299,7 +299,7 @@ class Steps:
             self._configure(formed)
         registry = self._registry
         can_receive = prepared.receiving is not None or prepared.trainer_waits
-        can_receive = can_receive or registry.is_kept_still or not registry.is_sharded
+        can_receive = can_receive or registry.is_explicitly_locked or not registry.is_sharded
         can_receive = can_receive and formed.replica_rank < formed.replica_world_size
         try:
             destinations = agree_who_sends(self._process_group, formed, limit, wants=plan.load and can_receive)
@@ -315,8 +315,8 @@ class Steps:
         self._healing.has_arrived(limit.total_seconds())  # or not: then it is found at the vote
 
     def _configure(self, formed: QuorumFormed) -> None:
-        launch = self._launch
-        prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{launch.group_rank}"
+        rank_config = self._rank_config
+        prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{rank_config.group_rank}"
         try:
             self._process_group.configure(
                 f"{formed.store_address}/{prefix}",
@@ -324,8 +324,8 @@ class Steps:
                 formed.replica_rank,
                 formed.replica_world_size,
                 formed.quorum_id,
-                launch.group_rank,
-                launch.group_world_size,
+                rank_config.group_rank,
+                rank_config.group_world_size,
             )
         except (ProcessGroupError, RuntimeError) as error:
             why = self._client.view().error or error  # where the quorum broke meanwhile, that is why

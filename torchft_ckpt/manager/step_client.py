@@ -1,8 +1,9 @@
 """This rank's half of the coordination of a step: it asks, votes and waits on the training thread, and hears on another one.
 
-One lock guards the replica's state (`core.replica`) and the messages that came in; a thread that waits for an answer waits for a
-change of them. The coordination thread only notes a message; where the message asks for something at once (abort, cancel), that
-thread does it after it has released the lock. Nothing is sent and nobody is waited for with the lock held.
+One lock guards the replica's state (`core.coordination.replica`) and the messages that came in; a thread that waits for an
+answer waits for a change of them. The coordination thread only notes a message; where the message asks for something at once
+(abort, cancel), that thread does it after it has released the lock. Nothing is sent and nobody is waited for with the lock
+held.
 
 Whoever else wants to know what this replica is reads `view`: one frozen whole, replaced under the lock with every change.
 """
@@ -15,8 +16,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torchft_ckpt.core.meeting import Claim
-from torchft_ckpt.core.messages import (
+from torchft_ckpt.core.coordination.meeting import Claim
+from torchft_ckpt.core.coordination.messages import (
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -47,12 +48,12 @@ from torchft_ckpt.core.messages import (
     StateLocated,
     StateVersion,
 )
-from torchft_ckpt.core.replica import (
-    Phase,
+from torchft_ckpt.core.coordination.replica import (
     ReplicaSettings,
     ReplicaState,
     ReplicaView,
     StepFacts,
+    StepPhase,
     StepPlan,
     StepWishes,
 )
@@ -71,7 +72,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
-from torchft_ckpt.manager.launch import Launch, Link, open_link
+from torchft_ckpt.manager.rank_config import Link, RankConfig, open_link
 
 logger = logging.getLogger(__name__)
 
@@ -145,15 +146,20 @@ class StepClient:
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
 
     def connect(
-        self, launch: Launch, rank_0: Claim | None, *, heartbeat_interval: timedelta, connect_timeout: timedelta
+        self,
+        rank_config: RankConfig,
+        rank_0: Claim | None,
+        *,
+        heartbeat_interval: timedelta,
+        connect_timeout: timedelta,
     ) -> None:
         """Connect to the group, and at rank 0 to the lighthouse; call it once, before anything is sent.
 
         Raises: as `open_link`.
         """
-        self._group_world_size = launch.group_world_size
+        self._group_world_size = rank_config.group_world_size
         self.link = open_link(
-            launch,
+            rank_config,
             rank_0,
             hello=self._hello,
             on_message=self._hear,
@@ -351,7 +357,7 @@ class StepClient:
         with self._changed:
             now = self.view()
             formed = now.quorum
-            if formed is None or self._is_stall_reported or now.phase is not Phase.TRAINING:
+            if formed is None or self._is_stall_reported or now.phase is not StepPhase.TRAINING:
                 return
             self._is_stall_reported = True
         logger.warning("%s: a collective waits longer than join_budget for a joiner", self.replica_id)
@@ -364,7 +370,7 @@ class StepClient:
         """
         now = self.view()
         formed = now.quorum
-        if formed is None or now.phase is Phase.ASKING:
+        if formed is None or now.phase is StepPhase.ASKING:
             return False
         self.send(
             CollectiveWait(
@@ -510,7 +516,7 @@ class StepClient:
             else:
                 return "", replica.overtaken(message)
         elif isinstance(message, CommitUnknown):
-            if replica.phase is Phase.VOTED and self._answer is None:
+            if replica.phase is StepPhase.VOTED and self._answer is None:
                 self._answer = message
         elif isinstance(message, QuorumBroken):
             if replica.broken(message):

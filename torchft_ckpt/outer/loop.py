@@ -1,8 +1,9 @@
 """The outer loop: counts inner steps, exchanges fragments when the schedule says so, and finds its way into a running job.
 
-It hangs on the inner optimizer's step. What it does there, and what becomes of a round, is decided in `core.outer_schedule`;
-this file carries it out. It begins, and waits for the others, in the first forward pass of what it trains (in the first inner
-step, where no forward pass is seen), not where it is entered: a script's own state functions may use the name that `as` binds.
+It hangs on the inner optimizer's step. What it does there, and what becomes of a round, is decided in
+`core.training.outer_schedule`; this file carries it out. It begins, and waits for the others, in the first forward pass of
+what it trains (in the first inner step, where no forward pass is seen), not where it is entered: a script's own state
+functions may use the name that `as` binds.
 
 - A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
   outer optimizers come from the others' backups. Then it waits for their next round, adds nothing to it, and takes its outcome:
@@ -28,9 +29,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torchft_ckpt.core.outer_schedule import Action, OuterSchedule, Verdict, after_vote
+from torchft_ckpt.core.training.outer_schedule import Action, OuterSchedule, RoundOutcome, after_vote
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError, torn_where_it_raises
-from torchft_ckpt.outer.exchange import Exchange
+from torchft_ckpt.outer.averaging import RoundAverager
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.memory import buckets_of
 
@@ -84,7 +85,7 @@ class OuterLoop(Generic[F]):
         self._outer_optimizers = list(outer_optimizers)
         self._bucket_cap_bytes = bucket_cap_bytes
         self._round_retries = round_retries
-        self._exchange = Exchange(manager, should_quantize)
+        self._exchange = RoundAverager(manager, should_quantize)
         self._hooks: list[RemovableHandle] = []
         self._inner_step = 0
         self._is_in_job = False
@@ -107,9 +108,9 @@ class OuterLoop(Generic[F]):
             key,
             self._load_state,
             self.state_dict,
-            kept_still=True,
+            explicitly_locked=True,
             optimizers=self._outer_optimizers,
-            trains_apart=True,
+            local_between_syncs=True,
             after_restore=self._after_restore,
         )
 
@@ -305,27 +306,27 @@ class OuterLoop(Generic[F]):
         retries_left = self._round_retries
         while True:
             verdict = self._finish(retries_left, merge=True)
-            if verdict is not Verdict.RETRY:
+            if verdict is not RoundOutcome.RETRY:
                 break
             retries_left -= 1
             logger.info("%s: round %d is tried again", self._manager.replica_id(), self._manager.current_step())
             self._prepare()
-        if verdict is Verdict.REJOIN:
+        if verdict is RoundOutcome.REJOIN:
             self._enter_job()
 
-    def _finish(self, retries_left: int, *, merge: bool) -> Verdict:
+    def _finish(self, retries_left: int, *, merge: bool) -> RoundOutcome:
         """Wait for the averages, vote, and do what follows."""
         self._exchange.wait()
         fragment = self._fragment_of(self._manager.quorum_step())
         committed = self._manager.should_commit()
         verdict = after_vote(committed=committed, is_behind=self._manager.is_behind, retries_left=retries_left)
-        if verdict is Verdict.APPLY:
+        if verdict is RoundOutcome.APPLY:
             self._apply(fragment, merge=merge and not self._was_loaded)
-        elif verdict is Verdict.RESTORE:
+        elif verdict is RoundOutcome.RESTORE:
             logger.info("%s: a round is discarded, its fragment goes back", self._manager.replica_id())
             with self._changing_model():
                 fragment.restore()
-        if verdict in (Verdict.APPLY, Verdict.RESTORE):
+        if verdict in (RoundOutcome.APPLY, RoundOutcome.RESTORE):
             fragment.begin_round()
             self._manager.offer_state()
         return verdict
@@ -362,7 +363,7 @@ class OuterLoop(Generic[F]):
                 continue
             logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
             self._exchange.start(lambda: self._tensors_of(None))
-            if self._finish(retries_left=0, merge=False) is Verdict.APPLY:
+            if self._finish(retries_left=0, merge=False) is RoundOutcome.APPLY:
                 break
         for fragment in self._fragments:
             fragment.begin_round()

@@ -40,9 +40,9 @@ class OuterManager(Protocol):
         state_dict: Callable[[], Any],
         /,
         *,
-        kept_still: bool,
+        explicitly_locked: bool,
         optimizers: Sequence[torch.optim.Optimizer],
-        trains_apart: bool,
+        local_between_syncs: bool,
         after_restore: Callable[[], None] | None,
     ) -> None: ...
 

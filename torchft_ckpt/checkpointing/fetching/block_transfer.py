@@ -21,7 +21,15 @@ from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.blocks import format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.transfer import Batches, SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each, units_of
+from torchft_ckpt.core.transfer.scheduler import (
+    Batches,
+    SourceKind,
+    TransferLedger,
+    blocks_of,
+    mask_of,
+    mask_of_each,
+    units_of,
+)
 from torchft_ckpt.errors import DigestMismatchError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +106,7 @@ class BlockTransfer(TransferState):
 
     # How it begins
 
-    def elect(self, name: str, manifest: Manifest) -> bool:
+    def choose_primary(self, name: str, manifest: Manifest) -> bool:
         """Return whether this source, whose manifest is here, is the primary; wait where that is not decided yet.
 
         The first source is, if it answers soon. A source that has failed, or whose fetch is over, is not.
@@ -257,7 +265,7 @@ class BlockTransfer(TransferState):
                     found[name] = _what_differs(destination, blocks)
             return found
 
-    def adopt(self, name: str, digests: Mapping[int, bytes]) -> None:
+    def promote(self, name: str, digests: Mapping[int, bytes]) -> None:
         """Make a source the primary, whose every digest is known; what is held and differs is missing again."""
         with self.changed:
             destination = self._destination
@@ -284,7 +292,7 @@ class BlockTransfer(TransferState):
                 self._compare(other, announced, announced.digests)
             self.changed.notify_all()
 
-    def name_heir(self) -> str | None:
+    def next_candidate(self) -> str | None:
         """Return a source to adopt, once, where the primary was lost and one is there that holds the same layout.
 
         It is named from then on: no other one is, nor elected, before it has been adopted or has failed.

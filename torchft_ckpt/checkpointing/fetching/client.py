@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.fetching.options import (
     default_num_streams,
     physical_memory_bytes,
 )
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache
 from torchft_ckpt.checkpointing.fetching.source import read_manifest, request_headers
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index, decode_index
@@ -179,7 +179,7 @@ class CheckpointClient:
             step=step,
             deadline=deadline,
             options=options,
-            shelf=BufferShelf(),
+            cache=BufferCache(),
             on_progress=on_progress,
         )
 

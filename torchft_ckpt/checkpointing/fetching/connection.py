@@ -3,7 +3,7 @@
 It turns what sockets, TLS and HTTP do into the named transfer errors; it does not know blocks or deadlines. `close` may be
 called from any thread and ends whatever the connection is waiting for.
 
-Where the token is to be proved and not sent (`core/proofs.py`), nothing of an answer is handed out that is not proved.
+Where the token is to be proved and not sent (`core/services/proofs.py`), nothing of an answer is handed out that is not proved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchft_ckpt.checkpointing.protocol import (
     Refusal,
     decode_refusal,
 )
-from torchft_ckpt.core.proofs import PROOF_HEADER, PartDigest, Session
+from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 from torchft_ckpt.network import keep_from_forked_children
 
@@ -95,7 +95,7 @@ class SourceConnection:
         self._headers = dict(headers)
         self._proved_to = proved_to
         self._token = token
-        self._session: Session | None = None
+        self._session: ProvedSession | None = None
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._ssl_context = ssl_context
@@ -186,7 +186,7 @@ class SourceConnection:
                 )
             response.close()
 
-    def _begin_session(self, http_connection: _OpenSocketConnection) -> Session:
+    def _begin_session(self, http_connection: _OpenSocketConnection) -> ProvedSession:
         nonce = secrets.token_hex(NONCE_DIGITS // 2)
         with self._named_failures("waiting for its proof"), self._unanswered():
             path = f"{PROOF_PATH}?nonce={nonce}&of=token"
@@ -195,7 +195,7 @@ class SourceConnection:
             said = response.read(NONCE_DIGITS + PROOF_DIGITS + 1).decode(errors="replace")
             if response.status == 429:
                 raise SourceLostError(f"{self.party} is asked too often to prove that it knows our token", self.party)
-            session = Session(self._token, self._proved_to, nonce, said[:NONCE_DIGITS])
+            session = ProvedSession(self._token, self._proved_to, nonce, said[:NONCE_DIGITS])
             if response.status != 200 or not session.is_server(said[NONCE_DIGITS:]):
                 raise SourceRefusedError(
                     f"{self.party} does not prove that it knows our token, or is another server than was there; nothing was "
@@ -392,7 +392,7 @@ class Answer:
         connection: SourceConnection,
         response: http.client.HTTPResponse,
         path: str,
-        session: Session | None = None,
+        session: ProvedSession | None = None,
         request: str = "",
     ) -> None:
         self._connection = connection
@@ -439,7 +439,8 @@ class Answer:
         return bytes(body)
 
     def check_parts_follow(self) -> None:
-        """See that parts are what was answered, by who knows the token where that is to be proved; each is proved by its digest.
+        """See that parts are what was answered, by who knows the token where that is to be proved; each is proved by its
+        digest.
 
         Raises:
             SourceRefusedError: it is not.

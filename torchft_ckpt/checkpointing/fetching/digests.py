@@ -12,7 +12,7 @@ from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.transfer import blocks_of, mask_of_each
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
 
 BATCH_BLOCKS = 64
 

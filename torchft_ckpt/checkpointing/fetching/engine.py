@@ -27,7 +27,7 @@ from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Strea
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.paths import describe_paths
+from torchft_ckpt.core.transfer.paths import describe_paths
 from torchft_ckpt.errors import (
     CheckpointError,
     ReplicaDivergenceWarning,

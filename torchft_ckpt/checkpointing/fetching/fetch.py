@@ -1,7 +1,7 @@
 """Fetches one state whole, as blocks, from one source or several that hold it in the same layout.
 
-What is equal here is not fetched, and receivers of the same state give each other what they hold. Nothing of a fetch that failed
-is visible to the caller, but where it was received in place.
+What is equal here is not fetched, and receivers of the same state give each other what they hold. Nothing of a fetch that
+failed is visible to the caller, but where it was received in place.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
 from torchft_ckpt.checkpointing.fetching.engine import FetchEngine
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
-from torchft_ckpt.checkpointing.fetching.receive import BufferShelf, Destination
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
 from torchft_ckpt.checkpointing.serving.relay import Relay
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -54,7 +54,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         step: the step wanted, or None for the newest.
         deadline: on the monotonic clock.
         options: how to fetch.
-        shelf: where memory comes from.
+        cache: where memory comes from.
         local_state: the state that is here, or None: what is equal in it is not fetched.
         in_place: receive into the tensors of `local_state`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
@@ -68,7 +68,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         step: int | None,
         deadline: float,
         options: FetchOptions,
-        shelf: BufferShelf,
+        cache: BufferCache,
         local_state: object = None,
         in_place: bool = False,
         on_progress: ProgressCallback | None = None,
@@ -84,7 +84,7 @@ class Fetch(FetchEngine[BlockTransfer]):
             options=options,
             on_progress=on_progress,
         )
-        self._shelf = shelf
+        self._cache = cache
         self._local_state = local_state
         self._local: LocalState | None = None
         self._knows_local = threading.Event()
@@ -138,7 +138,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         if destination is None and self._begun:  # a source was lost while it was asked what is here already
             destination = self._begun[-1]
         if destination is not None:
-            self._shelf.keep(destination.give_up())
+            self._cache.keep(destination.give_up())
         raise outcome or TransferError(f"fetch of {self._what} from {self._party} ended without a state", self._party)
 
     def _release_threads(self) -> None:
@@ -166,9 +166,9 @@ class Fetch(FetchEngine[BlockTransfer]):
             state.fail_source(held_up_by, TransferStalledError(what, held_up_by))
             self._close_clients(held_up_by)
         self._start_swarm()
-        heir = state.name_heir()
-        if heir is not None:
-            self._spawn(functools.partial(self._adopt, self._sources[heir]), heir)
+        candidate = state.next_candidate()
+        if candidate is not None:
+            self._spawn(functools.partial(self._promote, self._sources[candidate]), candidate)
 
     def _start_swarm(self) -> None:
         begun, own = self._state.begun(), self._options.address
@@ -199,20 +199,20 @@ class Fetch(FetchEngine[BlockTransfer]):
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""
         state = self._state
-        is_elected = state.elect(client.name, manifest)
+        is_chosen = state.choose_primary(client.name, manifest)
         destination = state.destination
         if state.over:
             return False
         if destination is None:
             self._begin(client, manifest)
         elif not _same_layout(manifest, destination.manifest):
-            if not is_elected:
+            if not is_chosen:
                 state.note_divergence(client.name, "its tensors have other names, shapes or dtypes")
             # The one that began may be the one that lies: then this one begins again.
             if not state.await_restart(client.name):
                 return False
             self._begin(client, manifest)
-        elif is_elected:
+        elif is_chosen:
             self._take_over(client, manifest)
         else:
             if manifest.tree != destination.manifest.tree:
@@ -224,8 +224,8 @@ class Fetch(FetchEngine[BlockTransfer]):
 
     def _begin(self, client: SourceClient, manifest: Manifest) -> None:
         self._knows_local.wait()  # it is known, or this thread's work is not wanted any more
-        with collector_paused():
-            destination = Destination(manifest, self._shelf, local=self._local, in_place=self._in_place)
+        with gc_paused():
+            destination = Destination(manifest, self._cache, local=self._local, in_place=self._in_place)
         with self._lock:
             self._begun.append(destination)
         digests, held = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
@@ -241,9 +241,9 @@ class Fetch(FetchEngine[BlockTransfer]):
         digests: dict[int, bytes] = {}
         for batch in fetch_digests(client, manifest, (1 << self._state.num_blocks()) - 1):
             digests.update(batch)
-        self._state.adopt(client.name, digests)
+        self._state.promote(client.name, digests)
 
-    def _adopt(self, address: SourceAddress) -> None:
+    def _promote(self, address: SourceAddress) -> None:
         manifest = self._state.manifest_of(str(address))
         if manifest is not None:
             self._over_any(address, functools.partial(self._take_over, manifest=manifest))

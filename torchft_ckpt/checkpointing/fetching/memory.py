@@ -1,7 +1,7 @@
 """Fresh memory to receive into, and touching it ahead of the data.
 
-The first touch of a page costs more than what is written to it: the system finds memory and clears it. Here that is done piece by
-piece with as few faults as can be, and on another thread than that which waits for the data. It needs Linux 5.14; elsewhere
+The first touch of a page costs more than what is written to it: the system finds memory and clears it. Here that is done piece
+by piece with as few faults as can be, and on another thread than that which waits for the data. It needs Linux 5.14; elsewhere
 memory is touched by who writes to it.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchft_ckpt.core.pages import PageChoice
+from torchft_ckpt.core.transfer.pages import PageChoice
 
 SLICE_BYTES = 1024 * 1024
 """So much is received at a time."""

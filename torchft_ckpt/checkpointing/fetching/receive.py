@@ -16,13 +16,13 @@ import torch
 
 from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, ReadInto, Toucher, Update, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.fit import check_layout
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState, whole_tensor
-from torchft_ckpt.checkpointing.state.space import pieces_of
+from torchft_ckpt.checkpointing.state.space import segment_ranges
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
 
@@ -38,7 +38,7 @@ _UNREFERENCED = _num_references([np.empty(1, dtype=np.uint8)], 0)
 """What `_num_references` says of a buffer that only the list refers to; measured, because it differs between Pythons."""
 
 
-class BufferShelf:
+class BufferCache:
     """Keeps the memory of a receive for the next one: fresh memory costs more than the network. From any thread.
 
     Only memory that nobody refers to any more is handed out again. What a failed receive had got is in it, and is found
@@ -84,7 +84,7 @@ class Destination:
 
     Args:
         manifest: a manifest that has been checked.
-        shelf: where memory is taken from.
+        cache: where memory is taken from.
         local: the state that is here. None is for who only looks: he gets the source's boxes, tuples and plain values.
         in_place: whether to receive into the tensors of `local`.
 
@@ -95,11 +95,11 @@ class Destination:
     """
 
     def __init__(
-        self, manifest: Manifest, shelf: BufferShelf, *, local: LocalState | None = None, in_place: bool = False
+        self, manifest: Manifest, cache: BufferCache, *, local: LocalState | None = None, in_place: bool = False
     ) -> None:
         self.manifest = manifest
         self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
-        is_kept = not shelf.is_empty
+        is_kept = not cache.is_empty
         self.is_overwritten = False
         self._starts = [offset for offset, _ in manifest.segments]
         self._lengths = [length for _, length in manifest.segments]
@@ -122,7 +122,7 @@ class Destination:
             for index, (_, length) in enumerate(manifest.segments):
                 direct = self._direct.get(index)
                 if direct is None:
-                    buffer = self._buffers[index] = shelf.take(length)
+                    buffer = self._buffers[index] = cache.take(length)
                     views.append(buffer.data)
                 else:
                     views.append(direct.view)
@@ -157,7 +157,7 @@ class Destination:
             return
         self._touched.add(block)
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        for segment, low, high, _ in pieces_of(self._starts, self._lengths, start, stop):
+        for segment, low, high, _ in segment_ranges(self._starts, self._lengths, start, stop):
             if self._lengths[segment] >= TOUCH_FROM_BYTES and segment in self._buffers:
                 self._toucher.touch(self._buffers[segment].data[low:high])
 
@@ -212,7 +212,9 @@ class Destination:
         segments = {
             segment
             for block in blocks
-            for segment, *_ in pieces_of(self._starts, self._lengths, block * block_bytes, (block + 1) * block_bytes)
+            for segment, *_ in segment_ranges(
+                self._starts, self._lengths, block * block_bytes, (block + 1) * block_bytes
+            )
         }
         return [
             entry.fqn for entry in self.manifest.tensors if any(chunk.segment in segments for chunk in entry.chunks)
@@ -234,13 +236,13 @@ class Destination:
         Where it was received in place these are the local tensors themselves, where there is one of that name.
         """
         self.is_overwritten = self.is_overwritten or self._in_place
-        with collector_paused():
+        with gc_paused():
             chunks = self._assemble_chunks()
             received = [self._received(entry, own) for entry, own in zip(self.manifest.tensors, chunks, strict=True)]
             description = Description(tree=self.manifest.tree, tensors=self.manifest.tensors)
             return self._target.finish(description, received)
 
-    def _received(self, entry: TensorEntry, chunks: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    def _received(self, entry: WireTensor, chunks: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
         """Return the chunks of a tensor whose boxes are here as well; of any other the tensor, as it is at the source."""
         if self._local is None or entry.fqn in self._as_they_are:
             return whole_tensor(entry, chunks)
@@ -277,7 +279,7 @@ class Destination:
         """Return the memory of bytes [start, stop); incomplete where a segment has none."""
         views: list[memoryview] = []
         at = start
-        for segment, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
+        for segment, low, high, position in segment_ranges(self._starts, self._lengths, start, stop):
             if position > at:
                 views.append(memoryview(bytearray(position - at)))
             memory = memories[segment]

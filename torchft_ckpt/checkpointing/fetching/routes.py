@@ -1,6 +1,7 @@
 """The addresses at which the sources of one fetch were said to be, beside those that the fetch was given.
 
-It knows which there are; `core.paths` decides which are used, and a connection over one has the source prove itself first.
+It knows which there are; `core.transfer.paths` decides which are used, and a connection over one has the source prove itself
+first.
 """
 
 from __future__ import annotations

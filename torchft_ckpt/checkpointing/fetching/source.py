@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.protocol import (
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
-    Part,
+    BoxRequest,
     PartsRequest,
     Peers,
     Refusal,
@@ -217,7 +217,7 @@ class SourceClient:
             )
         return ((block, answer) for block in run)
 
-    def open_parts(self, manifest: Manifest, parts: Sequence[Part], num_bytes: int, received: str = "") -> Answer:
+    def open_parts(self, manifest: Manifest, parts: Sequence[BoxRequest], num_bytes: int, received: str = "") -> Answer:
         """Ask for parts of `num_bytes` in all; the caller reads each part and its digest from the answer, in order."""
         answer = self._post(manifest, "parts", parts, received)
         answer.check_parts_follow()
@@ -230,7 +230,7 @@ class SourceClient:
             )
         return answer
 
-    def fetch_part_digests(self, manifest: Manifest, parts: Sequence[Part]) -> list[bytes]:
+    def fetch_part_digests(self, manifest: Manifest, parts: Sequence[BoxRequest]) -> list[bytes]:
         """Return the BLAKE3 digests of parts."""
         answer = self._post(manifest, "parts/digests", parts, "")
         try:
@@ -243,7 +243,7 @@ class SourceClient:
             raise StateFormatError(f"source {self.name} sent {len(digests)} digests for {len(parts)} parts", self.name)
         return digests
 
-    def _post(self, manifest: Manifest, what: str, parts: Sequence[Part], received: str) -> Answer:
+    def _post(self, manifest: Manifest, what: str, parts: Sequence[BoxRequest], received: str) -> Answer:
         headers = {RECEIVED_HEADER: received} if received else {}
         return self._get(manifest, what, headers, body=msgspec.json.encode(PartsRequest(parts=list(parts))))
 

@@ -22,7 +22,7 @@ Ask = Callable[[SourceClient, Manifest, list[int]], Iterator[tuple[int, Answer]]
 Settle = Callable[[int, SourceClient, Mapping[int, bytes]], None]
 
 
-class Memory(Protocol):
+class StreamMemory(Protocol):
     """Where units are received to. Different units may be received on different threads."""
 
     def receive(self, unit: int, read_into: ReadInto, scratch: memoryview, update: Update) -> None:
@@ -55,7 +55,7 @@ class Stream:
     """
 
     def __init__(
-        self, state: TransferState, memory: Memory, ask: Ask, settle: Settle = lambda number, client, came: None
+        self, state: TransferState, memory: StreamMemory, ask: Ask, settle: Settle = lambda number, client, came: None
     ) -> None:
         self._state = state
         self._memory = memory

@@ -15,7 +15,7 @@ from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.state.blocks import parse_runs
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.transfer import mask_of
+from torchft_ckpt.core.transfer.scheduler import mask_of
 from torchft_ckpt.errors import SourceLostError, StateFormatError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.paths import Path, Paths
-from torchft_ckpt.core.transfer import Batches, TransferLedger
+from torchft_ckpt.core.transfer.paths import Path, Paths
+from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger
 from torchft_ckpt.errors import CheckpointError
 
 WAIT_S = 1.0

@@ -18,14 +18,14 @@ from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_DIGESTED_BYTES, MAX_PARTS
-from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, heirs_among, plan_parts
+from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, candidates_among, plan_parts
 from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
 from torchft_ckpt.checkpointing.serving.parts import regions_of
 from torchft_ckpt.checkpointing.state.blocks import count_blocks, format_ranges
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.transfer import blocks_of, mask_of_each
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceLostError,
@@ -103,7 +103,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
             state.fail_source(name, SourceLostError(f"the address of {name} is not known", name))
         with self._running():
             groups, plan = self._choose_primary()
-            state.begin(plan, heirs_among(groups), max_units=_parts_at_once(plan))
+            state.begin(plan, candidates_among(groups), max_units=_parts_at_once(plan))
             self._wait()
         if state.outcome is not None:
             raise state.outcome
@@ -123,7 +123,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
             if not any(group.manifests):
                 continue
             try:
-                with collector_paused():
+                with gc_paused():
                     wants = self._want(group)
                     plan = plan_parts(wants, [group], lambda: self._check_time(self._deadline))
             except (StateMismatchError, StateFormatError) as error:
@@ -149,7 +149,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         while together:
             more = together.pop(0)
             try:
-                with collector_paused():
+                with gc_paused():
                     plan = plan_parts(wants, [*groups, *more], lambda: self._check_time(until))
                 groups += more
             except (StateFormatError, TransferTimeoutError) as error:
@@ -221,7 +221,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         with self._lock:
             is_comparing, self._is_comparing = self._is_comparing, True
         if not is_comparing:
-            self._spawn(self._adopt, None)
+            self._spawn(self._promote, None)
 
     # The worker threads
 
@@ -254,7 +254,8 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         return stream.num_batches > 0
 
     def _acknowledgement(self, name: str, manifest: Manifest) -> str:
-        """Return the blocks of a source of which nothing is needed any more, as `0-3,7`; the longest runs, where there are many.
+        """Return the blocks of a source of which nothing is needed any more, as `0-3,7`; the longest runs, where there are
+        many.
 
         Nothing of another group than the primary: it may have to give all, or its digests, when the primary is lost.
         """
@@ -282,7 +283,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
             state.diverged(client.name, differing, primary)
         state.confirmed(stream, client.path, agreed, primary)
 
-    def _adopt(self) -> None:
+    def _promote(self) -> None:
         """Compare what is held with the group that is the primary from now on."""
         state = self._state
         try:

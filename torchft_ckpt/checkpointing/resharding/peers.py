@@ -43,7 +43,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
-from torchft_ckpt.threads import Threads, in_threads
+from torchft_ckpt.threads import Threads, parallel_map
 
 logger = logging.getLogger(__name__)
 _MAX_THREADS = 32
@@ -169,7 +169,7 @@ class JobPeers:
             finally:
                 source.release()
 
-        in_threads(tell, kept, _MAX_THREADS, "torchft_ckpt-peers")
+        parallel_map(tell, kept, _MAX_THREADS, "torchft_ckpt-peers")
 
     def hold(self, step: int | None, deadline: float) -> HeldStep:
         """Have all ranks of one group, and of others as far as they can, keep the state of one step for us.

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES, ReadInto, Update
-from torchft_ckpt.checkpointing.protocol import Part
+from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.description import Description, HeldEntry, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
-from torchft_ckpt.checkpointing.state.format import Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.regions import Region, gather, region_of, scatter, slices
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import items_of_node
-from torchft_ckpt.core.boxes import Box, contains, refine, relative_to, split
+from torchft_ckpt.core.boxes.geometry import Box, contains, refine, relative_to, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 
 GoOn = Callable[[], None]
@@ -99,11 +99,11 @@ class Plan:
     group_of: dict[str, int]
     """Which group each source is in; 0 is the primary."""
 
-    def ask_for(self, name: str, parts: Iterable[int]) -> list[Part]:
+    def ask_for(self, name: str, parts: Iterable[int]) -> list[BoxRequest]:
         """Return what to ask a source for, to be given these parts. The seed of each digest is the part's number."""
         places = self.holders[name]
         return [
-            Part(
+            BoxRequest(
                 tensor=places[part].tensor,
                 chunk=places[part].chunk,
                 seed=part,
@@ -146,13 +146,13 @@ class Plan:
         return hasher.digest()
 
 
-def tensors_of(group: SourceGroup) -> dict[str, TensorEntry]:
+def tensors_of(group: SourceGroup) -> dict[str, WireTensor]:
     """Return the tensors that a group holds, by name.
 
     Raises:
         StateMismatchError: its ranks disagree on a shape or a dtype.
     """
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, WireTensor] = {}
     wrong = []
     for name, held in group.entries().items():
         first = tensors[name] = held[0][2]
@@ -187,7 +187,7 @@ def state_name(manifest: Manifest) -> object:
     return None
 
 
-def heirs_among(groups: Sequence[SourceGroup]) -> list[int]:
+def candidates_among(groups: Sequence[SourceGroup]) -> list[int]:
     """Return the groups whose state could stand for the first one's: the same tensors, tied in the same way, on every rank."""
     first = _traits(groups[0]) if len(groups) > 1 else None  # None where its ranks list different tensors
     return [

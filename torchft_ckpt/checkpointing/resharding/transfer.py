@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferState
 from torchft_ckpt.checkpointing.resharding.plan import Plan
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.transfer import Batches, SourceKind, TransferLedger, mask_of_each, units_of
+from torchft_ckpt.core.transfer.scheduler import Batches, SourceKind, TransferLedger, mask_of_each, units_of
 from torchft_ckpt.errors import DigestMismatchError
 
 _FIRST_BYTES = 8 * 1024 * 1024
@@ -33,7 +33,7 @@ class BoxTransfer(TransferState):
         self._usable: set[int] = set()
         self._givable: dict[str, int] = {}
         """What each source could give, as a bit set."""
-        self._is_adopting = False
+        self._is_promoting = False
         self._divergent: dict[str, list[int]] = {}
 
     def join(self, name: str, manifest: Manifest) -> bool:
@@ -54,12 +54,12 @@ class BoxTransfer(TransferState):
         with self.changed:
             return all(name in self._manifests or name in self._failures for name in names)
 
-    def begin(self, plan: Plan, heirs: Iterable[int], *, max_units: int) -> None:
+    def begin(self, plan: Plan, candidates: Iterable[int], *, max_units: int) -> None:
         """Have parts come from who is there.
 
         Args:
             plan: the parts, and who can give each.
-            heirs: the groups that may become the primary where it is lost.
+            candidates: the groups that may become the primary where it is lost.
             max_units: how many parts are asked for at once, at most.
         """
         with self.changed:
@@ -67,7 +67,7 @@ class BoxTransfer(TransferState):
             batches = Batches(first_bytes=_FIRST_BYTES, seconds=_RUN_S, max_bytes=_MAX_BYTES, max_units=max_units)
             self.plan = plan
             self._all = (1 << len(plan.parts)) - 1
-            self._usable = set(heirs)
+            self._usable = set(candidates)
             self._failures = {name: error for name, error in self._failures.items() if name in plan.holders}
             self._ledger = TransferLedger(sizes, batches=batches, pick=self._pick)
             self._givable = {name: mask_of_each(places) for name, places in plan.holders.items()}
@@ -81,7 +81,7 @@ class BoxTransfer(TransferState):
             self.changed.notify_all()
 
     def _end_if_done(self) -> None:
-        if self._ledger.is_done and not self._is_adopting:
+        if self._ledger.is_done and not self._is_promoting:
             self.end(None)
 
     # Adopting another group
@@ -91,13 +91,13 @@ class BoxTransfer(TransferState):
         if self._over or not self._ready or self._covers(self.primary, 0):
             return
         self._usable.discard(self.primary)
-        heir = next((group for group in sorted(self._usable) if self._covers(group, -1)), None)
-        if heir is None:
+        candidate = next((group for group in sorted(self._usable) if self._covers(group, -1)), None)
+        if candidate is None:
             names = sorted({self.plan.parts[part].name for part in self.missing()})
             self.end(self.why_hopeless(f" for {', '.join(name[:120] for name in names[:5])}"))
             return
-        self.primary = heir
-        self._is_adopting = True
+        self.primary = candidate
+        self._is_promoting = True
         for name, parts in self._divergent.items():  # from a group that does not count any more
             self._ledger.allow(name, mask_of_each(parts))
         self._divergent.clear()
@@ -113,14 +113,14 @@ class BoxTransfer(TransferState):
     def to_confirm(self) -> list[int] | None:
         """Return what is held where a group has been adopted and is to be compared; else None."""
         with self.changed:
-            return [*units_of(self._ledger.held)] if self._is_adopting and not self._over else None
+            return [*units_of(self._ledger.held)] if self._is_promoting and not self._over else None
 
     def adopted(self, differing: Iterable[int], group: int) -> None:
         """Note that what is held is what a group has, but for these parts; without effect where it is not the primary now."""
         with self.changed:
-            if group != self.primary or not self._is_adopting:
+            if group != self.primary or not self._is_promoting:
                 return
-            self._is_adopting = False
+            self._is_promoting = False
             lost = mask_of_each(differing)
             num_bytes = self._ledger.num_bytes(units_of(lost))
             self.received_bytes -= num_bytes
@@ -141,7 +141,7 @@ class BoxTransfer(TransferState):
     # Parts
 
     def _next_batch(self, stream: int) -> list[int]:
-        if self._is_adopting:
+        if self._is_promoting:
             self._ledger.give_back(stream)
             return []
         return super()._next_batch(stream)

@@ -1,7 +1,7 @@
 """Block-sized buffers into which a snapshot copies what it still needs, under a budget, reused while any snapshot is open.
 
 Fresh memory costs several times the copy (page faults), and it is the trainer that would wait. So buffers ask for huge
-pages, some are touched before they are needed, and they go back to a shelf instead of to the system. When the last user
+pages, some are touched before they are needed, and they go back to a cache instead of to the system. When the last user
 leaves, everything is unmapped.
 """
 

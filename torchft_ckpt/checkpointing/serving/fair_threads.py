@@ -1,4 +1,4 @@
-"""Hands work to a few threads, by turns among the clients that it is done for: a shell of `core/fairness.py`."""
+"""Hands work to a few threads, by turns among the clients that it is done for: a shell of `core/services/fairness.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
 
-from torchft_ckpt.core.fairness import FairQueue
+from torchft_ckpt.core.services.fairness import FairQueue
 
 T = TypeVar("T")
 

@@ -65,13 +65,13 @@ from torchft_ckpt.checkpointing.serving.sending import (
     sample_blocks,
     send_burst,
 )
-from torchft_ckpt.checkpointing.serving.shelf import Answer, Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability, SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs, start_digest
 from torchft_ckpt.checkpointing.state.regions import Region
-from torchft_ckpt.core.admission import client_of_address
-from torchft_ckpt.core.proofs import PROOF_HEADER, PartDigest, Session
-from torchft_ckpt.core.transfer import blocks_of, mask_of
+from torchft_ckpt.core.services.admission import client_of_address
+from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
 from torchft_ckpt.front.limits import acknowledged_bytes, showed_token
 from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
@@ -107,7 +107,7 @@ class CheckpointHandlers:
     """The application of one checkpoint server.
 
     Args:
-        shelf: what is served.
+        registry: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
         num_threads: of the executor; clients have them by turns.
         token: what clients must present or prove, or None.
@@ -120,7 +120,7 @@ class CheckpointHandlers:
 
     def __init__(
         self,
-        shelf: Shelf,
+        registry: SnapshotRegistry,
         executor: Executor,
         *,
         num_threads: int,
@@ -131,19 +131,19 @@ class CheckpointHandlers:
         patience_s: float,
         max_bytes_per_s: float | None = None,
     ) -> None:
-        self._shelf = shelf
+        self._snapshots = registry
         self._threads = FairThreads(executor, num_threads)
         self._token = token or ""
         self._proof_key = proof_key
         self._identity = identity
-        self._sessions: weakref.WeakKeyDictionary[asyncio.BaseTransport, Session] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[asyncio.BaseTransport, ProvedSession] = weakref.WeakKeyDictionary()
         """Of the connections over which the token is proved, and not sent."""
         self._on_registered = on_registered
         self._patience_s = patience_s
         self._pace = Pace(max_bytes_per_s)
         self._waiting: set[asyncio.Future[None]] = set()
         self._sending: dict[asyncio.Task[object], Served] = {}
-        self._told_changed: set[str | None] = set()
+        self._logged_changed: set[str | None] = set()
         self._looks_again_at: weakref.WeakKeyDictionary[Snapshot, float] = weakref.WeakKeyDictionary()
         self._lacks_descriptors = False
         self._computing_blake3 = asyncio.Lock()
@@ -209,7 +209,7 @@ class CheckpointHandlers:
             await self._prove_content(request, response, response.body if isinstance(response.body, bytes) else b"")
         return response
 
-    def _session_of(self, request: web.Request) -> Session | None:
+    def _session_of(self, request: web.Request) -> ProvedSession | None:
         return None if request.transport is None else self._sessions.get(request.transport)
 
     async def _prove_content(self, request: web.Request, response: web.StreamResponse, content: bytes) -> None:
@@ -249,7 +249,7 @@ class CheckpointHandlers:
             return self._refuse("failed", str(error), status=500).answer
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
-        return _json(msgspec.json.encode(self._shelf.index(time.monotonic())))
+        return _json(msgspec.json.encode(self._snapshots.index(time.monotonic())))
 
     async def _prove(self, request: web.Request) -> web.StreamResponse:
         nonce = request.query.get("nonce", "")
@@ -259,7 +259,7 @@ class CheckpointHandlers:
             if not self._token:
                 return self._refuse("not_found", "there is no token here to be proved").answer
             own_nonce = secrets.token_hex(NONCE_DIGITS // 2)
-            session = self._sessions[request.transport] = Session(self._token, self._identity, nonce, own_nonce)
+            session = self._sessions[request.transport] = ProvedSession(self._token, self._identity, nonce, own_nonce)
             return web.Response(text=own_nonce + session.server_proof)
         host, port = request.transport.get_extra_info("sockname")[:2]
         return web.Response(text=proof_of(self._proof_key, nonce, without_mapping(host), port))
@@ -268,7 +268,7 @@ class CheckpointHandlers:
         """Wait for whatever is served first; the owner is told that somebody waits."""
         deadline = time.monotonic() + _wait_s(request)
         while True:
-            snapshot = self._shelf.find_latest(time.monotonic())
+            snapshot = self._snapshots.find_latest(time.monotonic())
             if snapshot is not None:
                 return await self._begin(request, snapshot.step)
             if not await self._woken(deadline):
@@ -408,20 +408,20 @@ class CheckpointHandlers:
         receiver = _receiver(request)
         deadline = loop.time() + _wait_s(request)
         while True:
-            answer, snapshot = self._shelf.find(step)
+            answer, snapshot = self._snapshots.find(step)
             if snapshot is not None:
                 self._check_unchanged(snapshot, 0, snapshot.total_bytes)
             if snapshot is not None and receiver is None:
                 return snapshot
             if snapshot is not None and receiver is not None:
-                if self._shelf.register(snapshot, receiver, loop.time(), _client(request)):
+                if self._snapshots.register(snapshot, receiver, loop.time(), _client(request)):
                     self._on_registered(snapshot)
                     return snapshot
                 if snapshot.is_revoked(receiver):
                     raise self._refuse("revoked", _REVOKED.format(step))
-            if answer is Answer.OVER:
+            if answer is Availability.OVER:
                 raise self._refuse("over", f"step {step} is over, this source has gone on")
-            self._shelf.wish(step, time.monotonic())
+            self._snapshots.request_snapshot(step, time.monotonic())
             if not await self._woken(deadline):
                 message = f"step {step} is not served {'any more' if snapshot else 'yet'}"
                 raise self._refuse("not_yet", message)
@@ -453,16 +453,16 @@ class CheckpointHandlers:
         step = int(request.match_info["step"])
         wanted = request.headers.get("If-Match")
         if wanted is not None:
-            snapshot = self._shelf.find_by_id(wanted.strip('"'))
-            if snapshot is None and self._shelf.was_revoked(wanted.strip('"'), _receiver(request)):
+            snapshot = self._snapshots.find_by_id(wanted.strip('"'))
+            if snapshot is None and self._snapshots.was_revoked(wanted.strip('"'), _receiver(request)):
                 raise self._refuse("revoked", _REVOKED.format(step))
             if snapshot is None or snapshot.step != step:
                 message = f"that snapshot of step {step} is not served any more"
                 raise self._refuse("other_snapshot", message)
             return snapshot
-        answer, snapshot = self._shelf.find(step)
+        answer, snapshot = self._snapshots.find(step)
         if snapshot is None:
-            what = "over" if answer is Answer.OVER else "not_yet"
+            what = "over" if answer is Availability.OVER else "not_yet"
             message = f"step {step} is not served {'any more' if what == 'over' else 'yet'}"
             raise self._refuse(what, message)
         return snapshot
@@ -506,7 +506,7 @@ class CheckpointHandlers:
         return self._refuse("gone", message)
 
     def _refuse(self, error: str, message: str, *, status: int | None = None) -> _RefusedError:
-        refusal = Refusal(error=error, message=message, serving_step=self._shelf.serving_step())
+        refusal = Refusal(error=error, message=message, serving_step=self._snapshots.serving_step())
         headers = {"WWW-Authenticate": "Bearer"} if error == "unauthorized" else None
         answer = web.Response(
             status=status or _STATUS[error],
@@ -518,8 +518,8 @@ class CheckpointHandlers:
 
     def _warn_of_change(self, error: StateChangedError) -> None:
         """Say it once of each tensor: who receives gets it each time."""
-        if error.party not in self._told_changed:
-            self._told_changed.add(error.party)
+        if error.party not in self._logged_changed:
+            self._logged_changed.add(error.party)
             logger.warning(
                 "%s: it is not served any more, training goes on. Hold Manager.state_dict_lock.write() while you change it, and "
                 "what receivers need is copied first",

@@ -1,6 +1,6 @@
 """Serves snapshots over HTTP, on a thread and event loop of its own.
 
-A shell: which snapshot answers is the shelf's decision, what a snapshot still holds is the snapshot's. The loop never waits
+A shell: which snapshot answers is the registry's decision, what a snapshot still holds is the snapshot's. The loop never waits
 for a writer or a device; bytes are copied in slices so small that the training process does not notice.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from torchft_ckpt.checkpointing.protocol import MAX_BODY_BYTES
 from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
-from torchft_ckpt.checkpointing.serving.shelf import Shelf
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
 from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.serving import Front
@@ -55,10 +55,10 @@ class ServerLimits(FrontLimits):
 
 
 class CheckpointServer:
-    """An HTTP server over a shelf of snapshots. Listening when the constructor returns.
+    """An HTTP server over a registry of snapshots. Listening when the constructor returns.
 
     Args:
-        shelf: what is served.
+        registry: what is served.
         bind: address to listen on; `::` is that of both families.
         port: port to listen on; 0 lets the system choose.
         token: what clients must present as `Authorization: Bearer`, or prove; None lets everybody in.
@@ -76,7 +76,7 @@ class CheckpointServer:
 
     def __init__(
         self,
-        shelf: Shelf,
+        registry: SnapshotRegistry,
         *,
         bind: str,
         port: int,
@@ -86,7 +86,7 @@ class CheckpointServer:
     ) -> None:
         if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
             raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
-        self._shelf = shelf
+        self._snapshots = registry
         self._ssl_context = ssl_context
         self._limits = limits
         self.proof_key = secrets.token_hex(16)
@@ -97,7 +97,7 @@ class CheckpointServer:
         # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
         self._executor = Threads("torchft_ckpt-serve", _NUM_THREADS)
         self._handlers = CheckpointHandlers(
-            shelf,
+            registry,
             self._executor,
             num_threads=_NUM_THREADS,
             token=token,
@@ -138,7 +138,7 @@ class CheckpointServer:
                     "the checkpoint server was stopped, it serves nothing any more", party="transport"
                 )
             now = time.monotonic()
-            revoked = self._shelf.put(snapshot, lease_ends=now + lease_s, now=now)
+            revoked = self._snapshots.put(snapshot, lease_ends=now + lease_s, now=now)
             self._loop.call_soon_threadsafe(self._published, snapshot, lease_s)
         for closed in revoked:
             logger.warning("%r was closed before its receivers were done: too many snapshots are open", closed)
@@ -214,13 +214,13 @@ class CheckpointServer:
         self._loop.call_later(lease_s + 0.01, self._expire)
 
     def _expire(self) -> None:
-        for snapshot in self._shelf.expire(time.monotonic()):
+        for snapshot in self._snapshots.expire(time.monotonic()):
             logger.info("the lease of %r has ended", snapshot)
         self._handlers.cancel_closed()
 
     def _lapse(self) -> None:
         """Keep nothing for receivers that are gone without a word."""
-        self._shelf.lapse(time.monotonic() - _SILENT_S)
+        self._snapshots.lapse(time.monotonic() - _SILENT_S)
         self._expire()
         if not self._stopping.is_set():
             self._loop.call_later(_SILENT_S / 4, self._lapse)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchft_ckpt.checkpointing.protocol import Part
+from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, slices
-from torchft_ckpt.core.boxes import Box, contains, relative_to
+from torchft_ckpt.core.boxes.geometry import Box, contains, relative_to
 
 SLICE_BYTES = 1024 * 1024
 _MAX_SPAN_BYTES = 4 * 1024 * 1024
 
 
-def regions_of(manifest: Manifest, parts: Sequence[Part]) -> list[Region]:
+def regions_of(manifest: Manifest, parts: Sequence[BoxRequest]) -> list[Region]:
     """Return where the parts lie in the byte space.
 
     Raises:
@@ -26,7 +26,7 @@ def regions_of(manifest: Manifest, parts: Sequence[Part]) -> list[Region]:
     return [_region(manifest, part) for part in parts]
 
 
-def _region(manifest: Manifest, part: Part) -> Region:
+def _region(manifest: Manifest, part: BoxRequest) -> Region:
     if part.tensor >= len(manifest.tensors) or part.chunk >= len(manifest.tensors[part.tensor].chunks):
         raise ValueError(f"there is no chunk {part.chunk} of tensor {part.tensor}")
     entry = manifest.tensors[part.tensor]
@@ -37,7 +37,7 @@ def _region(manifest: Manifest, part: Part) -> Region:
     return region_in_chunk(manifest, entry, chunk, box)
 
 
-def region_in_chunk(manifest: Manifest, entry: TensorEntry, chunk: Chunk, box: Box) -> Region:
+def region_in_chunk(manifest: Manifest, entry: WireTensor, chunk: Chunk, box: Box) -> Region:
     """Return where in the byte space a box of a tensor lies that is within one of its chunks."""
     strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
     base = manifest.segments[chunk.segment][0] + chunk.byte_offset

@@ -3,9 +3,9 @@
 It decides which blocks are still needed. It knows no bytes, locks or clock: the snapshot calls it under its own mutex, and
 times are handed in. Sets of blocks are integers used as bit sets.
 
-Names cost nothing to make, and each has to be looked at while the trainer waits: `core/places.py` says which ones are kept. Who
-comes is always taken, so no number of others keeps it out while the state is served. Any of them counts as one that was told
-to come.
+Names cost nothing to make, and each has to be looked at while the trainer waits: `core/services/places.py` says which ones are
+kept. Who comes is always taken, so no number of others keeps it out while the state is served. Any of them counts as one that
+was told to come.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_ckpt.checkpointing.protocol import MAX_PEERS
-from torchft_ckpt.core.places import Places
+from torchft_ckpt.core.services.places import Places
 
 MAX_RECEIVERS = 4096
 """Of one snapshot at once."""
@@ -50,7 +50,7 @@ class Receivers:
 
     def __init__(self, num_blocks: int, num_expected: int) -> None:
         self._all = (1 << num_blocks) - 1
-        self._num_told = self.num_expected = num_expected
+        self._num_announced = self.num_expected = num_expected
         self.num_seen = 0
         self._seen: dict[str, int] = {}  # by name, in which place they came
         self._active: dict[str, _Receiver] = {}
@@ -66,7 +66,7 @@ class Receivers:
 
     def expect(self, num_receivers: int) -> None:
         """Expect all ranks of a group, if one of them was told to fetch it."""
-        self.num_expected = max(self.num_expected, self._num_told * num_receivers)
+        self.num_expected = max(self.num_expected, self._num_announced * num_receivers)
 
     @property
     def num_done(self) -> int:

@@ -27,8 +27,8 @@ from torchft_ckpt.checkpointing.state.blocks import (
     start_digest,
 )
 from torchft_ckpt.checkpointing.state.regions import Region
-from torchft_ckpt.core.proofs import PartDigest
-from torchft_ckpt.core.rate import bucket_of_bytes, piece_bytes
+from torchft_ckpt.core.services.proofs import PartDigest
+from torchft_ckpt.core.services.rate import bucket_of_bytes, piece_bytes
 
 _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16

@@ -36,15 +36,15 @@ from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest, build_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.checkpointing.state.space import Memory, Space, pieces_of, plan_space
+from torchft_ckpt.checkpointing.state.space import Memory, Space, plan_space, segment_ranges
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
-from torchft_ckpt.core.transfer import blocks_of
+from torchft_ckpt.core.transfer.scheduler import blocks_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
-from torchft_ckpt.threads import in_threads
+from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)
 _STAGING_TIMEOUT = timedelta(seconds=120)
@@ -55,7 +55,7 @@ _MAX_COPY_THREADS = 4
 _SPREAD_FROM_BYTES = 16 * 1024 * 1024
 
 
-class Phase(Enum):
+class SnapshotPhase(Enum):
     """The place of a snapshot's bytes."""
 
     LIVE = "live"
@@ -98,7 +98,7 @@ class SnapshotStatistics:
     """The work of a snapshot, for people and tests."""
 
     step: int
-    phase: Phase
+    phase: SnapshotPhase
     num_blocks: int
     num_blocks_copied_aside: int
     num_receivers_expected: int
@@ -135,7 +135,7 @@ class Snapshot:
         versions: StateVersions | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        with collector_paused():
+        with gc_paused():
             encoder = TreeEncoder()
             self._tree = encoder.encode(state)
             space = plan_space(encoder.tensors)
@@ -174,7 +174,7 @@ class Snapshot:
         self._detaching = threading.Lock()
         self._changed = threading.Condition()
         # All below belong to `_changed`.
-        self._phase = Phase.LIVE
+        self._phase = SnapshotPhase.LIVE
         self._copies: dict[int, Buffer] = {}
         self._copied = 0
         """The blocks of `_copies`, as a bit set."""
@@ -198,7 +198,7 @@ class Snapshot:
         """All of the state but its bytes; built when it is first asked for."""
         with self._manifest_lock:
             if self._manifest is None:
-                with collector_paused():
+                with gc_paused():
                     self._manifest = build_manifest(
                         step=self.step,
                         snapshot=self.id,
@@ -268,14 +268,14 @@ class Snapshot:
         """
         with self._changed:
             self._receivers.contact(receiver, now, address)
-            if received and self._receivers.acknowledge(receiver, received) and self._phase is Phase.DETACHED:
+            if received and self._receivers.acknowledge(receiver, received) and self._phase is SnapshotPhase.DETACHED:
                 self._free_unneeded()
 
     def finish(self, receiver: str) -> None:
         """Note that a receiver has everything, or has given up; the last one closes a detached snapshot."""
         with self._changed:
             self._receivers.finish(receiver)
-            if self._phase is Phase.DETACHED:
+            if self._phase is SnapshotPhase.DETACHED:
                 self._free_unneeded()
 
     def lapse(self, silent_since: float) -> None:
@@ -283,7 +283,7 @@ class Snapshot:
         with self._changed:
             for name in self._receivers.lapse(silent_since):
                 logger.info("%r: the lease of receiver %s has lapsed, it is silent", self, name)
-            if self._phase is Phase.DETACHED:
+            if self._phase is SnapshotPhase.DETACHED:
                 self._free_unneeded()
 
     def share_of(self, receiver: str) -> tuple[int, int]:
@@ -309,7 +309,7 @@ class Snapshot:
     def touch_buffer_ahead(self) -> bool:
         """Touch one buffer that a `detach` now would fill; False if there is nothing left to prepare."""
         with self._changed:
-            if self._phase is not Phase.LIVE:
+            if self._phase is not SnapshotPhase.LIVE:
                 return False
             num_needed = (self._receivers.needed() & self._live_blocks()).bit_count()
         return self._pool.touch_one(self.id, num_needed)
@@ -325,12 +325,12 @@ class Snapshot:
         """
         with self._lock.read():
             with self._changed:
-                if self._phase is not Phase.LIVE or self._pool.num_available() == 0:
+                if self._phase is not SnapshotPhase.LIVE or self._pool.num_available() == 0:
                     return False
                 wanted = self._to_copy()
                 if not wanted:
                     return False
-            self._copy_block((wanted & -wanted).bit_length() - 1, Phase.LIVE)
+            self._copy_block((wanted & -wanted).bit_length() - 1, SnapshotPhase.LIVE)
         return True
 
     def set_apart(self, addresses: Collection[int], *, among: int | None = None) -> bool:
@@ -361,20 +361,20 @@ class Snapshot:
             if num_available is not None and len(blocks) > num_available:
                 return False
         try:
-            self._copy_blocks(sorted(blocks), Phase.LIVE)
+            self._copy_blocks(sorted(blocks), SnapshotPhase.LIVE)
         except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
             logger.warning("%r: what may change was not copied aside: %s", self, error)
             return False
         return True
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SnapshotPhase:
         return self._phase
 
     @property
     def closed(self) -> bool:
         """Whether nothing can be read any more."""
-        return self._phase is Phase.CLOSED
+        return self._phase is SnapshotPhase.CLOSED
 
     @property
     def is_changed(self) -> bool:
@@ -441,7 +441,7 @@ class Snapshot:
         while True:
             with self._lock.try_read() as readable:
                 with self._changed:
-                    lent = self._views(start, stop) if readable or self._phase is not Phase.LIVE else None
+                    lent = self._views(start, stop) if readable or self._phase is not SnapshotPhase.LIVE else None
                     if lent is None:
                         self._changed.wait(_RETRY_S)
                         continue
@@ -477,12 +477,12 @@ class Snapshot:
         """
         with self._detaching:
             with self._changed:
-                if self._phase is not Phase.LIVE:
+                if self._phase is not SnapshotPhase.LIVE:
                     return
                 if self._receivers.needed():
                     self._check_staged()
                     self._look_at_all(0, self.total_bytes)
-                self._phase = Phase.DETACHING
+                self._phase = SnapshotPhase.DETACHING
                 self._changed.notify_all()
                 self._fit_into_budget()
                 staging = self._staging
@@ -491,16 +491,16 @@ class Snapshot:
                     staging.order_mutation_after(_STAGING_TIMEOUT)
                 with self._changed:
                     wanted = self._to_copy()  # looked at once: there may be thousands of receivers
-                self._copy_blocks([block for run in blocks_of(wanted) for block in run], Phase.DETACHING)
+                self._copy_blocks([block for run in blocks_of(wanted) for block in run], SnapshotPhase.DETACHING)
             except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
                 # The trainer must not pay for a receiver: that one learns that the state is gone, and asks again.
                 logger.warning("%r cannot be kept for its receivers and is closed: %s", self, error)
                 self.close()
                 return
             with self._changed:
-                if self._phase is Phase.DETACHING:
+                if self._phase is SnapshotPhase.DETACHING:
                     self._forget_live()
-                    self._phase = Phase.DETACHED
+                    self._phase = SnapshotPhase.DETACHED
                     self._changed.notify_all()
                     logger.debug("%r: %d of %d blocks copied aside", self, len(self._copies), self.num_blocks)
                     self._free_unneeded()
@@ -517,9 +517,9 @@ class Snapshot:
     # All below: with `_changed` held, but the copying
 
     def _close(self) -> None:
-        if self._phase is Phase.CLOSED:
+        if self._phase is SnapshotPhase.CLOSED:
             return
-        self._phase = Phase.CLOSED
+        self._phase = SnapshotPhase.CLOSED
         self._forget_live()
         for block in list(self._copies):
             self._free(block)
@@ -549,7 +549,7 @@ class Snapshot:
 
     def _look_at_all(self, start: int, stop: int) -> None:
         """Look at all host memory of bytes [start, stop)."""
-        for index, *_ in pieces_of(self._starts, self._lengths, start, stop):
+        for index, *_ in segment_ranges(self._starts, self._lengths, start, stop):
             if index < self._num_on_cpu:
                 self._look_at(index, self._tensors)
 
@@ -564,7 +564,7 @@ class Snapshot:
         """Return the path of a tensor whose bytes in [start, stop) cannot be had, because it was changed."""
         if not self._changes:
             return None
-        for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
+        for index, low, high, position in segment_ranges(self._starts, self._lengths, start, stop):
             change = self._changes.get(index)
             blocks = range(position // self.block_bytes, count_blocks(position + high - low, self.block_bytes))
             if change is not None and not all(change.copied >> block & 1 for block in blocks):
@@ -582,14 +582,14 @@ class Snapshot:
 
     def _can_begin(self) -> bool:
         """Whether a receiver that starts now will find every block."""
-        if self._phase is Phase.DETACHING:
+        if self._phase is SnapshotPhase.DETACHING:
             return self._receivers.awaits_more  # then everything is being copied aside
         return self._holds(0, self.total_bytes)
 
     def _holds(self, start: int, stop: int) -> bool:
-        if self._phase is Phase.CLOSED or self._changed_in(start, stop) is not None:
+        if self._phase is SnapshotPhase.CLOSED or self._changed_in(start, stop) is not None:
             return False
-        if self._phase is not Phase.DETACHED:
+        if self._phase is not SnapshotPhase.DETACHED:
             return True
         last = min(count_blocks(stop, self.block_bytes), self._num_live_blocks())
         return all(block in self._copies for block in range(start // self.block_bytes, last))
@@ -639,16 +639,16 @@ class Snapshot:
         self._copied &= ~(1 << block)
         self._pool.give(None if self._lent[block] else buffer)
 
-    def _copy_blocks(self, blocks: Sequence[int], phase: Phase) -> None:
+    def _copy_blocks(self, blocks: Sequence[int], phase: SnapshotPhase) -> None:
         """The trainer waits, so large copies are spread over a few threads, as torch does."""
         num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
         if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
             for block in blocks:
                 self._copy_block(block, phase)
             return
-        in_threads(lambda block: self._copy_block(block, phase), blocks, num_threads, "torchft_ckpt-detach")
+        parallel_map(lambda block: self._copy_block(block, phase), blocks, num_threads, "torchft_ckpt-detach")
 
-    def _copy_block(self, block: int, phase: Phase) -> None:
+    def _copy_block(self, block: int, phase: SnapshotPhase) -> None:
         """Copy a block in this phase, without holding `_changed`: nobody mutates the live memory before the caller returns."""
         with self._changed:
             if self._phase is not phase or block in self._copies:
@@ -668,7 +668,7 @@ class Snapshot:
         start, stop = block_range(block, self.total_bytes, self.block_bytes)
         buffer = self._pool.take()
         try:
-            for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
+            for index, low, high, position in segment_ranges(self._starts, self._lengths, start, stop):
                 memory = memories[index]
                 if index < self._num_on_cpu and memory is not None:
                     memory.copy_to(low, high, buffer.address + position - start)
@@ -679,7 +679,7 @@ class Snapshot:
 
     def _note_lent(self, start: int, stop: int) -> tuple[bool, bool]:
         """Return whether live memory may be lent, and whether its blocks are counted as lent."""
-        is_live = self._phase is not Phase.DETACHED
+        is_live = self._phase is not SnapshotPhase.DETACHED
         is_counted = self._reads_copies or not is_live
         self._num_lent_live += is_live
         if is_counted:
@@ -707,14 +707,14 @@ class Snapshot:
     def _views(self, start: int, stop: int) -> _Lent:
         if not self._holds(start, stop):
             path = self._changed_in(start, stop)
-            if path is not None and self._phase is not Phase.CLOSED:
+            if path is not None and self._phase is not SnapshotPhase.CLOSED:
                 raise self._changed_error(path)
             raise BlockGoneError(f"step {self.step}: bytes {start} to {stop} are not served any more", party="snapshot")
         views: list[memoryview] = []
         live: list[int] = []
         at = start
-        may_be_copied = self._reads_copies or self._phase is Phase.DETACHED
-        for index, low, high, position in pieces_of(self._starts, self._lengths, start, stop):
+        may_be_copied = self._reads_copies or self._phase is SnapshotPhase.DETACHED
+        for index, low, high, position in segment_ranges(self._starts, self._lengths, start, stop):
             if position > at:
                 views.append(_PADDING[: position - at])
             at = position + high - low

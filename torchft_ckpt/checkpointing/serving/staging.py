@@ -17,7 +17,7 @@ from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import Thread
 
 
-class Staged(NamedTuple):
+class StagedSegment(NamedTuple):
     """The bytes of a segment that were copied."""
 
     first: int
@@ -49,7 +49,7 @@ class Staging:
         self._copied: dict[torch.device, torch.Event] = {}
         self._enqueued = threading.Event()
         self._failure: BaseException | None = None
-        self._staged: list[Staged] = []
+        self._staged: list[StagedSegment] = []
         if starts_now:
             self.start()
 
@@ -73,14 +73,14 @@ class Staging:
                 stream.wait_event(self._written[device])
             for memory, wanted in zip(self._memories, self._ranges, strict=True):
                 if not wanted:
-                    self._staged.append(Staged(0, torch.empty(0, dtype=torch.uint8, device="cpu")))
+                    self._staged.append(StagedSegment(0, torch.empty(0, dtype=torch.uint8, device="cpu")))
                     continue
                 pinned = torch.empty(len(wanted), dtype=torch.uint8, device="cpu", pin_memory=True)
                 with streams[memory.tensor.device]:
                     source = as_bytes(memory.tensor.contiguous())[wanted.start : wanted.stop]
                     pinned.copy_(source, non_blocking=True)
                     source.record_stream(streams[memory.tensor.device])
-                self._staged.append(Staged(wanted.start, pinned))
+                self._staged.append(StagedSegment(wanted.start, pinned))
             for device, stream in streams.items():
                 event = torch.Event(device)
                 event.record(stream)
@@ -94,7 +94,7 @@ class Staging:
         """Whether the copies are complete (or failed)."""
         return self._enqueued.is_set() and all(event.query() for event in self._copied.values())
 
-    def wait(self, timeout: timedelta) -> list[Staged]:
+    def wait(self, timeout: timedelta) -> list[StagedSegment]:
         """Wait until the copies are complete, and start them if need be; return them in the order of `memories`.
 
         Raises:

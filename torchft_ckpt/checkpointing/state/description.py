@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.tree import Node
 
 
@@ -46,7 +46,7 @@ class Description:
     """Names of further tensors, which only other ranks list."""
 
 
-HeldEntry = tuple[int, int, TensorEntry]
+HeldEntry = tuple[int, int, WireTensor]
 """The word of one rank of a source about a tensor: the rank, the tensor's place in its manifest, and the entry there. There may
 be millions, so they are plain tuples."""
 

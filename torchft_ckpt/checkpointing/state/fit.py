@@ -1,8 +1,8 @@
 """Whether a state that arrives fits the one that is here. All of it is known before a byte is received.
 
-A state arrives in one of two ways. As blocks, its boxes are those of the rank that it comes from (`check_layout`). As boxes, what
-is here of each tensor is wanted (`check_tensors`). In both, memory that tensors share here may be received into only where they
-share it there in the same way.
+A state arrives in one of two ways. As blocks, its boxes are those of the rank that it comes from (`check_layout`). As boxes,
+what is here of each tensor is wanted (`check_tensors`). In both, memory that tensors share here may be received into only
+where they share it there in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, TensorEntry
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.local_state import (
     HeldTensor,
     LocalState,
@@ -99,7 +99,7 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> se
     return as_they_are
 
 
-def _same_boxes(held: HeldTensor, entry: TensorEntry) -> bool:
+def _same_boxes(held: HeldTensor, entry: WireTensor) -> bool:
     """Whether the boxes of a tensor of that shape are the same ones; where empty ones lie does not matter."""
     boxes, chunks = held.boxes, entry.chunks
     if held.adapter is None and len(chunks) == 1 and chunks[0].sizes == entry.shape:

@@ -13,8 +13,10 @@ UTF-8 JSON, one object with exactly these members:
   at 0). The last MUST end at `total_bytes`. So they neither overlap nor leave holes; the padding between them is zeros.
 - `tensors`: list of `{fqn, dtype, shape, chunks}`. `fqn` is the path in the tree, for people. `dtype` is torch's name.
   `shape` is the global shape. `chunks` are the boxes of it that the source holds: one, the whole, of a tensor that is not
-  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element. A DTensor has `layout`
-  as well: `{device, mesh, names, placements, stride}`, what `shards.MeshLayout` says. A receiver uses it where its own state has
+  sharded; of a sharded one those of this process, which may be none. No two of them MAY share an element. A DTensor has
+  `layout`
+  as well: `{device, mesh, names, placements, stride}`, what `shards.MeshLayout` says. A receiver uses it where its own state
+      has
   no tensor of that name, and only with a mesh of its own on which this rank's part is just these chunks.
 - a chunk: `{offsets, sizes, segment, byte_offset, strides}`. The box MUST lie within the global shape. Its bytes start
   `byte_offset` into the segment, which MUST be a multiple of the item size. Where `strides` is null they are little-endian
@@ -30,12 +32,13 @@ UTF-8 JSON, one object with exactly these members:
 A node is null, a boolean, a JSON integer, a finite JSON number with a fraction or exponent (a float), a string, an array of
 nodes (a list), or an object with exactly one member:
 
-- containers: `t` array of nodes: tuple. `d` array of `[key, node]` pairs: dict, no key twice; `n` the same: Counter. `o` `[pairs,
-  node]`: OrderedDict, with the `_metadata` that torch's modules give theirs, or null. `default` `[name, pairs]`: defaultdict; the
-  name is null or that of a built-in type or container (`tree` lists them). `deque` `[maxlen or null, nodes]`.
+- containers: `t` array of nodes: tuple. `d` array of `[key, node]` pairs: dict, no key twice; `n` the same: Counter. `o`
+  `[pairs, node]`: OrderedDict, with the `_metadata` that torch's modules give theirs, or null. `default` `[name, pairs]`:
+  defaultdict; the name is null or that of a built-in type or container (`tree` lists them). `deque` `[maxlen or null, nodes]`.
 - `set`, `frozenset`: array of elements, without tensors in them. Those that are equal count once.
 - tensors: `x` index: tensor; `a` index: numpy array.
-- numbers: `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is not finite; `c` 32 hex
+- numbers: `i` hex digits: an integer outside 64 bits; `f` 16 hex digits: the IEEE bits of a float that is not finite; `c` 32
+  hex
   digits: a complex number; `scalar` `[dtype, hex of its little-endian bytes]`: a numpy scalar; `decimal` text.
 - bytes in base64: `b` bytes, `bytearray`.
 - times: `date` `[year, month, day]`; `time` `[hour, minute, second, microsecond, fold, zone]`; `datetime` both together;
@@ -43,8 +46,8 @@ nodes (a list), or an object with exactly one member:
 - of torch: `s` integers: torch.Size; `y` dtype name: torch.dtype; `device` text: torch.device.
 - others: `path` text: the receiver's `pathlib.Path`; `purepath` `["posix" or "windows", text]`; `range`, `slice` of three
   integers, or null in a slice.
-- `named` `[class, fields, nodes]`: a named tuple. `enum` `[class, members, [node] or []]`: a member of an enum, or the flags that
-  one is made of, with its value where that can be carried.
+- `named` `[class, fields, nodes]`: a named tuple. `enum` `[class, members, [node] or []]`: a member of an enum, or the flags
+  that one is made of, with its value where that can be carried.
 
 A key is null, boolean, number, string, `i`, `f`, or `t` of keys. An element is a node that is hashable: no list, dict or
 bytearray, nor `t`, `named` or `frozenset` with one in it.
@@ -78,13 +81,13 @@ from typing import Annotated
 import msgspec
 
 from torchft_ckpt.checkpointing.state.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.shards import MeshLayout
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.state.tree import check_tree
-from torchft_ckpt.core.boxes import are_told_apart
-from torchft_ckpt.core.interfaces import MAX_FURTHER, may_be_tried
+from torchft_ckpt.core.boxes.geometry import are_told_apart
+from torchft_ckpt.core.services.interfaces import MAX_FURTHER, may_be_tried
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.state"
@@ -113,7 +116,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     strides: _Dims | None
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, omit_defaults=True):
+class WireTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, omit_defaults=True):
     """One tensor: its name, dtype, global shape, the chunks that the source holds, and how it is sharded if it is a DTensor."""
 
     fqn: str
@@ -140,19 +143,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_bytes: Annotated[int, msgspec.Meta(ge=MIN_BLOCK_BYTES, le=MAX_BLOCK_BYTES)]
     total_bytes: Count
     segments: list[tuple[Count, Count]]
-    tensors: list[TensorEntry]
+    tensors: list[WireTensor]
     elsewhere: Elsewhere | None = None
     tree: object
 
 
-class _Header(msgspec.Struct):
+class _StateHeader(msgspec.Struct):
     format: str
     version: int
 
 
 # Made here, on one thread: msgspec looks at a class when it first decodes one, and two threads that do so at once crash it.
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
-_decode_header = msgspec.json.Decoder(_Header).decode
+_decode_header = msgspec.json.Decoder(_StateHeader).decode
 
 
 def build_manifest(
@@ -179,7 +182,7 @@ def build_manifest(
     )
 
 
-def _entry(placed: PlacedTensor) -> TensorEntry:
+def _entry(placed: PlacedTensor) -> WireTensor:
     chunks = [
         Chunk(
             offsets=list(chunk.offsets),
@@ -190,7 +193,7 @@ def _entry(placed: PlacedTensor) -> TensorEntry:
         )
         for chunk in placed.chunks
     ]
-    return TensorEntry(
+    return WireTensor(
         fqn=placed.path,
         dtype=dtype_name(placed.dtype),
         shape=list(placed.global_shape),
@@ -219,7 +222,7 @@ def decode_manifest(data: bytes, *, max_total_bytes: int | None = None) -> Manif
     if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
         raise StateFormatError(f"the manifest has more than {MAX_CONTAINERS} lists and objects", party="source")
     try:
-        with collector_paused():
+        with gc_paused():
             try:
                 manifest = _decode_manifest(data)
             except msgspec.ValidationError:
@@ -234,7 +237,7 @@ def decode_manifest(data: bytes, *, max_total_bytes: int | None = None) -> Manif
     return manifest
 
 
-def _check_version(header: _Header | Manifest) -> None:
+def _check_version(header: _StateHeader | Manifest) -> None:
     if header.format != FORMAT_NAME:
         raise StateFormatError(f"not a state manifest: format {header.format[:64]!r}", party="source")
     if header.version != FORMAT_VERSION:
@@ -300,7 +303,7 @@ def check_manifest(manifest: Manifest, *, max_total_bytes: int | None = None) ->
     check_tree(manifest.tree, dtypes)
 
 
-def _check_chunk(tensor: TensorEntry, chunk: Chunk, itemsize: int, length: int) -> int:
+def _check_chunk(tensor: WireTensor, chunk: Chunk, itemsize: int, length: int) -> int:
     """Check one chunk against its segment's length; return the byte after the last one that it reaches."""
     if chunk.strides is None and not chunk.byte_offset and chunk.sizes == tensor.shape and len(chunk.sizes) <= 4:
         # A whole tensor in C order, as nearly all are.
@@ -335,7 +338,7 @@ def _check_chunk(tensor: TensorEntry, chunk: Chunk, itemsize: int, length: int) 
     return last
 
 
-def _check_apart(tensor: TensorEntry) -> int:
+def _check_apart(tensor: WireTensor) -> int:
     """See that no two boxes share an element; return how many comparisons of two of them that took."""
     if are_told_apart(tensor.chunks):
         return 0
@@ -365,5 +368,5 @@ def _element_limit(sizes: list[int]) -> int:
     return product
 
 
-def _name(tensor: TensorEntry) -> str:
+def _name(tensor: WireTensor) -> str:
     return repr(tensor.fqn[:120])

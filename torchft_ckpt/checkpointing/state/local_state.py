@@ -15,15 +15,15 @@ from typing import NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.description import DescribedTensor
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.state.format import TensorEntry
+from torchft_ckpt.checkpointing.state.format import WireTensor
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.core.boxes import Box, HasPlace, whole
+from torchft_ckpt.core.boxes.geometry import Box, HasPlace, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class LocalState:
 
     def __init__(self, state: object) -> None:
         encoder = TreeEncoder()
-        with collector_paused():
+        with gc_paused():
             encoder.encode(state)
             counts = Counter(path for path, _ in encoder.tensors)
             self._copied_arrays = {encoder.tensors[place][0] for place in encoder.copied_arrays}
@@ -106,14 +106,14 @@ class LocalState:
         """Return the memory of each box of a tensor; None of one that is strided, empty, or not on the CPU."""
         return self._memories.get(path, [])
 
-    def why_not_made(self, entry: TensorEntry) -> str | None:
+    def why_not_made(self, entry: WireTensor) -> str | None:
         """Return why a tensor of which none is here cannot be made, to be said of it; None where it can, or arrives whole."""
         why: str | None = "of no mesh that is known in this process"
         if entry.layout is not None:
             why = self._meshes.why_not(entry.layout, entry.shape, [box_of(chunk) for chunk in entry.chunks])
         return None if why is None or is_whole(entry) else why
 
-    def made(self, entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def made(self, entry: WireTensor, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a tensor of which none is here: sharded where it is so there and this process has such a mesh, else whole."""
         boxes = [box_of(chunk) for chunk in entry.chunks]
         if entry.layout is None or len(shards) != 1:
@@ -168,12 +168,12 @@ def tensors_but_optimizer_state(state: object) -> list[tuple[str, torch.Tensor]]
     return [(path, tensor) for path, tensor in encoder.tensors if not optional or not path.startswith(optional)]
 
 
-def is_whole(entry: TensorEntry) -> bool:
+def is_whole(entry: WireTensor) -> bool:
     """Whether a source holds all of a tensor."""
     return sum(box_of(chunk).volume for chunk in entry.chunks) == whole(entry.shape).volume
 
 
-def whole_tensor(entry: TensorEntry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+def whole_tensor(entry: WireTensor, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what a tensor arrives as where nothing is known of it here: its only box, or all of its boxes put together.
 
     Raises:
@@ -219,7 +219,7 @@ def describe(held: HeldTensor) -> str:
     return _text(dtype_name(held.given.dtype), [*held.given.shape], held.boxes)
 
 
-def describe_entry(entry: TensorEntry) -> str:
+def describe_entry(entry: WireTensor) -> str:
     """Say what a source holds of a tensor, for people."""
     return _text(entry.dtype, entry.shape, [box_of(chunk) for chunk in entry.chunks])
 

@@ -16,7 +16,7 @@ from torchft_ckpt.checkpointing.state.description import DescribedTensor
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.target import Want, memory_for, naming_lack_of_memory
 from torchft_ckpt.checkpointing.state.tree import ArrayPlace, Node, TensorPlace, as_places, decode_tree
-from torchft_ckpt.core.boxes import whole
+from torchft_ckpt.core.boxes.geometry import whole
 
 
 class Outline:

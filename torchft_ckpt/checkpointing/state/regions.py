@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 
 _WORDS: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 import torch
 
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import UnsupportedValueError
 
 if TYPE_CHECKING:

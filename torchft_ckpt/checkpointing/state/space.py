@@ -222,7 +222,7 @@ def plan_space(tensors: list[tuple[str, torch.Tensor]]) -> Space:
     return Space(memories, starts, lengths, of_tensors, end)
 
 
-def pieces_of(starts: list[int], lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+def segment_ranges(starts: list[int], lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield what bytes [start, stop) of a byte space consist of; what lies between the pieces is padding.
 
     Each piece is (segment, first byte in it, byte after the last in it, position in the space).

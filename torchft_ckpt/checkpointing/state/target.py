@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.fit import check_tensors
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, copy_to, note_written, view_of
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
-from torchft_ckpt.core.boxes import Box, relative_to, whole
+from torchft_ckpt.core.boxes.geometry import Box, relative_to, whole
 from torchft_ckpt.errors import CheckpointError, TransferError
 
 
@@ -45,8 +45,8 @@ class Want(NamedTuple):
 class StateTarget:
     """Makes a state of what arrives, on the layout of the tensors that are here. On one thread.
 
-    Tensors are matched by their names. What is here of a tensor is wanted; a tensor that is not here is wanted whole. Values that
-    are no tensors, and the tree itself, are those of the description.
+    Tensors are matched by their names. What is here of a tensor is wanted; a tensor that is not here is wanted whole. Values
+    that are no tensors, and the tree itself, are those of the description.
 
     Args:
         local: the state that is here; None where nothing is: then all is wanted, whole.
@@ -97,7 +97,7 @@ class StateTarget:
             TransferError: a tensor could not be made.
         """
         try:
-            with collector_paused(), torch.no_grad():
+            with gc_paused(), torch.no_grad():
                 if received is None:
                     received = [self._parts[entry.fqn] for entry in description.tensors]
                 tensors = [self._made(entry, own) for entry, own in zip(description.tensors, received, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import UnsupportedValueError
 
 

@@ -1,17 +1,18 @@
 """Which checkpoint a job goes on from, and reading it: alone, or together with others that start from it at the same time.
 
-Five lines of a caller: for each attempt, make a target of its checkpoint, let the attempt fill what the target wants, and finish
-the target. A checkpoint whose manifests are whole may still hold other bytes than were written: then the next attempt is the
-checkpoint before it.
+Five lines of a caller: for each attempt, make a target of its checkpoint, let the attempt fill what the target wants, and
+finish the target. A checkpoint whose manifests are whole may still hold other bytes than were written: then the next attempt
+is the checkpoint before it.
 
-Members that start together are led by the first one. It names the checkpoint (`plan`), all read it (`shared_read`), each reports
-whether it could, and the first member decides for all: go on from it, or from the one before. So no two of them ever begin from
-different checkpoints. A member that cannot know what the others begin from raises:
+Members that start together are led by the first one. It names the checkpoint (`plan`), all read it (`shared_read`), each
+reports whether it could, and the first member decides for all: go on from it, or from the one before. So no two of them ever
+begin from different checkpoints. A member that cannot know what the others begin from raises:
 
-- The first member, or the store, is gone before it has decided: `SourceLostError`, for all others. A new start is led by another.
+- The first member, or the store, is gone before it has decided: `SourceLostError`, for all others. A new start is led by
+  another.
 - The first member says nothing for four times `patience`: a member reads the newest whole checkpoint by itself, and so does one
-  that came too late to be counted in. It goes on when the first member has decided for this very checkpoint, and raises else. It
-  never goes back to an older one by itself.
+  that came too late to be counted in. It goes on when the first member has decided for this very checkpoint, and raises else.
+  It never goes back to an older one by itself.
 - Another member that is gone, or silent for `patience`, is left out by the others.
 """
 
@@ -126,7 +127,8 @@ class Attempt:
 
 
 class ColdStart:
-    """Finds and reads the newest checkpoint that is whole and undamaged. Used once, on one thread; all members of a place do so.
+    """Finds and reads the newest checkpoint that is whole and undamaged. Used once, on one thread; all members of a place do
+    so.
 
     Args:
         storages: where to look: the storage that all share, this host's own disk, or both.
@@ -226,7 +228,7 @@ class ColdStart:
             attempt = None if self._place is None else self._choose_together(self._place)
             if attempt is None:
                 attempt = Attempt(
-                    CheckpointReader(newest_whole(self._storages, step=self._step, but=self._damaged.keys()))
+                    CheckpointReader(newest_whole(self._storages, step=self._step, exclude=self._damaged.keys()))
                 )
         except CheckpointNotFoundError as error:
             if self._is_alone:

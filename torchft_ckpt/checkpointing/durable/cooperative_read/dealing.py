@@ -1,7 +1,7 @@
 """Who reads what, where several members want the same boxes. Each member works it out alone, from what all of them said.
 
-A box is read by one of those who want it and can read it, or, where none of these can, by one who can. It knows neither files nor
-sockets; how shares are cut is in `core/shares.py`.
+A box is read by one of those who want it and can read it, or, where none of these can, by one who can. It knows neither files
+nor sockets; how shares are cut is in `core/durable/assignment.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchft_ckpt.checkpointing.durable.names import PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
-from torchft_ckpt.core.boxes import Box, are_told_apart, contains, fits, refine, whole
-from torchft_ckpt.core.shares import Item, deal_shares
+from torchft_ckpt.core.boxes.geometry import Box, are_told_apart, contains, fits, refine, whole
+from torchft_ckpt.core.durable.assignment import Item, assign_writes
 
 Boxes = Mapping[str, Sequence[Box]]
 """By the name of a tensor, boxes of it."""
@@ -50,7 +50,7 @@ def deal_reading(
                 holders = (wanting & able) or able
                 if holders:
                     items.append(Item(name, cell, tensor.dtype.itemsize, tensor.shape, tuple(sorted(holders))))
-    shares = deal_shares(items, num_members)
+    shares = assign_writes(items, num_members)
     return [[(items[share.item].name, share.box) for share in of_member] for of_member in shares]
 
 

@@ -2,8 +2,8 @@
 
 Nothing that is read here is executed: blobs are bounded in length and have a digest. Every wait has a limit.
 
-Whoever reaches the store may write to it. So members who have a token prove what they put there: by an HMAC of the value, of the
-run and of the whole key, which names the topic and the member. What another wrote, or was written for another run, topic or
+Whoever reaches the store may write to it. So members who have a token prove what they put there: by an HMAC of the value, of
+the run and of the whole key, which names the topic and the member. What another wrote, or was written for another run, topic or
 member, is as if it were not there. That the store loses or withholds something cannot be told from a member that says nothing.
 """
 
@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 from torch.distributed import DistError, DistNetworkError, Store
 
-from torchft_ckpt.core.proofs import is_proof, key_for, proof
+from torchft_ckpt.core.services.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import SourceLostError, SourceRefusedError
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
 """Which checkpoint members read together: the first member chooses it from what all of them see, and publishes one plan.
 
-Each member says which manifests it sees. The first member goes through the checkpoints, the newest first: it reads the manifests
-that it can read, and asks the others for those that only they can, as those on their disks. The first checkpoint that is whole is
-the plan. It carries all manifests, so the others have the same ones without reading them, and says who can read which part.
+Each member says which manifests it sees. The first member goes through the checkpoints, the newest first: it reads the
+manifests that it can read, and asks the others for those that only they can, as those on their disks. The first checkpoint
+that is whole is the plan. It carries all manifests, so the others have the same ones without reading them, and says who can
+read which part.
 
 It reads manifests; no tensor is read here.
 """
@@ -22,7 +23,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest, dec
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
-    Part,
+    SavedPart,
     list_checkpoints,
     read_checkpoint,
     why_not_whole,
@@ -69,7 +70,7 @@ class _Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     members: dict[_Member, Contact]
 
 
-class _Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="question"):
+class _PlanQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="question"):
     """Of the first member: manifests that it cannot read and others see."""
 
     checkpoint: _Name
@@ -98,7 +99,7 @@ class _Manifests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _decode_hello = msgspec.json.Decoder(_Hello).decode
 _decode_start = msgspec.json.Decoder(_Start).decode
-_decode_word = msgspec.json.Decoder(_Question | _Plan | _NoPlan).decode
+_decode_word = msgspec.json.Decoder(_PlanQuestion | _Plan | _NoPlan).decode
 _decode_manifests = msgspec.json.Decoder(_Manifests).decode
 
 
@@ -210,7 +211,7 @@ class Planner:
         self._rendezvous.addresses.update({member: contact.address for member, contact in self._contacts.items()})
         self._rendezvous.bind({member: contact.nonce for member, contact in self._contacts.items()})
 
-    def _publish_word(self, word: _Question | _Plan | _NoPlan) -> None:
+    def _publish_word(self, word: _PlanQuestion | _Plan | _NoPlan) -> None:
         self._rendezvous.publish(f"word {self._num_words}", word)
         self._num_words += 1
 
@@ -265,7 +266,7 @@ class Planner:
                 continue
             if elsewhere.setdefault(part, manifest) == manifest:
                 readers.setdefault(part, set()).add(member)
-        parts = [*mine.parts, *(Part(manifest, None) for manifest in elsewhere.values())]
+        parts = [*mine.parts, *(SavedPart(manifest, None) for manifest in elsewhere.values())]
         return Checkpoint(name, parts, left_aside), readers
 
     def _ask_for(self, name: CheckpointName, parts: Mapping[PartName, set[int]]) -> Iterator[tuple[int, str, PartName]]:
@@ -273,7 +274,7 @@ class Planner:
         if not parts:
             return
         topic = f"shown {self._num_words}"
-        self._publish_word(_Question(str(name), [part.manifest for part in sorted(parts)]))
+        self._publish_word(_PlanQuestion(str(name), [part.manifest for part in sorted(parts)]))
         asked = set().union(*parts.values())
         for member, shown in sorted(self._rendezvous.collect(topic, _decode_manifests, sorted(asked)).items()):
             for part in sorted(parts):
@@ -318,7 +319,7 @@ class Planner:
                 return self._take(word, name, number)
             self._show(word, name, number)
 
-    def _show(self, question: _Question, name: CheckpointName, number: int) -> None:
+    def _show(self, question: _PlanQuestion, name: CheckpointName, number: int) -> None:
         wanted = {*question.files}
         parts = read_checkpoint(self._storages, name).parts
         texts = {
@@ -327,7 +328,7 @@ class Planner:
         self._rendezvous.publish(f"shown {number}", _Manifests(texts))
 
     def _take(self, plan: _Plan, name: CheckpointName, number: int) -> Agreement | None:
-        parts: list[Part] = []
+        parts: list[SavedPart] = []
         where = _where(self._storages, name)
         for batch in range(plan.num_batches):
             manifests = self._rendezvous.ask_leader(f"manifests {number} {batch}", _decode_manifests)
@@ -341,7 +342,7 @@ class Planner:
                     manifest = decode_part(text.encode(), name, part)
                 except CheckpointDamagedError as error:
                     raise SourceRefusedError(f"as member {LEADER} publishes it: {error}", "member 0") from error
-                parts += [Part(manifest, storage) for storage in where.get(file, [None])]
+                parts += [SavedPart(manifest, storage) for storage in where.get(file, [None])]
         return self._agreement(Checkpoint(name, parts), plan)
 
     # Both

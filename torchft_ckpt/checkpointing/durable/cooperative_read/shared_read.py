@@ -1,8 +1,8 @@
 """Reading a checkpoint once in the whole job: each member reads a share from storage, the rest travels between them.
 
-What several members want is cut into equal shares by arithmetic (`core/shares.py`), each read by one of those who want it and
-can read it. A share is read straight into this member's own tensors where it wants it itself, and served from there; what others
-have read is fetched by the transport. So no byte is read twice, and none is kept twice.
+What several members want is cut into equal shares by arithmetic (`core/durable/assignment.py`), each read by one of those who
+want it and can read it. A share is read straight into this member's own tensors where it wants it itself, and served from
+there; what others have read is fetched by the transport. So no byte is read twice, and none is kept twice.
 
 Nobody is waited for without end. What a member does not have in time, because another died, failed or is slow, is read from
 storage by those who want it, with a warning. A member that cannot meet the others reads all that it wants by itself.
@@ -46,10 +46,10 @@ from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import Box, contains, fits
-from torchft_ckpt.core.coverage import subtract
+from torchft_ckpt.core.boxes.coverage import subtract
+from torchft_ckpt.core.boxes.geometry import Box, contains, fits
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError, torn_where_it_raises
-from torchft_ckpt.threads import Threads, in_threads
+from torchft_ckpt.threads import Threads, parallel_map
 
 logger = logging.getLogger(__name__)
 _MAX_SOURCES_AT_ONCE = 16
@@ -98,8 +98,8 @@ class SharedRead:
         number: of this reading; another one for each checkpoint that these members read.
         transport: serves what is read here. It is the caller's to shut down, after `read`; nothing else may be served by it
             meanwhile. Its token is proved to the others, not sent.
-        timeout_s: how long fetching from the others may take. A member that is slow at reading is waited for three times as long
-            as this member took, or as the rendezvous waits for one that says nothing, if that is longer.
+        timeout_s: how long fetching from the others may take. A member that is slow at reading is waited for three times as
+            long as this member took, or as the rendezvous waits for one that says nothing, if that is longer.
         stall_timeout_s: a member is given up when a connection to it gets no byte for so long.
     """
 
@@ -256,7 +256,7 @@ class SharedRead:
                 logger.warning("member %d does not wait for the others: %s", me, error)
             self._transport.disallow_checkpoint()
             # Who comes later is told that it is over; else it would wait for it to be served again.
-            self._transport.note_step(self._agreement.checkpoint.name.step + 1)
+            self._transport.advance_to(self._agreement.checkpoint.name.step + 1)
 
     def _check_pieces(self, dealt: _Dealt) -> None:
         """Compare whole pieces that others gave with the manifests, and read again those that are not as they were written.
@@ -267,7 +267,7 @@ class SharedRead:
         me, reader = self._rendezvous.member, self._reader
         given = {name for member, share in enumerate(dealt.shares) if member != me for name, _ in share}
         checks = dealt.own.checks_of(given - {*reader.checkpoint.divergent}, reader.tensors)
-        wrong = [want for want in in_threads(lambda check: check(), checks, NUM_THREADS) if want is not None]
+        wrong = [want for want in parallel_map(lambda check: check(), checks, NUM_THREADS) if want is not None]
         if wrong:
             logger.warning(
                 "member %d was given %d pieces by others that are not as they were written, and reads them by itself: %s %s%s",

@@ -1,7 +1,7 @@
 """The manifest of one part of a durable checkpoint, version 2: what a rank holds, and what of it this part contains.
 
 This file specifies the manifest, writes and checks it. It does not read or write files, and does not know what the other parts
-contain; whether a checkpoint is whole is decided in `core/coverage.py`.
+contain; whether a checkpoint is whole is decided in `core/boxes/coverage.py`.
 
 A file of two parts:
 
@@ -24,7 +24,8 @@ What MUST hold in a body:
   block (canonical, big-endian) with the block's index as seed. `digest` is the xxh3_128 of the table (seed 0), in hex.
 - `tree` is a node of the state format (`state/format.py`): the state as this rank has it, plain values included. Its `x` and
   `a` nodes refer to `tensors`, and each of these MUST be referred to.
-- The record of a value is what `torch.save` made of it, for DCP alone, who has no tree; `digest` is that of the record (seed 0).
+- The record of a value is what `torch.save` made of it, for DCP alone, who has no tree; `digest` is that of the record (seed
+  0).
 - `own` is a node with tensors of its own: what belongs to this rank (random number generators, the position in the data).
 
 Nothing in a manifest is ever executed, and records are not unpickled by this library where it wrote them.
@@ -44,12 +45,12 @@ import xxhash
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree, from_tensors
-from torchft_ckpt.core.boxes import Box
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import CheckpointDamagedError, StateFormatError, UnsupportedValueError
 
 FORMAT_NAME = "torchft_ckpt.durable"
@@ -81,7 +82,7 @@ class BoxEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Box(tuple(self.offsets), tuple(self.sizes))
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class FileTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A tensor that the rank holds: all of it, or boxes of it."""
 
     fqn: str
@@ -165,7 +166,7 @@ class PartManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name of the group, without its incarnation: by it a rank finds what is its own."""
     written_at_s: float
     """Wall clock, for people: nothing is decided by it."""
-    tensors: list[TensorEntry]
+    tensors: list[FileTensor]
     holds_values: list[str]
     """The fqns of the values that the rank holds."""
     tree: object
@@ -180,7 +181,7 @@ class PartManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return PartName(self.replica, self.rank, self.fill)
 
 
-class _Header(msgspec.Struct):
+class _ManifestHeader(msgspec.Struct):
     format: str
     version: int
     bytes: Count
@@ -189,7 +190,7 @@ class _Header(msgspec.Struct):
 
 # Made here, on one thread: msgspec looks at a class when it first decodes one, and two threads that do so at once crash it.
 _decode_body = msgspec.json.Decoder(PartManifest).decode
-_decode_header = msgspec.json.Decoder(_Header).decode
+_decode_header = msgspec.json.Decoder(_ManifestHeader).decode
 
 
 def encode_part(manifest: PartManifest) -> bytes:
@@ -223,7 +224,7 @@ def decode_part(data: bytes, checkpoint: CheckpointName, part: PartName) -> Part
             raise _damaged(where, f"is damaged: {len(body)} bytes that do not have the digest of {header.bytes} ones")
         if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
             raise _damaged(where, f"has more than {MAX_CONTAINERS} lists and objects")
-        with collector_paused():
+        with gc_paused():
             manifest = _decode_body(body)
             _check(manifest, checkpoint, part, where)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -285,7 +286,7 @@ def is_too_large(shape: Sequence[int], itemsize: int) -> bool:
     return math.prod(max(size, 1) for size in shape) * itemsize > _MAX_TENSOR_BYTES
 
 
-def _check_box(offsets: Sequence[int], sizes: Sequence[int], tensor: TensorEntry, where: str) -> None:
+def _check_box(offsets: Sequence[int], sizes: Sequence[int], tensor: FileTensor, where: str) -> None:
     if not len(offsets) == len(sizes) == len(tensor.shape) or any(
         low + size > whole for low, size, whole in zip(offsets, sizes, tensor.shape, strict=True)
     ):

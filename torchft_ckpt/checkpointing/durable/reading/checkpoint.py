@@ -27,14 +27,14 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
 )
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.checkpointing.state.collector import collector_paused
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.core.boxes import Box, intersect, whole
-from torchft_ckpt.core.coverage import max_comparisons, missing_boxes, missing_numbers, subtract
+from torchft_ckpt.core.boxes.coverage import max_comparisons, missing_boxes, missing_numbers, subtract
+from torchft_ckpt.core.boxes.geometry import Box, intersect, whole
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
-from torchft_ckpt.threads import in_threads
+from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ NUM_THREADS = 8
 _T = TypeVar("_T")
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """A part of a checkpoint, and where it lies."""
 
     manifest: PartManifest
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     """A box of a tensor that lies in a file."""
 
     box: Box
-    part: Part
+    part: SavedPart
     entry: PieceEntry
 
     @property
@@ -86,7 +86,7 @@ class SavedValue(NamedTuple):
     """A leaf of the state that is no tensor to DCP, in the first part that has a record of it. The value itself is in `tree`."""
 
     path: Path
-    part: Part
+    part: SavedPart
     entry: ValueEntry
 
 
@@ -114,7 +114,7 @@ class Checkpoint:
         left_aside: what was found and does not count, as sentences that say why.
     """
 
-    def __init__(self, name: CheckpointName, parts: Sequence[Part], left_aside: Sequence[str] = ()) -> None:
+    def __init__(self, name: CheckpointName, parts: Sequence[SavedPart], left_aside: Sequence[str] = ()) -> None:
         self.name = name
         self.parts = sorted(parts, key=lambda part: (part.name.fill, part.name))  # owners' shares before their backups'
         self.left_aside = [*left_aside]
@@ -125,7 +125,7 @@ class Checkpoint:
         """Tensors whose bytes differ between replicas, where one box is there twice: the first part's are used."""
         self._expected_values: dict[str, None] = {}
         self._conflicts: dict[str, None] = {}
-        with collector_paused():
+        with gc_paused():
             for part in self.parts:
                 self._add(part)
             self._compare()
@@ -150,7 +150,7 @@ class Checkpoint:
         values = [fqn for fqn in self._expected_values if fqn not in self.values]
         return Holes(ranks, boxes, values, conflicts)
 
-    def own_part(self, replica_id: str, rank: int) -> Part | None:
+    def own_part(self, replica_id: str, rank: int) -> SavedPart | None:
         """Return the share that a rank of a named replica group wrote; None where there is none, or several have no name."""
         for part in self.parts:
             is_named = bool(replica_id) or part.manifest.num_replicas == 1
@@ -158,7 +158,7 @@ class Checkpoint:
                 return part
         return None
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: SavedPart) -> None:
         manifest = part.manifest
         first = self.parts[0].manifest
         if manifest.num_ranks != first.num_ranks:
@@ -295,8 +295,8 @@ def read_checkpoint(storages: Sequence[Storage], name: CheckpointName) -> Checkp
                 found.append((storage, part))
             elif part is not None:
                 left_aside.append(f"{name}/{entry}: no name of a manifest, which would be {part.manifest}")
-    parts: list[Part] = []
-    for part_or_reason in in_threads(lambda at: read_part(at[0], name, at[1]), found, NUM_THREADS):
+    parts: list[SavedPart] = []
+    for part_or_reason in parallel_map(lambda at: read_part(at[0], name, at[1]), found, NUM_THREADS):
         if isinstance(part_or_reason, str):
             left_aside.append(part_or_reason)
         else:
@@ -325,13 +325,13 @@ def why_not_whole(checkpoint: Checkpoint) -> str | None:
     return "; ".join(reasons)
 
 
-def newest_whole(storages: Sequence[Storage], *, step: int | None = None, but: Collection[str] = ()) -> Checkpoint:
+def newest_whole(storages: Sequence[Storage], *, step: int | None = None, exclude: Collection[str] = ()) -> Checkpoint:
     """Return the newest checkpoint that is whole over all storages together. Each that is skipped is logged in one line.
 
     Args:
         storages: where to look.
         step: only checkpoints of this step.
-        but: names of checkpoints that are known to be damaged.
+        exclude: names of checkpoints that are known to be damaged.
 
     Raises:
         CheckpointNotFoundError: there is none; the message says what was skipped, and why.
@@ -350,7 +350,7 @@ def newest_whole(storages: Sequence[Storage], *, step: int | None = None, but: C
     if failures and len(failures) == len(storages):
         raise failures[0]
     for name in sorted(names, reverse=True):
-        if (step is not None and name.step != step) or str(name) in but:
+        if (step is not None and name.step != step) or str(name) in exclude:
             continue
         checkpoint = read_checkpoint(storages, name)
         reason = why_not_whole(checkpoint)
@@ -376,7 +376,7 @@ def _tell(checkpoint: Checkpoint) -> None:
         )
 
 
-def read_part(storage: Storage, name: CheckpointName, part: PartName) -> Part | str:
+def read_part(storage: Storage, name: CheckpointName, part: PartName) -> SavedPart | str:
     """Return a part, or why it does not count: its manifest cannot be read, or a file of it is not as long as it should be."""
     path = f"{name}/{part.manifest}"
     try:
@@ -391,12 +391,12 @@ def read_part(storage: Storage, name: CheckpointName, part: PartName) -> Part | 
                 return f"{path}: {file.name} {there} in {storage.location}, where {file.num_bytes} were written"
     except (CheckpointDamagedError, StorageError) as error:
         return str(error)
-    return Part(manifest, storage)
+    return SavedPart(manifest, storage)
 
 
-def _without_doubles(parts: Sequence[Part], left_aside: list[str]) -> list[Part]:
+def _without_doubles(parts: Sequence[SavedPart], left_aside: list[str]) -> list[SavedPart]:
     """Leave aside parts of one name that say different things: which of them is right is not known."""
-    first: dict[PartName, Part] = {}
+    first: dict[PartName, SavedPart] = {}
     differing: set[PartName] = set()
     for part in parts:
         if first.setdefault(part.name, part).manifest != part.manifest:

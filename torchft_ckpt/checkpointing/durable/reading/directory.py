@@ -13,7 +13,6 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     read_checkpoint,
     why_not_whole,
 )
-from torchft_ckpt.checkpointing.durable.reading.foreign import ForeignReader
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
@@ -46,7 +45,9 @@ def load_checkpoint(
     name = parse_checkpoint(last)
     reader: StateReader[Any]
     if name is None:
-        reader = ForeignReader(open_storage(directory, **storage_options))
+        from torchft_ckpt.integrations.dcp.reader import DCPReader
+
+        reader = DCPReader(open_storage(directory, **storage_options))
     else:
         checkpoint = read_checkpoint([open_storage(location or ".", **storage_options)], name)
         why_not = why_not_whole(checkpoint)

@@ -25,9 +25,9 @@ from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides
 from torchft_ckpt.checkpointing.state.space import is_plain_memory
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import Box, fits, intersect
+from torchft_ckpt.core.boxes.geometry import Box, fits, intersect
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError, torn_where_it_raises
-from torchft_ckpt.threads import in_threads
+from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)
 
@@ -228,8 +228,8 @@ class StateReader(ABC, Generic[_P]):
                 index = self._indexes[name] = PieceIndex((piece.box, piece) for piece in self._pieces_of(name))
             return index
 
-    def _in_threads(self, units: Sequence[Callable[[], _T]]) -> list[_T]:
-        return in_threads(_call, units, self._num_threads)
+    def _parallel_map(self, units: Sequence[Callable[[], _T]]) -> list[_T]:
+        return parallel_map(_call, units, self._num_threads)
 
     def _count(self, num_bytes: int, needed: int = 0) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """Reads boxes of tensors out of a durable checkpoint: only the bytes that are needed, and none that does not have its digest.
 
-Every 64 KiB block is compared with its digest before any of it is put into a target. Where a piece is damaged or cannot be read,
-others that have the same elements are taken (`pieces`). Memory is bounded: some megabytes for each thread, whatever the size of
-a tensor. It knows pieces and blocks; it does not know meshes, and it unpickles nothing.
+Every 64 KiB block is compared with its digest before any of it is put into a target. Where a piece is damaged or cannot be
+read, others that have the same elements are taken (`pieces`). Memory is bounded: some megabytes for each thread, whatever the
+size of a tensor. It knows pieces and blocks; it does not know meshes, and it unpickles nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torchft_ckpt.checkpointing.durable.format.records import record_problems
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     NUM_THREADS,
     Checkpoint,
-    Part,
     Piece,
+    SavedPart,
     SavedTensor,
 )
 from torchft_ckpt.checkpointing.durable.reading.pieces import (
@@ -52,7 +52,7 @@ from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree
-from torchft_ckpt.core.boxes import Box, relative_to
+from torchft_ckpt.core.boxes.geometry import Box, relative_to
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 _DIGEST_BYTES = 16
@@ -63,7 +63,7 @@ _UNIT_BYTES = 32 * 1024 * 1024
 class _Work(NamedTuple):
     """All that is wanted of one piece."""
 
-    source: _Source
+    source: _PieceSource
     cells: list[Cell[Piece]]
 
 
@@ -137,11 +137,11 @@ class CheckpointReader(StateReader[Piece]):
         """
         checks: list[Callable[[], list[str]]] = []
         for tensor in self.tensors.values():
-            checks += [_Source(piece, tensor, self._count).check for piece in tensor.pieces if piece.part.storage]
+            checks += [_PieceSource(piece, tensor, self._count).check for piece in tensor.pieces if piece.part.storage]
         for part in self.checkpoint.parts:
             if part.storage is not None:
                 checks += [partial(_check_value, part.storage, part, entry) for entry in part.manifest.values]
-        return [problem for problems in self._in_threads(checks) for problem in problems]
+        return [problem for problems in self._parallel_map(checks) for problem in problems]
 
     def _pieces_of(self, name: str) -> Iterable[Piece]:
         return (piece for piece in self.tensors[name].pieces if piece.part.storage is not None)
@@ -153,7 +153,7 @@ class CheckpointReader(StateReader[Piece]):
         small: list[_Work] = []
         units: list[Callable[[], None]] = []
         for of_piece in by_piece.values():
-            source = _Source(of_piece[0].piece, self.tensors[of_piece[0].name], self._count)
+            source = _PieceSource(of_piece[0].piece, self.tensors[of_piece[0].name], self._count)
             needed = sum(cell.box.volume for cell in of_piece) * source.itemsize
             is_whole = needed >= source.num_bytes and source.num_bytes <= SMALL_BYTES
             if is_whole or source.num_bytes <= DIGEST_BLOCK_BYTES:
@@ -161,10 +161,10 @@ class CheckpointReader(StateReader[Piece]):
             else:
                 units += _units(_Work(source, of_piece), reading)
         units += _runs(small, reading)
-        self._in_threads(units)
+        self._parallel_map(units)
 
 
-class _Source:
+class _PieceSource:
     """The data of one piece, and their digests. For several threads."""
 
     def __init__(self, piece: Piece, tensor: SavedTensor, count: Callable[[int], None]) -> None:
@@ -384,7 +384,7 @@ def _dict_of(manifest: PartManifest, state: object) -> dict[str, Any]:
     return state
 
 
-def _check_value(storage: Storage, part: Part, entry: ValueEntry) -> list[str]:
+def _check_value(storage: Storage, part: SavedPart, entry: ValueEntry) -> list[str]:
     """Return what is wrong with the record of a value."""
     path = part.path_of(entry.file)
     try:

@@ -1,7 +1,7 @@
 """The state of one step on its way to storage: fixed while it is written, and captured without a copy.
 
-It is the transport's copy-on-write snapshot with one receiver, the save; beside it, what the trainer's thread alone can say: who
-holds what, DCP's names, and plain values, which are captured at once because they are small. It knows no files.
+It is the transport's copy-on-write snapshot with one receiver, the save; beside it, what the trainer's thread alone can say:
+who holds what, DCP's names, and plain values, which are captured at once because they are small. It knows no files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, slices
 from torchft_ckpt.checkpointing.state.versions import StateVersions
-from torchft_ckpt.core.boxes import Box, contains
+from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, UnsupportedValueError
 
 RECEIVER = "save"
@@ -53,7 +53,7 @@ class CapturedState:
         lock: the lock that the trainer mutates the state under; held for reading, or by the caller between two steps.
         pool: where copies go.
         index: works out who holds what.
-        of_group: `id` of the tensors that other replica groups do not hold alike.
+        group_local_ids: `id` of the tensors that other replica groups do not hold alike.
         versions: of the tensors; default: now.
 
     Nothing is kept for the save before `stage` was called; that is to be before the trainer's next step.
@@ -71,7 +71,7 @@ class CapturedState:
         lock: StateDictLock,
         pool: BufferPool,
         index: HoldingsIndex,
-        of_group: Collection[int] = (),
+        group_local_ids: Collection[int] = (),
         versions: StateVersions | None = None,
     ) -> None:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -86,7 +86,7 @@ class CapturedState:
 
         def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             self._layouts = [
-                layout_of(path, tensor, num_ranks=index.num_ranks, is_alike=id(tensor) not in of_group)
+                layout_of(path, tensor, num_ranks=index.num_ranks, is_same_in_groups=id(tensor) not in group_local_ids)
                 for path, tensor in tensors
             ]
 
@@ -104,7 +104,7 @@ class CapturedState:
             state, step=step, lock=lock, pool=pool, num_expected=0, see_tensors=see, versions=versions
         )
         for place in self.snapshot.arrays:  # no optimizer keeps them alike
-            self._layouts[place] = self._layouts[place]._replace(is_alike=False)
+            self._layouts[place] = self._layouts[place]._replace(is_same_in_groups=False)
         names = [layout.fqn for layout in self._layouts]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -1,11 +1,11 @@
-"""Says what each rank writes of a state: asks `core/shares.py` about a state that is being saved.
+"""Says what each rank writes of a state: asks `core/durable/assignment.py` about a state that is being saved.
 
 In two steps. The ranks of a group divide each tensor by what all of them know of it. Then the replicas of one rank divide that
 rank's part; they run the same script, so what one of them knows of a tensor they all know. So a rank can work out not only its
 own share, but also those of the same rank of other groups, which it backs up.
 
-A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by layout,
-and nothing but what this rank holds is looked at one by one.
+A group of a thousand ranks holds millions of boxes, but a model has few layouts. So what others hold is only counted, by
+layout, and nothing but what this rank holds is looked at one by one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.saving.holdings import Held, TensorHoldings
+from torchft_ckpt.checkpointing.durable.saving.holdings import OwnedBox, TensorHoldings
 from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare
-from torchft_ckpt.core.boxes import Box
-from torchft_ckpt.core.saving import Member, Writers
-from torchft_ckpt.core.shares import Holders, Item, cut_by_quotas, deal_shares, level_quotas
+from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.core.durable.assignment import Holders, Item, assign_writes, balance_quotas, cut_by_quotas
+from torchft_ckpt.core.durable.saving import SavingRank, Writers
 
 _VALUE_BYTES = 1024
 """The length that the record of a plain value counts as."""
@@ -27,7 +27,7 @@ _MAX_KEPT = 8
 """Numbers of groups whose shares are kept: a job loses groups, and gets them back."""
 
 
-class Staged(NamedTuple):
+class StagedShare(NamedTuple):
     """A share that a rank stages, and where it lies."""
 
     share: PartShare
@@ -42,11 +42,11 @@ class ShareBook:
 
     def __init__(self) -> None:
         self._outline: object = None
-        self._known: dict[object, list[Staged]] = {}
+        self._known: dict[object, list[StagedShare]] = {}
 
     def staged_by(
-        self, state: CapturedState, writers: Writers, member: Member, replicas: Sequence[int]
-    ) -> list[Staged]:
+        self, state: CapturedState, writers: Writers, member: SavingRank, replicas: Sequence[int]
+    ) -> list[StagedShare]:
         """Return what a rank stages: its own share, then the one of which it is the first backup, and so on.
 
         Args:
@@ -63,7 +63,7 @@ class ShareBook:
                 del self._known[next(iter(self._known))]
             numbers = range(writers.num_holders)
             shares = shares_of(state, writers, [writers.share_of(member, number) for number in numbers], replicas)
-            self._known[key] = [Staged(share, *state.extent_of(share.boxes)) for share in shares]
+            self._known[key] = [StagedShare(share, *state.extent_of(share.boxes)) for share in shares]
         return self._known[key]
 
     def _has_outline(self, outline: object) -> bool:
@@ -74,7 +74,7 @@ class ShareBook:
 
 
 def shares_of(
-    state: CapturedState, writers: Writers, members: Sequence[Member], replicas: Sequence[int]
+    state: CapturedState, writers: Writers, members: Sequence[SavingRank], replicas: Sequence[int]
 ) -> list[PartShare]:
     """Return the shares of members that have one rank in their groups.
 
@@ -90,14 +90,14 @@ def shares_of(
     )
     num_tensors = len(state.holdings)
     # What each group has its own of comes from the first, and not in part from each.
-    is_alike = [*(tensor.is_alike for tensor in state.holdings), *(True for _ in state.values)]
-    first_groups = [(number, item) for number, item in pieces if not is_alike[number]]
-    everywhere = [(number, item) for number, item in pieces if is_alike[number]]
+    is_same_in_groups = [*(tensor.is_same_in_groups for tensor in state.holdings), *(True for _ in state.values)]
+    first_groups = [(number, item) for number, item in pieces if not is_same_in_groups[number]]
+    everywhere = [(number, item) for number, item in pieces if is_same_in_groups[number]]
     loads = [0] * len(replicas)
     loads[0] = sum(item.num_bytes for _, item in first_groups)
     all_replicas = tuple(range(len(replicas)))
     items = [item._replace(holders=all_replicas, shape=item.box.sizes) for _, item in everywhere]
-    dealt = deal_shares(items, len(replicas), loads)
+    dealt = assign_writes(items, len(replicas), loads)
     shares: list[PartShare] = []
     for member in members:
         if member.replica not in replicas:
@@ -118,15 +118,15 @@ def _part_of_rank(state: CapturedState, num_ranks: int, rank: int) -> list[tuple
     totals = _totals(state.holdings)
     if state.values:
         totals[everybody] += _VALUE_BYTES * len(state.values)
-    quotas = level_quotas(totals, num_ranks)
+    quotas = balance_quotas(totals, num_ranks)
     classes: dict[Holders, list[tuple[int, Item]]] = {}
     pieces: list[tuple[int, Item]] = []
     for number, tensor in enumerate(state.holdings):
-        for held in tensor.mine:
+        for held in tensor.local:
             # Cut as if the box were all of the tensor, so in rows: what a share has of it is one run of memory to stage.
             item = Item(tensor.fqn, held.box, tensor.itemsize, held.box.sizes, held.ranks)
             # Where nobody of this group knows of it but this rank, it is this rank's.
-            (classes.setdefault(held.ranks, []) if tensor.is_known_to_all else pieces).append((number, item))
+            (classes.setdefault(held.ranks, []) if tensor.is_derivable else pieces).append((number, item))
     for number, value in enumerate(state.values, len(state.holdings)):
         item = Item(value.fqn, Box((0,), (_VALUE_BYTES,)), 1, (_VALUE_BYTES,), everybody, is_whole=True)
         classes.setdefault(everybody, []).append((number, item))
@@ -139,10 +139,10 @@ def _part_of_rank(state: CapturedState, num_ranks: int, rank: int) -> list[tuple
 
 def _totals(holdings: Sequence[TensorHoldings]) -> Counter[Holders]:
     """Return how many bytes are held by which ranks, as far as all of them know it."""
-    layouts: dict[int, Sequence[Held]] = {}
+    layouts: dict[int, Sequence[OwnedBox]] = {}
     bytes_of: Counter[int] = Counter()
     for tensor in holdings:
-        if tensor.is_known_to_all:
+        if tensor.is_derivable:
             layouts[id(tensor.held)] = tensor.held
             bytes_of[id(tensor.held)] += tensor.itemsize
     totals: Counter[Holders] = Counter()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
-from torchft_ckpt.core.boxes import Box, fits, whole
-from torchft_ckpt.core.coverage import missing_boxes
+from torchft_ckpt.core.boxes.coverage import missing_boxes
+from torchft_ckpt.core.boxes.geometry import Box, fits, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Held(NamedTuple):
+class OwnedBox(NamedTuple):
     """A box of a tensor, and the ranks of the group that hold it, ascending."""
 
     box: Box
@@ -41,13 +41,13 @@ class TensorHoldings(NamedTuple):
     fqn: str
     shape: tuple[int, ...]
     itemsize: int
-    held: Sequence[Held]
+    held: Sequence[OwnedBox]
     """One object for all tensors of one layout."""
-    mine: Sequence[Held]
+    local: Sequence[OwnedBox]
     """The boxes of it that this rank holds."""
-    is_known_to_all: bool
+    is_derivable: bool
     """Every rank of the group comes to the same `held`."""
-    is_alike: bool = True
+    is_same_in_groups: bool = True
     """All replica groups hold the same bits of it; False: each has its own."""
 
 
@@ -62,23 +62,30 @@ class Layout(NamedTuple):
     mesh: DeviceMesh | None = None
     """Of a DTensor."""
     placements: tuple[Placement, ...] = ()
-    is_alike: bool = True
+    is_same_in_groups: bool = True
     """As in `TensorHoldings`."""
-    said: Sequence[tuple[Box, Sequence[int]]] | None = None
+    declared: Sequence[tuple[Box, Sequence[int]]] | None = None
     """The holders that its adapter names, unchecked."""
 
 
-def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_alike: bool = True) -> Layout:
+def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_same_in_groups: bool = True) -> Layout:
     """Return the layout of a tensor in a group of so many ranks. Quick, because the trainer waits for it."""
     itemsize = tensor.element_size()
     adapter = adapter_of(tensor)
     if adapter is None:
-        return Layout(fqn, tensor.shape, itemsize, True, is_alike=is_alike)
+        return Layout(fqn, tensor.shape, itemsize, True, is_same_in_groups=is_same_in_groups)
     if isinstance(adapter, DTensorAdapter):  # a class that derives from DTensor may have another
         dtensor = cast("DTensor", tensor)
         placements = tuple(dtensor.placements)
-        return Layout(fqn, tensor.shape, itemsize, False, dtensor.device_mesh, placements, is_alike)
-    return Layout(fqn, tensor.shape, itemsize, False, is_alike=is_alike, said=adapter.holders(tensor, num_ranks))
+        return Layout(fqn, tensor.shape, itemsize, False, dtensor.device_mesh, placements, is_same_in_groups)
+    return Layout(
+        fqn,
+        tensor.shape,
+        itemsize,
+        False,
+        is_same_in_groups=is_same_in_groups,
+        declared=adapter.holders(tensor, num_ranks),
+    )
 
 
 class HoldingsIndex:
@@ -95,11 +102,11 @@ class HoldingsIndex:
         self.num_ranks = num_ranks
         self._rank = rank
         self._is_replicated = is_replicated
-        self._known: dict[object, tuple[list[Held], list[Held]]] = {}
-        self._of_meshes: weakref.WeakKeyDictionary[Any, dict[object, tuple[list[Held], list[Held]] | None]] = (
+        self._known: dict[object, tuple[list[OwnedBox], list[OwnedBox]]] = {}
+        self._of_meshes: weakref.WeakKeyDictionary[Any, dict[object, tuple[list[OwnedBox], list[OwnedBox]] | None]] = (
             weakref.WeakKeyDictionary()
         )
-        self._as_said: dict[object, tuple[list[Held], list[Held]]] = {}
+        self._as_declared: dict[object, tuple[list[OwnedBox], list[OwnedBox]]] = {}
         self._has_warned = False
 
     def holdings_of(self, layout: Layout, boxes: Iterable[Box]) -> TensorHoldings:
@@ -112,34 +119,34 @@ class HoldingsIndex:
         fqn, shape, itemsize = layout.fqn, tuple(layout.shape), layout.itemsize
         if layout.is_whole:
             held, mine = self._whole(shape)
-            return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated, layout.is_alike)
+            return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated, layout.is_same_in_groups)
         own = [box for box in boxes if box.volume]
         known = None if layout.mesh is None else self._on_mesh(shape, layout.mesh, layout.placements)
-        if layout.said is not None:
+        if layout.declared is not None:
             known = self._checked(layout, shape, own)
         if known is not None and [held.box for held in known[1]] == sorted(own):
-            return TensorHoldings(fqn, shape, itemsize, *known, True, layout.is_alike)
-        alone = [Held(box, (self._rank,)) for box in own]
-        return TensorHoldings(fqn, shape, itemsize, alone, alone, False, layout.is_alike)
+            return TensorHoldings(fqn, shape, itemsize, *known, True, layout.is_same_in_groups)
+        alone = [OwnedBox(box, (self._rank,)) for box in own]
+        return TensorHoldings(fqn, shape, itemsize, alone, alone, False, layout.is_same_in_groups)
 
-    def _whole(self, shape: tuple[int, ...]) -> tuple[list[Held], list[Held]]:
+    def _whole(self, shape: tuple[int, ...]) -> tuple[list[OwnedBox], list[OwnedBox]]:
         if shape not in self._known:
             ranks = tuple(range(self.num_ranks)) if self._is_replicated else (self._rank,)
-            held = [Held(whole(shape), ranks)] if 0 not in shape else []
+            held = [OwnedBox(whole(shape), ranks)] if 0 not in shape else []
             self._known[shape] = held, held
         return self._known[shape]
 
     def _checked(
         self, layout: Layout, shape: tuple[int, ...], own: Sequence[Box]
-    ) -> tuple[list[Held], list[Held]] | None:
+    ) -> tuple[list[OwnedBox], list[OwnedBox]] | None:
         """Return what an adapter says, where nothing speaks against it. A wrong holder would leave a hole."""
         try:
-            said = _said(layout.said or ())
+            said = _as_owned_boxes(layout.declared or ())
             key = shape, said
-            if key not in self._as_said:
+            if key not in self._as_declared:
                 held = _whole_tensor(said, shape, self.num_ranks)
-                self._as_said[key] = held, [one for one in held if self._rank in one.ranks]
-            known = self._as_said[key]
+                self._as_declared[key] = held, [one for one in held if self._rank in one.ranks]
+            known = self._as_declared[key]
             if [held.box for held in known[1]] != sorted(own):
                 raise ValueError(f"rank {self._rank} holds other boxes than are said of it")
         except (TypeError, AttributeError, ValueError) as error:
@@ -156,7 +163,7 @@ class HoldingsIndex:
 
     def _on_mesh(
         self, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-    ) -> tuple[list[Held], list[Held]] | None:
+    ) -> tuple[list[OwnedBox], list[OwnedBox]] | None:
         known = self._of_meshes.setdefault(mesh, {})
         key = (shape, placements)
         if key not in known:
@@ -165,14 +172,14 @@ class HoldingsIndex:
         return known[key]
 
 
-def _said(holders: Iterable[tuple[Box, Iterable[int]]]) -> tuple[Held, ...]:
+def _as_owned_boxes(holders: Iterable[tuple[Box, Iterable[int]]]) -> tuple[OwnedBox, ...]:
     """Return what an adapter says in the form that all ranks have it in, whatever sequences and integers it uses.
 
     Raises:
         TypeError, AttributeError, ValueError: it is no boxes with ranks.
     """
     boxes = (
-        Held(Box(_integers(box.offsets), _integers(box.sizes)), tuple(sorted(_integers(ranks))))
+        OwnedBox(Box(_integers(box.offsets), _integers(box.sizes)), tuple(sorted(_integers(ranks))))
         for box, ranks in holders
     )
     return tuple(sorted(held for held in boxes if held.box.volume))
@@ -182,7 +189,7 @@ def _integers(numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(operator.index(number) for number in numbers)
 
 
-def _whole_tensor(said: Sequence[Held], shape: tuple[int, ...], num_ranks: int) -> list[Held]:
+def _whole_tensor(said: Sequence[OwnedBox], shape: tuple[int, ...], num_ranks: int) -> list[OwnedBox]:
     """Return what is said, if it is a whole tensor, each element of it once, in the hands of ranks of the group.
 
     Raises:
@@ -202,7 +209,7 @@ def _whole_tensor(said: Sequence[Held], shape: tuple[int, ...], num_ranks: int) 
 
 def _boxes_on_mesh(
     shape: tuple[int, ...], mesh: torch.Tensor, placements: Sequence[object], num_ranks: int
-) -> list[Held] | None:
+) -> list[OwnedBox] | None:
     """Return the boxes of all ranks of a mesh; None where torch does not say, or the mesh reaches beyond this group."""
     try:
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -222,4 +229,4 @@ def _boxes_on_mesh(
         box = Box(tuple(offsets), tuple(sizes))
         if box.volume:
             ranks_of.setdefault(box, []).append(rank)
-    return [Held(box, tuple(sorted(ranks))) for box, ranks in sorted(ranks_of.items())]
+    return [OwnedBox(box, tuple(sorted(ranks))) for box, ranks in sorted(ranks_of.items())]

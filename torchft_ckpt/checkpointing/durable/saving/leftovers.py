@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     why_not_whole,
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.core.retention import plan_abandoned
+from torchft_ckpt.core.durable.retention import plan_abandoned
 from torchft_ckpt.errors import StorageError
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import xxhash
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
     FileEntry,
+    FileTensor,
     PartManifest,
     PieceEntry,
     PlainValue,
-    TensorEntry,
     ValueEntry,
     encode_part,
 )
@@ -24,9 +24,9 @@ from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.storage.contract import OutputFile, Storage
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.core.boxes import Box
-from torchft_ckpt.core.saving import Writers
-from torchft_ckpt.core.shares import pieces_of
+from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.core.durable.assignment import split_for_files
+from torchft_ckpt.core.durable.saving import Writers
 
 
 class PartShare(NamedTuple):
@@ -103,7 +103,7 @@ def _write_pieces(
     for tensor, box in boxes:
         entry = state.manifest.tensors[tensor]
         dtype = parse_dtype(entry.dtype)
-        for piece in pieces_of(box, entry.shape, dtype.itemsize):
+        for piece in split_for_files(box, entry.shape, dtype.itemsize):
             cut.append((tensor, piece, dtype))
             longest = max(longest, piece.volume * dtype.itemsize)
     buffer = bytearray(max(longest, 1))
@@ -145,9 +145,9 @@ def _write_value(file: OutputFile, state: CapturedState, place: int) -> ValueEnt
     )
 
 
-def _tensors(state: CapturedState) -> list[TensorEntry]:
+def _tensors(state: CapturedState) -> list[FileTensor]:
     return [
-        TensorEntry(
+        FileTensor(
             fqn=entry.fqn,
             path=list(state.paths.get(entry.fqn, (entry.fqn,))),
             dtype=entry.dtype,

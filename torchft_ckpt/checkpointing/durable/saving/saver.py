@@ -1,7 +1,8 @@
-"""Carries one save out: copies ahead, writes this rank's share, waits for the others, writes what lost ones left out, closes it.
+"""Carries one save out: copies ahead, writes this rank's share, waits for the others, writes what lost ones left out, closes
+it.
 
-One save at a time, on a thread of its own. What is to be done follows from `core/shares.py` (who writes what) and
-`core/saving.py` (wait, take a share over, or close); this file looks, asks them, and does it.
+One save at a time, on a thread of its own. What is to be done follows from `core/durable/assignment.py` (who writes what) and
+`core/durable/saving.py` (wait, take a share over, or close); this file looks, asks them, and does it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from enum import Enum
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_part, parts_in, writer_in
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint, read_part, why_not_whole
-from torchft_ckpt.checkpointing.durable.reading.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
-from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, Staged
+from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
+from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, StagedShare
 from torchft_ckpt.checkpointing.durable.saving.part_writer import write_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
-from torchft_ckpt.core.saving import Act, Member, PartKey, SaveWatch, Seen, Writers
+from torchft_ckpt.core.durable.saving import Act, PartKey, SaveView, SaveWatch, SavingRank, Writers
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateChangedError, StorageError
 from torchft_ckpt.threads import Thread
 
@@ -64,7 +65,7 @@ class SaveTask:
 
     storage: Storage
     name: CheckpointName
-    member: Member
+    member: SavingRank
     writers: Writers
     """With `redundancy` 1 where nobody could write a share in its owner's place: each group writes all, or the disk is local."""
     mode: SaveMode
@@ -81,7 +82,8 @@ class SaveWorker:
         task: what to do.
         state: what to save; closed at the end, whatever happens.
         book: of this rank's shares, for one save at a time.
-        who_is_lost: returns which groups are gone, as far as the lighthouse has said; True: asks it as well. None: there is none.
+        who_is_lost: returns which groups are gone, as far as the lighthouse has said; True: asks it as well. None: there is
+            none.
         on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
         clock: monotonic.
     """
@@ -100,8 +102,8 @@ class SaveWorker:
         self._state = state
         self._book = book
         self._who_is_lost = who_is_lost
-        self._has_said_it_fails = False
-        self._staged: list[Staged] | None = None
+        self._has_logged_failure = False
+        self._staged: list[StagedShare] | None = None
         """The shares that are kept, by the number of this rank among their holders. An empty one needs nothing to be kept."""
         self._staging = threading.Lock()
         self._damaged: dict[PartKey, bool] = {}
@@ -129,8 +131,8 @@ class SaveWorker:
     def leave(self) -> bool:
         """Let the next save begin, if this rank has written its share: `run` ends soon. Return whether that is so. Any thread.
 
-        Else one that waits for a lost writer, or hears late that the checkpoint is whole, would stay out of the next save, whose
-        writers then waited for it, and so on for ever. Whoever writes the last share closes the checkpoint.
+        Else one that waits for a lost writer, or hears late that the checkpoint is whole, would stay out of the next save,
+        whose writers then waited for it, and so on for ever. Whoever writes the last share closes the checkpoint.
         """
         with self._lock:
             if self._needs_state:
@@ -139,7 +141,7 @@ class SaveWorker:
         self._state.close()
         return True
 
-    def stage(self) -> list[Staged]:
+    def stage(self) -> list[StagedShare]:
         """Have the state keep this rank's share and those that it backs up; return them. Any thread; it does so once."""
         task = self._task
         with self._staging:
@@ -302,9 +304,9 @@ class SaveWorker:
                 decision = watch.look_failed(self._clock())
                 if leaves or decision.act is not Act.WAIT:
                     raise
-                if not self._has_said_it_fails:
+                if not self._has_logged_failure:
                     logger.warning("checkpoint %s: %s; it is looked at again", task.name, error)
-                    self._has_said_it_fails = True
+                    self._has_logged_failure = True
                 if self._cancelled.wait(decision.look_in_s):
                     raise self._given_up() from error
                 continue
@@ -341,17 +343,17 @@ class SaveWorker:
                     str(task.name),
                 )
 
-    def _look(self, watch: SaveWatch, *, lists: bool) -> Seen:
+    def _look(self, watch: SaveWatch, *, lists: bool) -> SaveView:
         """Return what there is to be seen now. Lengths are asked for only of what is not finished, of those who matter."""
         task = self._task
         if not lists:
-            return Seen(task.storage.size(f"{task.name}/{METADATA}") is not None)
+            return SaveView(task.storage.size(f"{task.name}/{METADATA}") is not None)
         names = task.storage.names(str(task.name))
         watched = watch.watched(self._clock())
-        growth: dict[Member, int] = dict.fromkeys(watched, 0)
+        growth: dict[SavingRank, int] = dict.fromkeys(watched, 0)
         for name in names:
             writer = writer_in(name)
-            if writer is None or (member := Member(*writer)) not in watched:
+            if writer is None or (member := SavingRank(*writer)) not in watched:
                 continue
             growth[member] += 1
             if parse_part(name) is None:
@@ -365,7 +367,7 @@ class SaveWorker:
                 self._note_part(key)
         lost = () if self._who_is_lost is None else self._who_is_lost(watch.asks(self._clock()))
         damaged = [key for key, is_damaged in self._damaged.items() if is_damaged]
-        return Seen(METADATA in names, parts, growth, damaged, lost)
+        return SaveView(METADATA in names, parts, growth, damaged, lost)
 
     def _note_part(self, key: PartKey) -> None:
         """Read a part of a share that this rank backs up, once: what is kept for it is freed only if it counts."""
@@ -388,7 +390,7 @@ class SaveWorker:
         if why_not is None:
             close_checkpoint(task.storage, checkpoint)
             return True
-        shares = {task.writers.share_of(Member(*part.name[:2]), part.name.fill) for part in checkpoint.parts}
+        shares = {task.writers.share_of(SavingRank(*part.name[:2]), part.name.fill) for part in checkpoint.parts}
         if not checkpoint.left_aside and len(shares) == task.writers.num_members:
             raise CheckpointDamagedError(
                 f"checkpoint {task.name} is not whole although all shares are there, so the ranks of a group did not divide it"
@@ -399,7 +401,7 @@ class SaveWorker:
         return False
 
 
-def _blocks_of(staged: Sequence[Staged]) -> int:
+def _blocks_of(staged: Sequence[StagedShare]) -> int:
     blocks = 0
     for share in staged:
         blocks |= share.blocks

@@ -1,7 +1,7 @@
 """The contract between durable checkpoints and a place that holds files: a directory here, or an object store.
 
-A file is written under another name and appears under its own one whole, or never. Nothing is decided by what a place says about
-clocks, owners or order. Paths are relative to the place, with `/` between names.
+A file is written under another name and appears under its own one whole, or never. Nothing is decided by what a place says
+about clocks, owners or order. Paths are relative to the place, with `/` between names.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Storage(ABC):
     """
 
     location: str
-    _told: frozenset[str] | set[str] = frozenset()
+    _logged: frozenset[str] | set[str] = frozenset()
     """Checkpoints of which somebody was told that something stays."""
 
     @abstractmethod
@@ -147,9 +147,9 @@ class Storage(ABC):
 
     def _note_kept(self, directory: str, names: Collection[str] | None) -> None:
         """Log what stays of a checkpoint: entries of its directory; None where the directory is no directory of its own."""
-        if directory in self._told:
+        if directory in self._logged:
             return
-        self._told = {*self._told, directory}
+        self._logged = {*self._logged, directory}
         if names is None:
             logger.warning(
                 "%s/%s is a link or no directory: it is left alone, with all that it leads to", self.location, directory

@@ -1,0 +1,30 @@
+"""Who trains together next, from which state, and whether a step counts. Decisions only, as all of `core`.
+
+Between ranks, groups and lighthouse:
+messages            what travels between them: typed, bounded, validated on decode
+quorum              who trains together next, and under which id
+recovery            which state a quorum trains from, and who loads it from whom
+commit              whether the step of a quorum counts
+sequence            which collectives may start without asking, and when those of a step differ
+
+The lighthouse:
+jobs                the jobs at one lighthouse, each with a state of its own
+lighthouse          one job over time: events in, instructions out
+lighthouse_events   these events and instructions, as data
+lighthouse_records  what is written down about a member and about the open step, and what follows from that alone
+roster              who is a member, over which connection, and who took whose place
+history             which states the job has had, who may still hold them, and which contributors are gone
+restart             what a restarted lighthouse learns from the members of the last quorum
+layouts             which groups can be in one quorum, by the layout of their tensors
+cold_start          which groups look for a state together when none of them has one
+joining             how long those who train wait for one that joins
+patience            how long to wait before trying again
+equality            which groups hold another state than the others of the same name
+callers             quorums of callers of `LighthouseClient.quorum`
+
+A replica group and its ranks:
+group               all ranks of a group take part in a step, or none does
+rank_calls          calls that all ranks of a group make, and the answer to each
+replica             the life of one rank's step: what it holds, whether it may contribute, vote and commit; who shares the step
+meeting             whether a rank and the rank 0 that it finds at a store are of one group
+"""

@@ -1,0 +1,309 @@
+"""This file decides, by digests of what replica groups hold under one name, who holds another state, and what becomes of it.
+
+Groups that ask for it vote on some steps with digests of the state that they began the step with, one for each rank. They are
+compared when all voters have approved; the lost have no part in it. What follows is the strictest that one of the compared
+groups wishes for:
+- warn: the groups are named;
+- heal: where a strict majority of the compared groups holds one state, all others begin to count as holders of nothing at once.
+  They do not commit the step, are named as sources to nobody, and contribute again when they have loaded a state of the
+  others. So do those that had one of them as a source in this step, or the wrong state would go round. Where there is no
+  such majority it is not known who is right, and the groups are named;
+- stop: the step is discarded, and no group trains on.
+
+Which of the tensors differ is asked of two to four groups, and of one rank of each whose digests differ. What they answer is
+bounded (`runs_of`). Nothing waits for it but the message that names the tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.messages import (
+    MAX_LEAF_CHARS,
+    MAX_LEAVES,
+    CommitVote,
+    Hello,
+    JoinerWaiting,
+    Leaf,
+    LeafDigests,
+    LeavesWanted,
+    OnReplicasDiffer,
+    ReplicasDiffer,
+    Role,
+    StateVersion,
+    clip,
+    group_name,
+    name_some,
+)
+from torchft_ckpt.core.coordination.recovery import Assignment
+
+SAY_AGAIN_S = 60.0
+"""So long a difference that stays the same is not named again."""
+MAX_ASKED = 4
+MAX_REMEMBERED = 4096
+
+T = TypeVar("T")
+
+
+def is_checked(step: int, every: int) -> bool:
+    """Return whether the state after so many committed steps is compared."""
+    return every > 0 and step > 0 and step % every == 0
+
+
+def alike(digests: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return the groups that hold equal states, by the digests of each group's ranks.
+
+    Those that are the most come first, of equally many those of the first name.
+    """
+    by_state: dict[tuple[str, ...], list[str]] = {}
+    for replica_id in sorted(digests):
+        by_state.setdefault(tuple(digests[replica_id]), []).append(replica_id)
+    return sorted(by_state.values(), key=lambda groups: (-len(groups), groups))
+
+
+def minority(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Return who, of `alike`'s groups, does not hold the state of a strict majority; nobody where there is no such majority."""
+    others = [replica_id for those in groups[1:] for replica_id in those]
+    return others if groups and len(groups[0]) > len(others) else []
+
+
+def with_those_served(groups: Sequence[str], assignment: Assignment) -> set[str]:
+    """Return these groups and those that had them as sources in this step: what they have loaded may be the same."""
+    ranks = {rank for rank, part in enumerate(assignment.parts) if part.replica_id in groups}
+    return {*groups, *(part.replica_id for part in assignment.parts if ranks.intersection(part.sources))}
+
+
+def runs_of(
+    leaves: Sequence[tuple[str, T]], digest: Callable[[Sequence[T]], str], most: int = MAX_LEAVES
+) -> list[Leaf]:
+    """Return what a rank answers: one entry a leaf, or, where these are too many, one for each run of them.
+
+    Args:
+        leaves: names and digests, in an order that is the same in all groups.
+        digest: makes one of those of a run.
+        most: entries.
+    """
+    length = max(1, -(-len(leaves) // most))
+    runs = [leaves[first : first + length] for first in range(0, len(leaves), length)]
+    return [Leaf(name=_name_of(run), digest=digest([one for _, one in run])) for run in runs]
+
+
+def _name_of(run: Sequence[tuple[str, object]]) -> str:
+    if len(run) == 1:
+        return clip(run[0][0], MAX_LEAF_CHARS)
+    half = (MAX_LEAF_CHARS - len(" to ")) // 2
+    return f"{clip(run[0][0], half)} to {clip(run[-1][0], half)}"
+
+
+def differing(one: Sequence[Leaf], other: Sequence[Leaf]) -> list[str]:
+    """Return the names of the leaves that differ, in their order; one that only one of them has differs."""
+    ours, theirs = ({leaf.name: leaf.digest for leaf in leaves} for leaves in (one, other))
+    return [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+
+
+@dataclass(slots=True)
+class _Question:
+    """Which leaves of a state differ is asked of one rank of some groups, the first of which the others are compared with."""
+
+    version: StateVersion
+    rank: int
+    asked: tuple[str, ...]
+    compared: tuple[str, ...]
+    stops: bool
+    said: str
+    answers: dict[str, Sequence[Leaf]] = field(default_factory=dict)
+
+
+class Equality:
+    """The groups of one job that are known to hold another state than its name says. It only reads the members."""
+
+    def __init__(self, members: Mapping[str, Member]) -> None:
+        self._members = members
+        self._apart: OrderedDict[str, StateVersion] = OrderedDict()
+        """Groups that hold another state than most under this name, and have not shown another name since. While such a group
+        is connected, its record says that what it holds has no name."""
+        self._question: _Question | None = None
+        self._last_logged: tuple[list[list[str]], float] | None = None
+        """The last difference that was named, and when."""
+        self._wishes: dict[str, tuple[int, OnReplicasDiffer]] = {}
+
+    # ------------------------------------------------------------------------------------------------ who holds what
+
+    def proven_of(self, replica_id: str, version: StateVersion) -> StateVersion:
+        """Return the name of the state that a member holds: an unproven one, where it is known to hold another."""
+        known = self._apart.get(replica_id)
+        if known is None or known == version:
+            return version if known is None else StateVersion(step=version.step)
+        del self._apart[replica_id]  # it has healed, or knows that what it holds has no name
+        return version
+
+    def differs(self, replica_id: str, version: StateVersion) -> bool:
+        """Return whether a member is known to hold another state under this name."""
+        return self._apart.get(replica_id) == version
+
+    # ----------------------------------------------------------------------------------------------------- comparison
+
+    def joined(self, hello: Hello) -> Iterator[Instruction]:
+        """A group is here. It is named, once, if its wishes are not those of the others."""
+        mine = hello.check_equal_every, hello.on_replicas_differ
+        name = group_name(hello.replica_id)
+        if self._wishes.get(name) == mine:
+            return
+        if len(self._wishes) < MAX_REMEMBERED:
+            self._wishes[name] = mine
+        others = [member.hello for member in self._members.values() if group_name(member.replica_id) != name]
+        other = next((h for h in others if (h.check_equal_every, h.on_replicas_differ) != mine), None)
+        if other is not None:
+            yield Log(
+                f"{_policy_of(hello)}, and {_policy_of(other)}: give all replica groups the same settings; until then, states are"
+                " compared at the steps that several groups ask for, and the strictest setting holds",
+                is_warning=True,
+            )
+
+    def judge(self, current: Round, now: float) -> Iterator[Instruction]:
+        """Compare the states that voters began a step with, which all of them approve.
+
+        It may discard the step. Or it names groups in `tally.apart`: what they hold has no name from now on.
+        """
+        tally = current.tally
+        votes: dict[str, CommitVote] = {
+            replica_id: vote
+            for replica_id, vote in tally.votes.items()
+            if vote.approve
+            and vote.state_digests
+            and tally.roles[replica_id] is Role.HEALTHY
+            and replica_id not in tally.lost
+            and replica_id in self._members
+        }
+        if len(votes) < 2:
+            return
+        groups = alike({replica_id: vote.state_digests for replica_id, vote in votes.items()})
+        if len(groups) == 1:
+            self._last_logged = None
+            return
+        version = current.assignment.version
+        wishes = {self._members[replica_id].hello.on_replicas_differ for replica_id in votes}
+        policy = max(wishes, key=list(OnReplicasDiffer).index)
+        few = minority(groups)
+        what = f"replica groups hold different states of step {version.step}: {_in_words(groups)}"
+        if policy is OnReplicasDiffer.STOP:
+            said = f"{what}. No group trains on (on_replicas_differ is 'stop')"
+            tally.discard_all(clip(said))
+        elif policy is OnReplicasDiffer.HEAL and few:
+            said = f"{what}. {name_some(few)} has to load the state of the majority"
+            tally.apart = frozenset(with_those_served(few, current.assignment))
+            for replica_id in tally.apart & self._members.keys():
+                self._set_apart(replica_id, version)
+            for replica_id in groups[0]:
+                yield Send(self._members[replica_id].connection, JoinerWaiting())
+        elif (
+            self._last_logged is not None
+            and self._last_logged[0] == groups
+            and now < self._last_logged[1] + SAY_AGAIN_S
+        ):
+            return
+        elif policy is OnReplicasDiffer.HEAL:
+            said = f"{what}. No state has a majority, so no group has to load another's"
+        else:
+            said = f"{what}. They train on (on_replicas_differ is 'warn')"
+        self._last_logged = groups, now
+        yield Log(said, is_warning=True)
+        yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
+
+    def _set_apart(self, replica_id: str, version: StateVersion) -> None:
+        self._apart[replica_id] = version
+        while len(self._apart) > max(MAX_REMEMBERED, len(self._members)):
+            self._apart.popitem(last=False)
+
+    def validate(self) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
+        for replica_id, version in self._apart.items():
+            member = self._members.get(replica_id)
+            if member is not None and member.version == version:
+                raise RuntimeError(f"{replica_id} counts as a holder of {version}, and is known to hold another state")
+
+    # ------------------------------------------------------------------------------------------------- what differs
+
+    def _ask(
+        self,
+        groups: Sequence[Sequence[str]],
+        votes: Mapping[str, CommitVote],
+        version: StateVersion,
+        said: str,
+        *,
+        stops: bool,
+    ) -> Iterator[Instruction]:
+        yield from self._tell()  # the question before has had its time
+        first = groups[0][0]
+        by_rank = [votes[those[0]].state_digests for those in groups]
+        length = min(map(len, by_rank))
+        rank = next((rank for rank in range(length) if len({digests[rank] for digests in by_rank}) > 1), 0)
+        asked = {by_rank[0][rank]: first}
+        for those, digests in zip(groups, by_rank, strict=True):
+            if len(asked) < MAX_ASKED:
+                asked.setdefault(digests[rank], those[0])
+        self._question = _Question(version, rank, tuple(asked.values()), tuple(votes), stops, said)
+        for replica_id in self._question.asked:
+            wanted = LeavesWanted(version=version, group_rank=rank)
+            yield Send(self._members[replica_id].connection, wanted)
+
+    def answered(self, replica_id: str, message: LeafDigests) -> Iterator[Instruction]:
+        question = self._question
+        if (
+            question is None
+            or (message.version, message.group_rank) != (question.version, question.rank)
+            or replica_id not in question.asked
+        ):
+            return
+        question.answers[replica_id] = message.leaves
+        if len(question.answers) == len(question.asked):
+            yield from self._tell()
+
+    def lost(self, replica_id: str) -> Iterator[Instruction]:
+        """A member is gone: it answers no question any more."""
+        if self._question is not None and replica_id in self._question.asked:
+            yield from self._tell()
+
+    def _tell(self) -> Iterator[Instruction]:
+        """Name what differs, as far as that is known."""
+        question, self._question = self._question, None
+        if question is None:
+            return
+        first, *others = question.asked
+        ours = question.answers.get(first)
+        found: list[str] = []
+        for other in others:
+            theirs = question.answers.get(other)
+            names = differing(ours, theirs) if ours and theirs else []
+            if names:
+                found.append(f"{clip(other, 100)} and {clip(first, 100)} differ in {name_some(names)}")
+        where = f"; seen at group rank {question.rank}" if found and question.rank else ""
+        tensors = (
+            "; ".join(found) + where
+            if found
+            else "which tensors differ is not known, because not all groups have answered"
+        )
+        if found:
+            yield Log(f"step {question.version.step}: {tensors}", is_warning=True)
+        message = ReplicasDiffer(
+            version=question.version, stops=question.stops, reason=clip(f"{question.said}. {tensors}", 4000)
+        )
+        for replica_id, member in self._members.items():
+            if question.stops or replica_id in question.compared:
+                yield Send(member.connection, message)
+
+
+def _policy_of(hello: Hello) -> str:
+    policy = f", on_replicas_differ={hello.on_replicas_differ.value!r}" if hello.check_equal_every else ""
+    return f"{clip(hello.replica_id, 100)} has check_equal_every={hello.check_equal_every}{policy}"
+
+
+def _in_words(groups: Sequence[Sequence[str]]) -> str:
+    first, *others = (name_some(those, 4) for those in groups[:4])
+    more = f", and {len(groups) - 4} others" if len(groups) > 4 else ""
+    return f"{first} one, {', '.join(f'{other} another' for other in others)}{more}"

@@ -1,0 +1,599 @@
+"""Speaks for one replica group to the lighthouse: all of its ranks take part in a step, or none does.
+
+It gathers the ranks' requests into the group's request and their votes into the group's vote, and hands what the
+lighthouse says to each of them. It runs at group rank 0. It knows no sockets and no clock.
+
+- The group asks when all of its ranks have asked. If one asks anew while the step is open, the step is given up for all;
+  if one asks anew before the answer, the group asks anew, and the answer to its earlier question is ignored.
+- The group approves when all of its ranks approve; one that does not is enough against.
+- The group waits for the decision as one. A rank that does not want to wait any longer says so here (`GiveUpWaiting`). If
+  the decision is there, it is told; if not, all ranks are told that it is not known (`CommitUnknown`), and what the
+  lighthouse decides later reaches no rank. A rank that gave up on its own could do so in the instant in which another
+  hears of a commit.
+- It asks where the newest state is when all of its ranks want to know; where some of them ask for a quorum instead, the
+  others are told that nothing is known, and ask for one too.
+- Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
+- Ranks that fetch a state load it at one place of their programs, or none of them does (`Arrivals`).
+- A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
+- What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
+- Whatever the ranks say, the lighthouse can take what becomes of it. Ranks whose addresses are together more than it takes
+  of one group end the group, with a reason that says so: without them nobody could be healed by it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from torchft_ckpt.core.coordination.layouts import SEPARATOR, combine_layouts
+from torchft_ckpt.core.coordination.messages import (
+    MAX_ADDRESSES_BYTES,
+    MAX_TEXT_CHARS,
+    PROTOCOL_VERSION,
+    CollectiveCleared,
+    CollectiveWait,
+    CommitDecided,
+    CommitUnknown,
+    CommitVote,
+    FromLighthouse,
+    GiveUpWaiting,
+    GroupBroken,
+    GroupToRank,
+    Hello,
+    JoinerWaiting,
+    JoinProgress,
+    LeafDigests,
+    Leave,
+    LeavesWanted,
+    Loading,
+    LoadState,
+    LocateState,
+    LostAsked,
+    LostTold,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumPending,
+    QuorumRequest,
+    RankHello,
+    RankToGroup,
+    Receives,
+    Refused,
+    ReplicasDiffer,
+    Role,
+    StallReport,
+    StateArrived,
+    StateLate,
+    StateLocated,
+    StateVersion,
+    ToLighthouse,
+    clip,
+    refuse_version,
+    size_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """A message of one of the group's ranks."""
+
+    rank: int
+    message: RankToGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The connection of a rank ended without `Leave`."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseMessage:
+    """A message of the lighthouse."""
+
+    message: FromLighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseUp:
+    """A new connection to a lighthouse is up, `Hello` was sent on it."""
+
+
+GroupEvent: TypeAlias = RankMessage | RankLost | LighthouseMessage | LighthouseUp
+
+
+@dataclass(frozen=True, slots=True)
+class SendToRank:
+    """Hand the message to a rank."""
+
+    rank: int
+    message: GroupToRank
+
+
+@dataclass(frozen=True, slots=True)
+class SendToLighthouse:
+    """Send the message to the lighthouse; without a connection it is dropped (and said again later)."""
+
+    message: ToLighthouse
+
+
+GroupInstruction: TypeAlias = SendToRank | SendToLighthouse
+
+
+class GroupState:
+    """The open request and vote of a group of `world_size` ranks. Not thread-safe: one caller at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.broken: str | None = None
+        """Why the group cannot go on, once a rank is gone."""
+        self._addresses: dict[int, str] = {}
+        self._announced_addresses: list[str] | None = None
+        self._announced_layout: str | None = None
+        self._requests: dict[int, QuorumRequest] = {}
+        """Of ranks that asked for the next step, while not all of them have."""
+        self._arrivals = Arrivals(world_size)
+        self._request_id = 0
+        self._asked: QuorumRequest | None = None
+        """What the group asked and has no answer to."""
+        self._asked_by: dict[int, QuorumRequest] = {}
+        """The ranks' requests that `_asked`, or the open quorum, goes back to."""
+        self._locating: dict[int, LocateState] = {}
+        """Of ranks that want to know where the newest state is."""
+        self._located_for: LocateState | None = None
+        """The group's question, once all of them want to know, until it is answered."""
+        self._finished: LocateState | None = None
+        """That question, where it says that the group has finished and has not asked for a step since."""
+        self._quorum: QuorumFormed | None = None
+        self._votes: dict[int, CommitVote] = {}
+        self._voted: CommitVote | None = None
+        self._stall_reported = False
+        self._reach: dict[int, float] = {}
+        """How long each rank still needs that receives the state of the open step, in seconds."""
+        self._loads = Receives.TRANSFER
+        self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
+        """How the latest steps ended for this group, by quorum id, epoch and step."""
+
+    def handle(self, event: GroupEvent) -> list[GroupInstruction]:
+        """Take an event, return what to do, in order."""
+        if isinstance(event, RankMessage):
+            return list(self._on_rank_message(event.rank, event.message))
+        if isinstance(event, RankLost):
+            return list(self._break(f"group rank {event.rank} is gone: {event.reason}"))
+        if isinstance(event, LighthouseUp):
+            return list(self._say_again())
+        return list(self._on_lighthouse_message(event.message))
+
+    def introduce(self, hello: Hello) -> Hello:
+        """Return rank 0's first message on a connection as the group's."""
+        addresses = self._all_addresses() if self._addresses and self.broken is None else []
+        return msgspec.structs.replace(hello, checkpoint_addresses=addresses)
+
+    def _all_addresses(self) -> list[str]:
+        return [self._addresses.get(rank, "") for rank in range(self.world_size)]
+
+    def waiting_for(self) -> str:
+        """Name the ranks that the group's next request waits for; empty when it waits for none of them."""
+        asked = set(self._requests)
+        absent = [str(rank) for rank in range(self.world_size) if rank not in asked]
+        return f"group ranks {', '.join(absent)} have not asked yet" if asked and absent else ""
+
+    # ---------------------------------------------------------------------------------------------------------- ranks
+
+    def _on_rank_message(self, rank: int, message: RankToGroup) -> Iterator[GroupInstruction]:
+        if self.broken is not None:
+            yield SendToRank(rank, GroupBroken(self.broken))
+        elif isinstance(message, QuorumRequest):
+            yield from self._asks(rank, message)
+        elif isinstance(message, LocateState):
+            yield from self._locates(rank, message)
+        elif isinstance(message, CommitVote):
+            yield from self._votes_on(rank, message)
+        elif isinstance(message, GiveUpWaiting):
+            yield from self._gives_up_waiting(rank, message)
+        elif isinstance(message, CollectiveWait):
+            if self._is_of_open_step(message):
+                yield SendToLighthouse(msgspec.structs.replace(message, group_rank=rank))
+        elif isinstance(message, LostAsked):
+            yield SendToLighthouse(message)
+        elif isinstance(message, LeafDigests):
+            yield SendToLighthouse(msgspec.structs.replace(message, group_rank=rank))
+        elif isinstance(message, StallReport):
+            if not self._stall_reported and self._is_of_open_step(message):
+                self._stall_reported = True
+                yield SendToLighthouse(message)
+        elif isinstance(message, JoinProgress):
+            if self._is_of_open_step(message):
+                yield from self._receives(rank, message)
+        elif isinstance(message, StateArrived | StateLate):
+            yield from self._fetches(rank, message)
+        elif isinstance(message, Leave):
+            yield from self._break(f"group rank {rank} left: {message.reason or 'it was shut down'}")
+
+    def refusal(self, rank: int, hello: RankHello) -> Refused | None:
+        """Whether a rank may connect as `rank`."""
+        if hello.protocol != PROTOCOL_VERSION:
+            return refuse_version("the manager service", f"group rank {rank}", hello.protocol)
+        if not 0 < rank < self.world_size:
+            return Refused(code="config", reason=f"group rank {rank} is not in 1..{self.world_size - 1} of this group")
+        return None
+
+    def _asks(self, rank: int, request: QuorumRequest) -> Iterator[GroupInstruction]:
+        for address in request.checkpoint_addresses or []:
+            self._addresses[rank] = address
+            num_bytes = size_of(self._all_addresses())
+            if num_bytes > MAX_ADDRESSES_BYTES:
+                reason = f"the checkpoint addresses of its ranks are {num_bytes} bytes, at most {MAX_ADDRESSES_BYTES} are sent"
+                yield from self._break(f"group rank {rank} cannot be taken: {reason}")
+                return
+        if self._asked is not None:
+            # It does not wait for the answer any longer: the group's question becomes a new one.
+            self._asked_by[rank] = request
+        else:
+            if self._quorum is not None and rank not in self._requests:
+                yield from self._leave_open_step(rank)
+            self._requests[rank] = request
+            self._locating.pop(rank, None)
+            self._located_for = None
+            if len(self._requests) < self.world_size:
+                yield from self._answer_locating()
+                return
+            self._asked_by, self._requests = self._requests, {}
+        self._request_id += 1
+        self._asked = self._combine(self._asked_by)
+        self._finished = None
+        self._quorum = None
+        self._votes.clear()
+        self._voted = None
+        self._stall_reported = False
+        yield SendToLighthouse(self._asked)
+
+    def _locates(self, rank: int, message: LocateState) -> Iterator[GroupInstruction]:
+        if self._asked is not None:
+            # The group's question for a quorum has no answer yet, and this rank does not wait for it any longer.
+            self._asked, self._requests = None, self._asked_by
+            self._asked_by = {}
+        elif self._quorum is not None and rank not in self._requests and rank not in self._locating:
+            yield from self._leave_open_step(rank)
+        self._requests.pop(rank, None)
+        self._locating[rank] = message
+        yield from self._answer_locating()
+        if len(self._locating) == self.world_size and self._located_for is None:
+            self._request_id += 1
+            versions = {located.version for located in self._locating.values()}
+            version = message.version if len(versions) == 1 else StateVersion()
+            has_finished = all(located.has_finished for located in self._locating.values())
+            self._located_for = LocateState(request_id=self._request_id, version=version, has_finished=has_finished)
+            self._finished = self._located_for if has_finished else None
+            self._quorum = None
+            self._votes.clear()
+            self._voted = None
+            yield SendToLighthouse(self._located_for)
+
+    def _answer_locating(self) -> Iterator[GroupInstruction]:
+        """Some ranks ask for a quorum: the others shall do so as well."""
+        if self._requests and len(self._requests) + len(self._locating) == self.world_size:
+            for rank, message in self._locating.items():
+                yield SendToRank(rank, StateLocated(request_id=message.request_id))
+            self._locating.clear()
+
+    def _receives(self, rank: int, progress: JoinProgress) -> Iterator[GroupInstruction]:
+        """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
+        self._reach[rank] = progress.reach_s
+        reach_s = max(self._reach.values())
+        if progress.does is not Receives.TRANSFER:
+            self._loads = progress.does
+        if reach_s or len(self._reach) == self.world_size:
+            yield SendToLighthouse(msgspec.structs.replace(progress, reach_s=reach_s, does=self._loads))
+
+    def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
+        asked = self._asked_by.get(rank)
+        if self._quorum is None or asked is None or asked.request_id != message.request_id:
+            return  # of a step that is over
+        if isinstance(message, StateArrived):
+            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure))
+        else:
+            yield from self._tell_loading(self._arrivals.late())
+
+    def _tell_loading(self, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
+        if told is not None:
+            for rank, asked in self._asked_by.items():
+                loading, reason = told
+                yield SendToRank(rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason)))
+
+    def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
+        """A rank began anew. Where the step is not over, it is over for all of them now."""
+        if self._quorum is not None and self._quorum.role is not Role.HEALTHY:
+            yield from self._tell_loading(self._arrivals.give_up(f"group rank {rank} gave the step up"))
+        if self._quorum is not None and self._quorum.role is Role.LEARNER:
+            return  # it is in no collective and has no vote
+        if self._voted is None:
+            yield from self._give_up(rank)
+        elif _key(self._voted) not in self._decided:
+            yield from self._forget_decision(
+                f"group rank {rank} went on without waiting for the decision", exclude=rank
+            )
+
+    def _gives_up_waiting(self, rank: int, message: GiveUpWaiting) -> Iterator[GroupInstruction]:
+        known = self._decided.get(_key(message))
+        if known is None and self._voted is not None and _key(self._voted) == _key(message):
+            yield from self._forget_decision(f"group rank {rank} waited as long as it wanted to")
+        elif known is None:
+            # This step has not been voted on by all ranks, or is an old one: it cannot count any more.
+            if self._quorum is not None and self._voted is None and _key_of(self._quorum) == _key(message):
+                yield from self._give_up(rank)
+            known = CommitUnknown(
+                quorum_id=message.quorum_id, epoch=message.epoch, step=message.step, reason="not all ranks have voted"
+            )
+        if known is not None:
+            yield SendToRank(rank, known)
+
+    def _forget_decision(self, reason: str, exclude: int | None = None) -> Iterator[GroupInstruction]:
+        """Whatever is decided on the step that was voted on: no rank of this group will follow it."""
+        if self._voted is None:
+            return
+        unknown = CommitUnknown(
+            quorum_id=self._voted.quorum_id, epoch=self._voted.epoch, step=self._voted.step, reason=reason
+        )
+        self._remember(unknown)
+        for other in range(self.world_size):
+            if other != exclude:
+                yield SendToRank(other, unknown)
+
+    def _give_up(self, rank: int) -> Iterator[GroupInstruction]:
+        """One rank began anew while the step is open: it is over for all of them."""
+        formed = self._quorum
+        if formed is None:
+            return
+        reason = f"group rank {rank} gave the step up"
+        self._voted = CommitVote(
+            quorum_id=formed.quorum_id,
+            epoch=formed.epoch,
+            step=formed.version.step,
+            approve=False,
+            broken=True,
+            counts=formed.role in (Role.HEALTHY, Role.INLINE),
+            num_voters=formed.num_voters,
+            reason=reason,
+        )
+        yield SendToLighthouse(self._voted)
+        yield from self._break_off(formed.quorum_id, reason, exclude=rank)
+
+    def _break_off(self, quorum_id: int, reason: str, exclude: int | None = None) -> Iterator[GroupInstruction]:
+        """Ranks that have not voted may be in a collective that cannot end, or need not."""
+        for rank in range(self.world_size):
+            if rank != exclude and rank not in self._votes and rank not in self._requests:
+                yield SendToRank(
+                    rank, QuorumBroken(quorum_id=quorum_id, replica_id="this group", lost=False, reason=reason)
+                )
+
+    def _combine(self, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
+        requests = [by_rank[rank] for rank in range(self.world_size)]
+        versions = {request.version for request in requests}
+        first = requests[0]
+        version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
+        addresses = self._all_addresses()
+        told = None if addresses == self._announced_addresses else addresses
+        self._announced_addresses = addresses
+        text = clip(f"{self.world_size} ranks{SEPARATOR}{first.layout_text or ''}", MAX_TEXT_CHARS)
+        news = None if text == self._announced_layout else text
+        self._announced_layout = text
+        frozen = [request.frozen for request in requests]
+        word = combine_layouts(frozen)
+        return msgspec.structs.replace(
+            first,
+            request_id=self._request_id,
+            version=version,
+            restored=all(request.restored for request in requests),
+            torn=len(versions) > 1 or any(request.torn for request in requests),
+            init_sync=any(request.init_sync for request in requests),
+            shrink_only=any(request.shrink_only for request in requests),
+            allow_heal=all(request.allow_heal for request in requests),
+            can_load=all(request.can_load for request in requests),
+            heal_inline=all(request.heal_inline for request in requests),
+            waits_for_quorum=all(request.waits_for_quorum for request in requests),
+            can_serve=all(request.can_serve for request in requests),
+            needs_new_quorum=any(request.needs_new_quorum for request in requests),
+            unverified=any(request.unverified for request in requests),
+            num_collectives=max(request.num_collectives for request in requests),
+            collectives_by_rank=_unequal([request.num_collectives for request in requests]),
+            contributes=all(request.contributes for request in requests),
+            gathers=all(request.gathers for request in requests),
+            patience_s=max(request.patience_s for request in requests),
+            warms_up=all(request.warms_up for request in requests),
+            join_budget_s=min(request.join_budget_s for request in requests),
+            join_stall_limit_s=min(
+                (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
+            ),
+            reach_s=_longest([request.reach_s for request in requests]),
+            load_s=max(request.load_s for request in requests),
+            layout=combine_layouts([request.layout for request in requests]),
+            layout_text=news,
+            frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",
+            checkpoint_addresses=told,
+        )
+
+    def _votes_on(self, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:
+        if self._quorum is None or _key_of(self._quorum) != _key(vote) or self._voted is not None:
+            known = self._decided.get(_key(vote))
+            if known is not None:
+                yield SendToRank(rank, known)
+            return
+        if rank in self._requests:
+            return  # it began anew, this vote is of a step that it left
+        self._votes[rank] = vote
+        if vote.approve and len(self._votes) < self.world_size:
+            return
+        self._voted = msgspec.structs.replace(
+            vote,
+            broken=any(cast.broken for cast in self._votes.values()),
+            num_collectives=max(cast.num_collectives for cast in self._votes.values()),
+            collectives_by_rank=_unequal(
+                [self._votes[rank].num_collectives for rank in range(self.world_size) if rank in self._votes]
+            ),
+            collectives=self._collectives(),
+            state_digests=self._state_digests(),
+            reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
+        )
+        yield SendToLighthouse(self._voted)
+        if self._voted.broken and self._voted.counts:
+            yield from self._break_off(vote.quorum_id, self._voted.reason)
+
+    def _collectives(self) -> str:
+        """Return a word for what all ranks issued; empty where none issued anything."""
+        words = [self._votes[rank].collectives for rank in sorted(self._votes)]
+        return words[0] if self.world_size == 1 else combine_layouts(words) if any(words) else ""
+
+    def _state_digests(self) -> list[str]:
+        """Return one digest of each rank's state; empty where one of them has none."""
+        digests = [self._votes[rank].state_digests[:1] for rank in range(self.world_size) if rank in self._votes]
+        return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
+
+    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress) -> bool:
+        formed = self._quorum
+        return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
+
+    def _break(self, reason: str) -> Iterator[GroupInstruction]:
+        if self.broken is not None:
+            return
+        self.broken = reason = clip(reason)
+        yield SendToLighthouse(Leave(reason))
+        for rank in range(self.world_size):
+            yield SendToRank(rank, GroupBroken(reason))
+
+    # ------------------------------------------------------------------------------------------------------ lighthouse
+
+    def _on_lighthouse_message(self, message: FromLighthouse) -> Iterator[GroupInstruction]:
+        if self.broken is not None:
+            return
+        if isinstance(message, QuorumFormed):
+            yield from self._formed(message)
+        elif isinstance(message, StateLocated):
+            yield from self._located(message)
+        elif isinstance(message, CommitDecided):
+            if _key(message) in self._decided:
+                return
+            if self._voted is None or _key(self._voted) != _key(message):
+                if self._quorum is None or _key_of(self._quorum) != _key(message):
+                    return
+                # It was decided without this group's vote.
+                key, why = _key(message), "decided without it"
+                self._voted = CommitVote(quorum_id=key[0], epoch=key[1], step=key[2], approve=False, reason=why)
+            self._remember(message)
+            if message.outcome is Outcome.DISCARD:
+                yield from self._break_off(message.quorum_id, clip(message.reason))
+            for rank in range(self.world_size):
+                yield SendToRank(rank, message)
+        elif isinstance(message, CollectiveCleared | LeavesWanted):
+            if message.group_rank < self.world_size:
+                yield SendToRank(message.group_rank, message)
+        elif isinstance(message, ReplicasDiffer) and not message.stops:
+            yield SendToRank(0, message)
+        elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused | ReplicasDiffer | LostTold):
+            for rank in range(self.world_size):
+                yield SendToRank(rank, message)
+
+    def _formed(self, formed: QuorumFormed) -> Iterator[GroupInstruction]:
+        if self._asked is None or formed.request_id != self._asked.request_id:
+            return
+        self._asked = None
+        if not formed.gathers:
+            self._quorum = formed
+            self._reach.clear()
+            self._loads = Receives.TRANSFER
+            self._arrivals.begin()
+            self._decided.pop(_key_of(formed), None)
+        for rank in range(self.world_size):
+            yield SendToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
+
+    def _located(self, located: StateLocated) -> Iterator[GroupInstruction]:
+        if self._located_for is None or located.request_id != self._located_for.request_id:
+            return
+        asked, self._locating, self._located_for = self._locating, {}, None
+        for rank, message in asked.items():
+            yield SendToRank(rank, msgspec.structs.replace(located, request_id=message.request_id))
+
+    def _remember(self, decided: CommitDecided | CommitUnknown) -> None:
+        self._decided[_key(decided)] = decided
+        while len(self._decided) > 4:
+            self._decided.popitem(last=False)
+
+    def _say_again(self) -> Iterator[GroupInstruction]:
+        self._announced_addresses = self._all_addresses()
+        if self.broken is not None:
+            yield SendToLighthouse(Leave(self.broken))
+        elif self._asked is not None:
+            self._asked = msgspec.structs.replace(
+                self._asked, checkpoint_addresses=self._announced_addresses, layout_text=self._announced_layout
+            )
+            yield SendToLighthouse(self._asked)
+        else:
+            self._announced_addresses = self._announced_layout = None  # a new lighthouse has not heard them
+            if (located_for := self._located_for or self._finished) is not None:
+                yield SendToLighthouse(located_for)
+            if self._voted is not None and _key(self._voted) not in self._decided:
+                yield SendToLighthouse(self._voted)
+
+
+class Arrivals:
+    """Knows which ranks of a group have fetched the state of the open step: all load it at one place of their programs, or
+    none.
+
+    One that held the new state where its neighbour holds the old one would know another step, and a loop that goes by the step
+    calls other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort.
+
+    Each method returns what all ranks are to be told, if anything.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.begin()
+
+    def begin(self) -> None:
+        self._here: set[int] = set()
+        self._told: Loading | None = None
+
+    def arrived(self, rank: int, failure: str) -> tuple[Loading, str] | None:
+        """A rank has all of the state, or, where there is a `failure`, will not have it."""
+        if failure:
+            return self.give_up(f"group rank {rank}: {failure}")
+        self._here.add(rank)
+        return self._tell(Loading.NOW, "") if len(self._here) == self._world_size else None
+
+    def late(self) -> tuple[Loading, str] | None:
+        """A rank does not wait for the others any longer before its forward pass."""
+        return self._tell(Loading.LATER, "") if self._told is None else None
+
+    def give_up(self, reason: str) -> tuple[Loading, str] | None:
+        """The state will not be loaded in this step."""
+        return self._tell(Loading.NEVER, reason)
+
+    def _tell(self, loading: Loading, reason: str) -> tuple[Loading, str] | None:
+        if self._told in (Loading.NOW, Loading.NEVER):
+            return None
+        self._told = loading
+        return loading, reason
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    """Return the longest; None where one is not known."""
+    known = [s for s in seconds if s is not None]
+    return max(known) if len(known) == len(seconds) else None
+
+
+def _unequal(numbers: list[int]) -> list[int]:
+    return numbers if len(set(numbers)) > 1 else []
+
+
+def _key(message: CommitVote | CommitDecided | CommitUnknown | GiveUpWaiting) -> tuple[int, str, int]:
+    return message.quorum_id, message.epoch, message.step
+
+
+def _key_of(formed: QuorumFormed) -> tuple[int, str, int]:
+    return formed.quorum_id, formed.epoch, formed.version.step

@@ -1,0 +1,194 @@
+"""The jobs at one lighthouse: each has its own state, and no word of one reaches another. It knows no sockets and no clock.
+
+    jobs = Jobs(settings, epoch="5f0c")
+    jobs.handle(Opened("conn-1", "gpt"), now=12.0)
+    for instruction in jobs.handle(Received("conn-1", Hello(...)), now=12.0): ...
+    jobs.next_deadline()  # call handle(Tick(), now) then
+
+A job begins with the first group, or caller, that is welcomed under its name, and is remembered when its groups are gone: they
+may come back. Of a finished one only its step stays. A job that never had a quorum is forgotten with its last group.
+
+Names are no secrets, and no boundary between users: who has the lighthouse's token may name any job.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
+from torchft_ckpt.core.coordination.lighthouse_events import (
+    Close,
+    ConnectionClosed,
+    Event,
+    Instruction,
+    LighthouseSettings,
+    Log,
+    Opened,
+    Received,
+    Send,
+    Tick,
+)
+from torchft_ckpt.core.coordination.messages import AllowStepLoss, Done, ForgetJob, Refused, clip, name_some
+from torchft_ckpt.core.text import printable
+
+DEFAULT_JOB = "default"
+JOB_NAME_RULE = "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-'"
+MAX_JOBS = 256
+"""Jobs that are not over."""
+MAX_FINISHED = 4096
+"""Jobs that are over."""
+
+
+def is_job_name(name: str) -> bool:
+    """Whether a job may have this name: see `JOB_NAME_RULE`."""
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """The rest of a job that is over, when its groups are gone."""
+
+    step: int
+    finished_at: float
+    """On the clock of `now`."""
+
+
+class Jobs:
+    """All that the lighthouse knows, with the arguments of `LighthouseState`. Not thread-safe: one caller at a time."""
+
+    def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float = 0.0) -> None:
+        self.settings = settings
+        self.states: dict[str, LighthouseState] = {}
+        """By name, those that have begun and are not over."""
+        self.finished: OrderedDict[str, FinishedJob] = OrderedDict()
+        """By name, those that are over and whose groups are gone, the latest last."""
+        self._epoch = epoch
+        self._unix_time_of_zero = unix_time_of_zero
+        self._num_begun = 0
+        self._job_of: dict[str, str | None] = {}
+        """By connection; None: it named none."""
+        self._deadlines: dict[str, float] = {}
+
+    def handle(self, event: Opened | Event, now: float) -> list[Instruction]:
+        """Take an event, return what to do, in order. `now` in seconds, never falling."""
+        if isinstance(event, Opened):
+            return list(self._open(event))
+        if isinstance(event, Tick):
+            due = [name for name, deadline in self._deadlines.items() if deadline <= now]
+            return [instruction for name in due for instruction in self._tell(name, event, now)]
+        job = self._job_of.get(event.connection)
+        if isinstance(event, ConnectionClosed):
+            self._job_of.pop(event.connection, None)
+            name = job or DEFAULT_JOB
+            return self._tell(name, event, now) if name in self.states else []
+        if event.connection not in self._job_of:
+            return []  # it was closed
+        if isinstance(event.message, AllowStepLoss | ForgetJob):
+            return list(self._obey(event.connection, event.message, job, now))
+        name = job or DEFAULT_JOB
+        if name not in self.states:
+            if len(self.states) >= MAX_JOBS and name not in self.finished:
+                return list(self._refuse(event.connection, self._why_full(name)))
+            self._begin(name)
+        return self._tell(name, event, now)
+
+    def next_deadline(self) -> float | None:
+        """Return when `Tick` is due, if nothing else happens before."""
+        return min(self._deadlines.values(), default=None)
+
+    def _tell(self, name: str, event: Event, now: float) -> list[Instruction]:
+        """Hand an event to a job, and put the job away where that was the last of it."""
+        state = self.states[name]
+        instructions: list[Instruction] = [
+            Log(printable(f"job {name}: {done.line}"), done.is_warning) if isinstance(done, Log) else done
+            for done in state.handle(event, now)
+        ]
+        if name in self.finished and self.finished[name].step != state.newest_step:
+            del self.finished[name]  # it went on
+        deadline = state.next_deadline()
+        if deadline is None:
+            self._deadlines.pop(name, None)
+        else:
+            self._deadlines[name] = deadline
+        if state.is_deserted and name not in (job or DEFAULT_JOB for job in self._job_of.values()):
+            step = state.finished_step
+            if step is not None or not state.had_quorum:
+                self._drop(name)
+            if step is not None:
+                self.finished.setdefault(name, FinishedJob(step, now))
+                while len(self.finished) > MAX_FINISHED:
+                    self.finished.popitem(last=False)
+        return instructions
+
+    def _begin(self, name: str) -> None:
+        self._num_begun += 1
+        over = self.finished.get(name)
+        self.states[name] = LighthouseState(
+            self.settings,
+            epoch=f"{self._epoch}.{self._num_begun}",
+            unix_time_of_zero=self._unix_time_of_zero,
+            finished_step=over.step if over is not None else None,
+        )
+
+    def _drop(self, name: str) -> None:
+        del self.states[name]
+        self._deadlines.pop(name, None)
+
+    def _open(self, opened: Opened) -> Iterator[Instruction]:
+        if opened.job is not None and not is_job_name(opened.job):
+            yield from self._refuse(
+                opened.connection, f"{clip(opened.job, 80)!r} is not a valid job name: {JOB_NAME_RULE}"
+            )
+        else:
+            self._job_of[opened.connection] = opened.job
+
+    def _refuse(self, connection: str, reason: str) -> Iterator[Instruction]:
+        self._job_of.pop(connection, None)
+        yield Send(connection, Refused(code="job", reason=reason))
+        yield Close(connection)
+
+    def _why_full(self, name: str) -> str:
+        deserted = [other for other, state in self.states.items() if state.is_deserted]
+        return (
+            f"this lighthouse remembers {MAX_JOBS} jobs at most, and {name} would be one more. Jobs without a group now:"
+            f" {name_some(deserted) or 'none'}. `python -m torchft_ckpt forget-job --job NAME` makes room"
+        )
+
+    # --------------------------------------------------------------------------------------------- the operator's word
+
+    def _obey(
+        self, connection: str, message: AllowStepLoss | ForgetJob, job: str | None, now: float
+    ) -> Iterator[Instruction]:
+        here = sorted(self.states)
+        if job is None and len(here) != 1:
+            known = f"there are several: {name_some(here)}" if here else "no job is known here"
+            yield from self._refuse(connection, f"which job? {known}; name one by --job")
+            return
+        name = job or here[0]
+        state = self.states.get(name)
+        if state is None and name in self.finished and isinstance(message, AllowStepLoss):
+            over = f"job {name} is finished at step {self.finished[name].step}; to start it over, run forget-job first"
+            yield from self._refuse(connection, over)
+        elif state is None and name not in self.finished:
+            known = f"known jobs: {name_some(here)}" if here else "no job is known"
+            yield from self._refuse(connection, f"no job {name} is here; {known}")
+        elif isinstance(message, AllowStepLoss):
+            told = self._tell(name, Received(connection, message), now)
+            yield Send(
+                connection, Done(text=f"job {name}: the next quorum may go on from an older step than the newest")
+            )
+            yield from told
+        elif state is not None and not state.is_deserted:
+            groups = name_some(sorted([*state.members, *state.callers.members]))
+            yield from self._refuse(
+                connection, f"job {name} is not forgotten: groups of it are connected ({groups}); end them first"
+            )
+        else:
+            if state is not None:
+                self._drop(name)
+            self.finished.pop(name, None)
+            yield Log(f"job {name}: forgotten, because the operator asked for it", is_warning=True)
+            yield Send(connection, Done(text=f"job {name} is forgotten: its next group starts it over"))

@@ -1,0 +1,227 @@
+"""The lighthouse's records of each member and of the step that is open, and what follows from these alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, num_issued
+from torchft_ckpt.core.coordination.messages import (
+    CollectiveWait,
+    Hello,
+    QuorumRequest,
+    Receives,
+    Role,
+    StateVersion,
+    name_some,
+)
+from torchft_ckpt.core.coordination.recovery import Assignment
+from torchft_ckpt.core.coordination.sequence import may_start, why_apart
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation that is connected."""
+
+    connection: str
+    hello: Hello
+    last_seen: float
+    """When it last said something. Never falls."""
+    version: StateVersion
+    """The state that it holds, as far as is known; unproven where it is known to hold another than this name says."""
+    checkpoint_addresses: list[str] = field(default_factory=list)
+    """Of its ranks, in their order; empty: not known."""
+    store_address: str = ""
+    """Empty: it hosts no store."""
+    layout: str = ""
+    """In its last request: a digest of its parameters; empty: not known."""
+    layout_text: str = ""
+    """The layout in words."""
+    frozen: str = ""
+    """In its last request: which parameters do not train, in words."""
+    join_stall_limit_s: float = float("inf")
+    """In its last request: for how long it stands still for joiners."""
+    min_contributors: int = 0
+    """In its last request: with fewer that contribute it would vote against. 0 where it does not contribute itself."""
+    num_learned: int = 0
+    """How often it got the state outside of a quorum."""
+    learns_from: float = float("-inf")
+    """When it may get the state outside of a quorum again."""
+    has_warmed_up: bool = False
+    """It computes, or has computed, a step outside of the quorum, and has not asked for a quorum since."""
+    request: QuorumRequest | None = None
+    """Set exactly while it waits for a quorum."""
+    has_left_step: bool = False
+    """It takes no decision on an earlier step any more: it asked where the newest state is, or computes outside of the quorum."""
+    has_finished: bool = False
+    """It has made its last step, and has not asked for another since."""
+    is_excused: bool = False
+    """Nobody waits for it before it asks for a quorum: it warms up, is about to fetch the newest state, or has finished.
+    Never while it waits for a quorum."""
+    asked_at: float = 0.0
+    """Since when it waits for a quorum; where it does not, since when it waited for the last one."""
+    notified_reason: str = ""
+    """Why it waits, as it was last notified. Empty while it does not wait."""
+    notified_at: float = float("-inf")
+    """When it was last notified."""
+
+    @property
+    def replica_id(self) -> str:
+        return self.hello.replica_id
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether it waits for the decision on its step, because it has not gone on from it."""
+        return self.request is None and not self.has_left_step
+
+    def num_issued(self, group_rank: int) -> int:
+        """Return in how many collectives of its step the others can meet one of its ranks, now that it has gone on from it.
+
+        0 where its process group cannot be used, or it looks for a state.
+        """
+        request = self.request
+        return 0 if request is None or request.needs_new_quorum else num_issued(request, group_rank)
+
+    @property
+    def asked(self) -> QuorumRequest:
+        """Its open request, where it is known to have one."""
+        if self.request is None:
+            raise RuntimeError(f"internal error: {self.replica_id} is waiting without a request")
+        return self.request
+
+
+class Reach(NamedTuple):
+    """The time that a member that joins needs until it holds the state."""
+
+    seconds: float
+    at: float
+    """When it said so."""
+    is_measured: bool
+    """By what it has received in this step; else by what it expected when it asked."""
+    does: Receives = Receives.TRANSFER
+
+
+@dataclass(slots=True)
+class Round:
+    """One step of one quorum."""
+
+    quorum_id: int
+    step: int
+    """The step of `assignment.version`, which comes before the one that a commit leads to."""
+    assignment: Assignment
+    tally: Tally
+    """Its roles are those of the assignment. A member that is not in `tally.lost` is connected."""
+    join_budget_s: float | None
+    """None where nobody joins."""
+    formed_at: float
+    all_approved_at: float | None = None
+    """Since when the step waits for nothing but joiners. Not before `formed_at`; set once."""
+    stalled: set[str] = field(default_factory=set)
+    """Members that have waited in a collective for longer than the budget."""
+    waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
+    """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""
+    late: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
+    """By group rank: the collective after its vote that a member's rank waits in, while the member has not gone on."""
+    fewest: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By group rank: the fewest collectives that a member issued which has gone on, and that member. Only falls."""
+    reach: dict[str, Reach] = field(default_factory=dict)
+    """How long those need that join, where their transports say it."""
+    join_wait_s: float = 0.0
+    """The longest that the others were to stand still for those who join."""
+    is_needed: bool = False
+    """Those who hold the state are too few to train without those who join."""
+    look_again_at: float | None = None
+    """When to ask again whether the others still wait for joiners. None once they do not."""
+    gave_up: str = ""
+    """Why the others wait no longer for joiners; empty: they wait."""
+    underestimated: set[str] = field(default_factory=set)
+    """Joiners that need longer than they expected, and than the others wait."""
+    failed: set[str] = field(default_factory=set)
+    """Joiners whose attempt has been counted as failed."""
+
+    def is_open_at(self, quorum_id: int, step: int) -> bool:
+        """Whether this is that step of that quorum, and it is not decided."""
+        return not self.tally.decided and (self.quorum_id, self.step) == (quorum_id, step)
+
+    def living(self) -> list[str]:
+        """Return the members that have not been lost."""
+        return [replica_id for replica_id in self.tally.roles if replica_id not in self.tally.lost]
+
+    def may_start(self, group_rank: int) -> bool:
+        """Return whether all living members ask to start the same collective."""
+        return may_start(self._waits_of_living(group_rank), self.living())
+
+    def why_collectives_never_complete(self) -> tuple[str, str] | None:
+        """Return why a member waits for a collective that another will not issue, and on whose account; None: it may come."""
+        if not self.waits:
+            return None  # each vote comes here
+        ended = {replica_id: vote.num_collectives for replica_id, vote in self.tally.votes.items() if vote.approve}
+        found = (why_apart(self._waits_of_living(group_rank), ended) for group_rank in self.waits)
+        return next((apart for apart in found if apart is not None), None)
+
+    def note_left(self, member: Member) -> None:
+        """A member has gone on from the step: it issues no further collective of it."""
+        for group_rank in range(member.hello.group_world_size):
+            self.late.get(group_rank, {}).pop(member.replica_id, None)
+            issued = member.num_issued(group_rank), member.replica_id
+            self.fewest[group_rank] = min(issued, self.fewest.get(group_rank, issued))
+
+    def why_late_collectives_never_complete(self) -> tuple[str, str] | None:
+        """Return why a member waits, after its vote, for a member that has gone on, and for which; None: for none."""
+        for group_rank, waits in self.late.items():
+            last = max(waits, key=lambda replica_id: waits[replica_id].index, default=None)
+            if last is None or group_rank not in self.fewest:
+                continue
+            count, replica_id = self.fewest[group_rank]
+            apart = why_apart({last: waits[last]}, {replica_id: count})
+            if apart is not None:
+                return apart
+        return None
+
+    def stalled_behind(self) -> list[str]:
+        """Return those who join, if all living members that held the state wait in a collective or have voted.
+
+        Then nobody else can keep them. Those who join and wait themselves are named only where all of them do.
+        """
+        roles, tally = self.tally.roles, self.tally
+        held = [m for m, role in roles.items() if role is Role.HEALTHY and m not in tally.lost]
+        if not all(member in self.stalled or member in tally.votes for member in held):
+            return []
+        joining = [m for m, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
+        return [m for m in joining if m not in tally.lost and m not in self.stalled] or joining
+
+    def name_late(self, replica_id: str) -> None:
+        """A member has voted. If that ended the step because its collective failed while it waited, name who had not come."""
+        vote = self.tally.votes.get(replica_id)
+        if self.tally.verdict is not CommitDecision.DISCARD or self.tally.lost or vote is None or not vote.broken:
+            return
+        waiting = {member for waits in self.waits.values() for member in waits}
+        late = [m for m in self.tally.roles if m not in waiting and m not in self.tally.votes]
+        if replica_id in waiting and late:
+            self.tally.reason += f"; {name_some(late)} had not come to a collective that the others wait in"
+
+    def validate(self) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
+        if dict(self.tally.roles) != {part.replica_id: part.role for part in self.assignment.parts}:
+            raise RuntimeError(f"{self.tally.roles} are not the roles of {self.assignment}")
+        if self.step != self.assignment.version.step:
+            raise RuntimeError(f"step {self.step} is not that of {self.assignment.version}")
+        if self.all_approved_at is not None and self.all_approved_at < self.formed_at:
+            raise RuntimeError("all approved the step before it began")
+        if (
+            not self.tally.decided
+            and self.look_again_at is None
+            and self.tally.all_voters_approved
+            and not self.gave_up
+        ):
+            raise RuntimeError("the step waits for joiners, and nothing looks at it again")
+        named = self.stalled | self.failed | self.underestimated | self.reach.keys()
+        for waits in (*self.waits.values(), *self.late.values()):
+            named |= waits.keys()
+        if not named <= self.tally.roles.keys():
+            raise RuntimeError(f"{named} are not all members: {self.tally.roles}")
+        self.tally.validate()
+
+    def _waits_of_living(self, group_rank: int) -> dict[str, CollectiveWait]:
+        waits = self.waits.get(group_rank, {})
+        return {replica_id: wait for replica_id, wait in waits.items() if replica_id not in self.tally.lost}

@@ -1,0 +1,1000 @@
+"""The messages between ranks, groups and the lighthouse: typed, bounded, validated on decode.
+
+Every message is a JSON object whose `type` names its class. A message that does not decode is a `ProtocolError` of the
+peer that sent it, never an exception of another kind. Integers, texts and lists are bounded, so that no peer can make
+another allocate at will.
+
+Times on the wire are durations in seconds; no clock is ever compared across machines.
+
+What one party says is sent on to others, and nobody can make the lighthouse, or a group, send something that the others
+must refuse, because less is taken than is sent:
+- steps and ids of who trains are taken below 2**53. What the lighthouse makes of them (the next step, the next quorum's id)
+  may be larger, up to 2**62;
+- a text that is quoted (a reason, a name) passes `clip`, after whatever was put before it;
+- the addresses of a group are taken up to 256 KiB, in bytes of JSON: those of 64 ranks take 25. A message names at most four
+  groups with them, so it has about 1 MiB at most, of 4 MiB that a receiver takes, however many groups there are.
+
+Texts for people are made printable as they are taken, and a name that is not printable is not taken: an escape sequence or a
+line that somebody forged reaches no terminal and no log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from torchft_ckpt.core.text import printable
+from torchft_ckpt.errors import ProtocolError
+
+PROTOCOL_VERSION = 6
+SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_TEXT_CHARS = 4096
+MAX_QUOTE_CHARS = 600
+MAX_ADDRESSES_BYTES = 256 << 10
+"""For the addresses of a group's ranks, as JSON: 64 ranks with 4 KiB each, or 1,000 with 256 bytes."""
+MAX_GROUPS = 65536
+"""In a quorum."""
+MIN_HEARTBEAT_TIMEOUT_S = 0.01
+"""Three heartbeats are sent in that time."""
+MAX_DATA_BYTES = 64 << 10
+MAX_DATA_DEPTH = 64
+MAX_LEAVES = 4096
+MAX_LEAF_CHARS = 120
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""A number that somebody says of himself."""
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""A number that may be made of somebody's `Count`."""
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+_NOT_PRINTABLE = (
+    r"\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"
+)
+ReplicaId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=rf"^[^{_NOT_PRINTABLE}]+\Z")]
+"""It is compared, so it is not altered to be shown: control characters are refused, and what turns or hides text."""
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
+StorePlace: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=rf"^([^\s/{_NOT_PRINTABLE}]+:{_PORT})?\Z")]
+"""`host:port`, or nothing."""
+Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
+CollectivesByRank: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
+NumGroups: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUPS)]
+ReplicaRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_GROUPS)]
+"""Those who learn beside a quorum come after its members."""
+Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
+
+
+class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
+    """Names one state of the model: two replicas with equal proven versions hold equal bits.
+
+    `step` counts committed steps, `quorum_id` and `epoch` name the quorum in which the last of them was committed (or in
+    which the first state was agreed on). `quorum_id` 0 is an unproven state: fresh weights, or a restored checkpoint.
+    Versions of one step are ordered by quorum: the later quorum's is the one that the job went on with.
+    """
+
+    step: Number = 0
+    quorum_id: Number = 0
+    epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    @property
+    def proven(self) -> bool:
+        return self.quorum_id > 0
+
+
+class Role(str, Enum):
+    """The part of a member of a quorum in this step."""
+
+    HEALTHY = "healthy"
+    """Holds the newest state, contributes, and its vote counts."""
+    INLINE = "inline"
+    """Loads the newest state before its forward pass, then contributes; its vote counts."""
+    JOINER = "joiner"
+    """Loads the newest state beside its forward pass, contributes zeros; the others wait for it within a budget."""
+    IDLE = "idle"
+    """Must not heal in this step (`allow_heal=False`): contributes zeros, commits nothing, nobody waits for it."""
+    LEARNER = "learner"
+    """Gets the newest state before its forward pass, and trains beside the others in this step: it is in no collective, has no
+    vote, and commits nothing."""
+
+
+class Outcome(str, Enum):
+    """The end of a step for one member."""
+
+    COMMIT = "commit"
+    DISCARD = "discard"
+    LEFT_BEHIND = "left_behind"
+    """The others committed, this member must not: it heals at a later quorum."""
+
+
+class OnReplicasDiffer(str, Enum):
+    """The policy for replica groups that hold different states under one name."""
+
+    WARN = "warn"
+    HEAL = "heal"
+    """The minority loads the state of the majority, where there is a strict one; else as `WARN`."""
+    STOP = "stop"
+    """No group trains on."""
+
+
+class Loading(str, Enum):
+    """Tells the ranks of a group when to load a state that they fetch."""
+
+    NOW = "now"
+    """All of them have it: load it. Whoever was told `LATER` before loads it before the vote."""
+    LATER = "later"
+    """One of them does not wait any longer: go on without it."""
+    NEVER = "never"
+    """One of them does not get it: none of them loads it."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A group to recover from. `checkpoint_addresses` has one entry for each of its group ranks."""
+
+    replica_id: ReplicaId
+    replica_rank: ReplicaRank
+    checkpoint_addresses: Addresses
+
+
+# ---------------------------------------------------------------------------------------------- group -> lighthouse
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message on a connection, and what a lighthouse that lost its memory learns from."""
+
+    protocol: Count
+    replica_id: ReplicaId
+    group_world_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
+    version: StateVersion = StateVersion()
+    newest_step: Count = 0
+    last_quorum_id: Count = 0
+    last_quorum_size: Count = 0
+    last_step: Count = 0
+    last_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Which life of the lighthouse formed quorum `last_quorum_id`."""
+    rolled_back_to: StateVersion = StateVersion()
+    """The latest going back on purpose that this member knows of: see `QuorumFormed.rolled_back_to`."""
+    last_outcome: Outcome | None = None
+    """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
+    checkpoint_addresses: Addresses = []
+    """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
+    warms_up: bool = False
+    """It computes a step for itself alone: nobody is to wait for it."""
+    check_equal_every: Count = 0
+    """The group votes with digests of its state after each committed step that this divides; 0: never."""
+    on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Says that the sender lives. Any other message says so too."""
+
+
+class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ready for the next step. Asking while a step is open abandons that step."""
+
+    request_id: Count
+    version: StateVersion
+    restored: bool = False
+    """The unproven `version` was loaded from a checkpoint on purpose."""
+    torn: bool = False
+    """The state is not whole (a load failed half-way, or the ranks of the group hold different states): nobody may train
+    from it or be healed by it."""
+    init_sync: bool = True
+    shrink_only: bool = False
+    allow_heal: bool = True
+    can_load: bool = True
+    """False: no functions are registered that could load a state: it trains as long as it need not heal."""
+    heal_inline: bool = False
+    """Heal before the forward pass, always."""
+    waits_for_quorum: bool = False
+    """The training thread waits for the answer, so this member can heal before its forward pass where that helps."""
+    can_serve: bool = False
+    """The state was captured on the training thread: a joiner can be served without touching it again."""
+    needs_new_quorum: bool = False
+    unverified: bool = False
+    """It made the step to `version` while it healed: its training loop may have used the state from before. It has the name
+    of the state, and its bits are not known to be equal yet."""
+    num_collectives: Count = 0
+    """How many it issued in the step before this one, with those after the decision; of a group: the most of one rank."""
+    collectives_by_rank: CollectivesByRank = []
+    """Of a group: how many each of its ranks issued, where they did not issue equally many."""
+    contributes: bool = True
+    """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
+    gathers: bool = False
+    """It has no state yet and asks for no step, but who else is about to look for one: see `QuorumFormed.gathers`."""
+    min_contributors: Count = 0
+    """With fewer that contribute it would vote against."""
+    patience_s: Seconds = 0.0
+    """How long its own way to this step took: living members that are slower are waited for as long again."""
+    warms_up: bool = False
+    """This process has computed nothing yet: in a job that is at work, let it do so outside of the quorum first."""
+    join_budget_s: Seconds = 5.0
+    join_stall_limit_s: Seconds | None = None
+    """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
+    reach_s: Seconds | None = None
+    """How long it expects to need until it has received the state; None: it cannot say."""
+    load_s: Seconds = 0.0
+    """Seconds that loading took the last time."""
+    store_address: StorePlace = ""
+    layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
+    layout_text: Text | None = None
+    """The layout of group rank 0 in words; None: as in the last request on this connection."""
+    frozen: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Which of the parameters need no gradient, in words; empty: not known."""
+    checkpoint_addresses: Addresses | None = None
+    """One for each group rank; None: as in the last request on this connection."""
+
+
+class Receives(str, Enum):
+    """A member that joins does this with the state."""
+
+    TRANSFER = "transfer"
+    LOAD_FIRST = "load first"
+    """It loads before its forward pass, so the others may wait for it in a collective."""
+    LOAD = "load"
+    """It loads at its vote."""
+
+
+class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A member that receives and loads the state of a quorum says how long it still needs.
+
+    0: it has received all of it, and loads it later; or it has loaded it.
+    """
+
+    quorum_id: Count
+    step: Count
+    reach_s: Seconds
+    does: Receives = Receives.TRANSFER
+
+
+class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks where the newest state is, between steps and outside of quorums; a step that is open is abandoned."""
+
+    request_id: Count
+    version: StateVersion
+    """What the asker holds; unproven where it holds nothing whole."""
+    has_finished: bool = False
+    """The asker has made its last step."""
+
+
+class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Whether the step may count, from one rank to its group and from one group to the lighthouse."""
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+    approve: bool
+    broken: bool = False
+    """The collectives of this quorum cannot be used again."""
+    counts: bool = True
+    """False from a joiner: nobody's commit depends on it."""
+    num_voters: Count = 0
+    """Votes that count in this quorum, as it was formed."""
+    collectives: Word = ""
+    """Of a rank: a digest of the step's collectives in their order. Of a group: a word for those of all of its ranks."""
+    num_collectives: Count = 0
+    """How many they are; of a group: the most that one of its ranks issued."""
+    collectives_by_rank: CollectivesByRank = []
+    """As in `QuorumRequest`."""
+    state_digests: Annotated[list[Digest], msgspec.Meta(max_length=65536)] = []
+    """Of a rank: one digest of the state that the step began with, where that is to be compared. Of a group: one for each of
+    its
+    ranks; empty where one of them has none."""
+    reason: Text = ""
+
+
+class StallReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A collective has been waiting for longer than the join budget allows."""
+
+    quorum_id: Count
+    step: Count
+
+
+class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank waits in a collective of the step for longer than usual, or asks whether it may start one: see `sequence`.
+
+    Those between the decision and the next request are of the step too; they are counted on.
+    """
+
+    quorum_id: Count
+    step: Count
+    group_rank: Count = 0
+    index: Count
+    """Which collective of the step, counted from 0."""
+    digest: Word
+    """Of the step's collectives up to this one."""
+    deviates: bool = False
+    """It has not started: in earlier steps another one came here. The lighthouse answers with `CollectiveCleared`."""
+    what: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """The collective in words, for the operator."""
+
+
+class Leaf(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor or value of a state, or a run of them."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_LEAF_CHARS)]
+    digest: Digest
+
+
+class LeafDigests(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LeavesWanted`, as far as the digests are still known."""
+
+    version: StateVersion
+    group_rank: Count = 0
+    leaves: Annotated[list[Leaf], msgspec.Meta(max_length=MAX_LEAVES)] = []
+
+
+class LostAsked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Which of the groups that contributed to the step that led to the state `version` are gone? Asked for its checkpoint."""
+
+    version: StateVersion
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The sender goes on purpose."""
+
+    reason: Text = ""
+
+
+class AllowStepLoss(msgspec.Struct, frozen=True, tag=True):
+    """The operator's word that the job may go on from an older state than the newest one committed, also where it is finished.
+
+    Answered by `Done`.
+    """
+
+
+class ForgetJob(msgspec.Struct, frozen=True, tag=True):
+    """The operator's word that nobody of this job comes back. Answered by `Done`."""
+
+
+# ---------------------------------------------------------------------------------------------- lighthouse -> group
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `Hello`."""
+
+    protocol: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(ge=MIN_HEARTBEAT_TIMEOUT_S, le=1e9)]
+    store_address: StorePlace = ""
+    """Where the present quorum meets: connect before asking, connecting can be slow."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The sender closes after this; trying again unchanged cannot help."""
+
+    code: Annotated[str, msgspec.Meta(max_length=64)]
+    """`finished`: the job is over, at `step`."""
+    reason: Text
+    step: Number = 0
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The operator's request is carried out. `text`: what follows from it."""
+
+    text: Text
+
+
+class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Says why there is no quorum yet."""
+
+    reason: Text
+    waited_s: Seconds
+
+
+class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One member's view of a step. Its size does not depend on the number of members."""
+
+    request_id: Count
+    quorum_id: Number
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    version: StateVersion
+    """The state that all members train from; healing members load it, an unproven source takes its name."""
+    role: Role
+    replica_rank: ReplicaRank
+    replica_world_size: NumGroups
+    contributor_rank: ReplicaRank | None
+    """Rank among those that contribute gradients, None for those that do not."""
+    num_contributors: NumGroups
+    num_voters: NumGroups
+    store_address: StorePlace
+    standby_store_address: StorePlace = ""
+    """Where the next quorum meets if the host of this one's store is lost: connect now, it will be wanted at once."""
+    sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
+    destinations: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
+    """Replica ranks that this member has to serve."""
+    join_budget_s: Seconds | None = None
+    """Set where members join: how long a collective may wait for them before `StallReport` is due."""
+    join_wait_s: Seconds = 0.0
+    """The longest that the decision may wait for members that join."""
+    joiner_waiting: bool = False
+    """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
+    member had captured its state."""
+    newest_step: Number = 0
+    patience_s: Seconds = 0.0
+    """The longest that a member's way to this step took: so long, too, the others may take from here on."""
+    gathers: bool = False
+    """No quorum, but those that gather, each with its place among them: no state is named and no step is open. The role is
+    IDLE; or JOINER, and it is alone, where others hold the state `version` already, or are about to give it its name."""
+    unverified: bool = False
+    """Nobody here is known to hold the bits that `version` was committed with, so one who made the step while it healed
+    stands in. Whoever takes its state is as unverified as it, until a step is committed from it."""
+    differs: bool = False
+    """What this member holds under the name `version` is another state than that of the others: it has to load theirs."""
+    warms_up: bool = False
+    """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone."""
+    names_state: bool = False
+    """`version` is a new name: healthy members give it to the state of that step that they hold."""
+    rolled_back_to: StateVersion = StateVersion()
+    """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
+    reason: Text = ""
+
+    def __post_init__(self) -> None:
+        if self.role is not Role.LEARNER and self.replica_rank >= self.replica_world_size:
+            raise ValueError(f"`replica_rank` is {self.replica_rank} in a quorum of {self.replica_world_size}")
+        if self.contributor_rank is not None and self.contributor_rank >= self.num_contributors:
+            raise ValueError(f"`contributor_rank` is {self.contributor_rank} of {self.num_contributors}")
+
+    @property
+    def has_learners(self) -> bool:
+        """Whether some of `destinations` learn: outside of the quorum, so no step waits for them."""
+        return any(rank >= self.replica_world_size for rank in self.destinations)
+
+
+class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LocateState`, at once."""
+
+    request_id: Count
+    version: StateVersion = StateVersion()
+    """The newest state that a living member is known to hold. Unproven: there is none, or only older ones than were
+    committed."""
+    is_held: bool = False
+    """The asker, with all of its ranks, holds it."""
+    is_finished: bool = False
+    """It is the last one: a group that holds it has finished, and nobody goes on from it."""
+    sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
+    """Who else holds it; empty where no address is known."""
+    rolled_back_to: StateVersion = StateVersion()
+    """As in `QuorumFormed`."""
+
+
+class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LostAsked`, at once, where the lighthouse remembers that step. All ranks of a group are told."""
+
+    version: StateVersion
+    contributors: Annotated[list[ReplicaRank], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    """The numbers that those who are gone had among the contributors."""
+
+
+class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
+    """A joiner is about to ask: capture the state at the next step boundary."""
+
+
+class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The one decision on a step, for one member."""
+
+    quorum_id: Number
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Number
+    outcome: Outcome
+    broken: bool = False
+    """The collectives of this quorum cannot be used any more, not even between this step and the next one."""
+    differs: bool = False
+    """The state that this member began the step with is not that of most members: it has no name any more."""
+    reason: Text = ""
+
+
+class LeavesWanted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The digests of a state differ: say which of its tensors and values have which digest. Answered by `LeafDigests`."""
+
+    version: StateVersion
+    group_rank: Count
+
+
+class ReplicasDiffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Replica groups hold different states under the name `version`."""
+
+    version: StateVersion
+    stops: bool = False
+    """Nobody trains on."""
+    reason: Text
+    """Which groups, and in which tensors or values."""
+
+
+class QuorumBroken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The collectives of this quorum cannot finish: abort what is in flight."""
+
+    quorum_id: Number
+    replica_id: ReplicaId
+    """The member on whose account it broke."""
+    lost: bool
+    """That member is gone (else it gave the step up)."""
+    reason: Text
+
+
+class CollectiveCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All members ask to start the same collective: start it."""
+
+    quorum_id: Number
+    step: Number
+    group_rank: Count
+    index: Count
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """This incarnation was taken for dead; it may connect again and will be told what to do."""
+
+    reason: Text
+
+
+# ---------------------------------------------------------------------------------------------- rank <-> group
+
+
+class RankHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message of a rank to its group's manager service."""
+
+    protocol: Count
+    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class GiveUpWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank does not want to wait for the decision any longer. It is answered by `CommitDecided` or `CommitUnknown`.
+
+    No rank may give up alone: another could hear of a commit in the same moment, and the group would be torn apart.
+    """
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+
+
+class CommitUnknown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The group waits no longer for the decision on this step: no rank steps its optimizer, whatever is decided."""
+
+    quorum_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    step: Count
+    reason: Text = ""
+
+
+class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank has fetched all of the state that the quorum of its request names, or holds it already."""
+
+    request_id: Count
+    failure: Text = ""
+    """Why it will not have it."""
+
+
+class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank does not wait any longer before its forward pass. It is answered by `LoadState`, if it was not told before."""
+
+    request_id: Count
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Tells all ranks of the group when to load the state that they fetch."""
+
+    request_id: Count
+    loading: Loading
+    reason: Text = ""
+
+
+class GroupBroken(msgspec.Struct, frozen=True, tag=True):
+    """A rank is gone: the group has left the quorum and must be restarted as a whole."""
+
+    reason: Text
+
+
+# ---------------------------------------------------------------------------------------------- callers of quorums
+
+
+class QuorumMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One caller of a quorum, as it described itself: the same for all who are in that quorum.
+
+    Args:
+        replica_id: its name, taken as it is.
+        address: where it can be reached, whatever that means to the callers.
+        store_address: of its store, likewise.
+        step: its step.
+        world_size: ranks that it speaks for.
+        shrink_only: it wants nobody in who was not in the last quorum.
+        data: a JSON object, None where it gave none. At most 64 KiB as JSON, at most 64 levels deep.
+        commit_failures: steps that it could not commit in a row; where one has any, the quorum gets a new id.
+    """
+
+    replica_id: ReplicaId
+    address: Text = ""
+    store_address: Text = ""
+    step: Count = 0
+    world_size: Count = 0
+    shrink_only: bool = False
+    data: dict[str, Any] | None = None
+    commit_failures: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.data is None:
+            return
+        if (num_bytes := len(_encoder.encode(self.data))) > MAX_DATA_BYTES:
+            raise ValueError(f"`data` is {num_bytes} bytes as JSON, at most {MAX_DATA_BYTES} are sent")
+        if _is_deeper(self.data, MAX_DATA_DEPTH):
+            raise ValueError(f"`data` is nested more than {MAX_DATA_DEPTH} levels deep")
+
+
+class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
+    """A time on the lighthouse's clock, since 1970 (UTC).
+
+    Args:
+        seconds: whole seconds.
+        nanos: nanoseconds beyond them.
+    """
+
+    seconds: Count
+    nanos: Count
+
+
+class Quorum(msgspec.Struct, frozen=True, kw_only=True):
+    """The callers that are together until the next quorum; the same for all that are in it.
+
+    Args:
+        quorum_id: names this set of callers. It rises whenever another set is formed, or one of them was gone in between.
+        participants: all of them, in the order of their replica ids.
+        created: when it was formed.
+    """
+
+    quorum_id: Number
+    participants: Annotated[list[QuorumMember], msgspec.Meta(min_length=1, max_length=65536)]
+    created: Timestamp
+
+
+class CallerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message on a connection that quorums are called on; answered by `Welcome`. Any caller may be named on it."""
+
+    protocol: Count
+
+
+class QuorumCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A caller asks for a quorum. It is answered by `QuorumCalled`; what it called before and was not answered is void."""
+
+    request_id: Count
+    member: QuorumMember
+    last_quorum_id: Count = 0
+    last_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The latest quorum that was called on this connection: a lighthouse that restarted goes on above it."""
+
+
+class CallerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A caller lives. Answered by `CallerHeard`."""
+
+    request_id: Count
+    replica_id: ReplicaId
+
+
+class CallGivenUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The caller does not wait for the quorum any longer."""
+
+    request_id: Count
+    replica_id: ReplicaId
+
+
+class QuorumCalled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `QuorumCall`."""
+
+    request_id: Count
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    quorum: Quorum
+
+
+class CallerHeard(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `CallerHeartbeat`."""
+
+    request_id: Count
+
+
+# ---------------------------------------------------------------------------------------------- rank <-> manager server
+
+
+class RankQuorumCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank asks for the next quorum of its group. Answered by `QuorumResult` once all of its ranks have asked."""
+
+    protocol: Count
+    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    step: Count
+    checkpoint_metadata: Text = ""
+    shrink_only: bool = False
+    init_sync: bool = True
+    commit_failures: Count = 0
+
+
+class RankVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Whether a rank wants the step to count. Answered by `GroupDecision` once all ranks of the group have said so."""
+
+    protocol: Count
+    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    step: Count
+    should_commit: bool
+
+
+class MetadataCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks what that rank said when it last asked for a quorum. Answered by `RankMetadata`, at once."""
+
+    protocol: Count
+    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class QuorumResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One rank's view of its group's quorum, with its part in the recovery.
+
+    Args:
+        quorum_id: as in `Quorum`.
+        replica_rank, replica_world_size: place of this group among all of the quorum, in the order of their replica ids.
+        recover_src_manager_address, recover_src_replica_rank: the group to load from; empty and None where `heal` is False.
+        recover_dst_replica_ranks: groups that load from this one.
+        store_address: of a group that has the newest step; each rank uses that of another group in turn.
+        max_step: the newest step.
+        max_replica_rank: place of this group among those that have it, None where it does not.
+        max_world_size: how many have it.
+        heal: this rank has to load.
+        commit_failures: the most that a group reported.
+        replica_ids: all of the quorum.
+    """
+
+    quorum_id: Number
+    replica_rank: ReplicaRank
+    replica_world_size: NumGroups
+    recover_src_manager_address: Text = ""
+    recover_src_replica_rank: ReplicaRank | None = None
+    recover_dst_replica_ranks: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
+    store_address: Text
+    max_step: Count
+    max_replica_rank: ReplicaRank | None
+    max_world_size: NumGroups
+    heal: bool
+    commit_failures: Count = 0
+    replica_ids: Annotated[list[ReplicaId], msgspec.Meta(max_length=65536)]
+
+
+class GroupDecision(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `RankVote`: True where all ranks said so."""
+
+    should_commit: bool
+
+
+class RankMetadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `MetadataCall`."""
+
+    checkpoint_metadata: Text
+
+
+ToLighthouse: TypeAlias = (
+    Hello
+    | Heartbeat
+    | QuorumRequest
+    | LocateState
+    | CommitVote
+    | StallReport
+    | JoinProgress
+    | CollectiveWait
+    | LeafDigests
+    | LostAsked
+    | Leave
+    | AllowStepLoss
+    | ForgetJob
+    | CallerHello
+    | QuorumCall
+    | CallerHeartbeat
+    | CallGivenUp
+)
+FromLighthouse: TypeAlias = (
+    Welcome
+    | Refused
+    | Done
+    | QuorumPending
+    | QuorumFormed
+    | StateLocated
+    | LostTold
+    | JoinerWaiting
+    | CommitDecided
+    | QuorumBroken
+    | CollectiveCleared
+    | LeavesWanted
+    | ReplicasDiffer
+    | Dropped
+    | QuorumCalled
+    | CallerHeard
+)
+RankToGroup: TypeAlias = (
+    RankHello
+    | Heartbeat
+    | QuorumRequest
+    | LocateState
+    | CommitVote
+    | GiveUpWaiting
+    | StallReport
+    | JoinProgress
+    | CollectiveWait
+    | LeafDigests
+    | LostAsked
+    | StateArrived
+    | StateLate
+    | Leave
+)
+GroupToRank: TypeAlias = (
+    Refused
+    | QuorumPending
+    | QuorumFormed
+    | StateLocated
+    | LostTold
+    | JoinerWaiting
+    | CommitDecided
+    | CommitUnknown
+    | QuorumBroken
+    | CollectiveCleared
+    | LeavesWanted
+    | ReplicasDiffer
+    | LoadState
+    | GroupBroken
+)
+ToManagerServer: TypeAlias = RankQuorumCall | RankVote | MetadataCall
+FromManagerServer: TypeAlias = QuorumResult | GroupDecision | RankMetadata | Refused
+Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank | ToManagerServer | FromManagerServer
+
+_FOR_PEOPLE = {
+    "reason": MAX_TEXT_CHARS,
+    "text": MAX_TEXT_CHARS,
+    "failure": MAX_TEXT_CHARS,
+    "layout_text": MAX_TEXT_CHARS,
+    "frozen": 256,
+    "what": 256,
+    "code": 64,
+}
+"""Fields whose text people read, with the most characters of each."""
+_Taken = TypeVar("_Taken", bound="ToLighthouse | RankToGroup")
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: Message) -> str:
+    """Return the message as JSON text."""
+    return _encoder.encode(message).decode()
+
+
+def size_of(part: QuorumMember | list[str]) -> int:
+    """Return how many bytes of a message a member of a quorum takes, or a group's addresses."""
+    return len(_encoder.encode(part))
+
+
+def _decoder_of(messages: Any, *, is_sent_on: bool = False) -> Callable[[str | bytes, str], Any]:
+    """Return what decodes messages of these classes from a party, whom its `ProtocolError` names."""
+    decoder = msgspec.json.Decoder(messages)
+
+    def decode(data: str | bytes, party: str) -> Any:
+        message = _decode(decoder, data, party)
+        return _bounded(message, party) if is_sent_on else message
+
+    return decode
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], data: str | bytes, party: str) -> Any:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"{party} sent {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are read", party=party)
+    try:
+        message = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        text, _, place = clip(str(error)).rpartition(" - at ")
+        if "matching regex" in text:
+            text = "a name that is not printable, or a store's address that is not HOST:PORT"
+        text = f"{text} - at {place}" if text else place
+        raise ProtocolError(f"{party} sent a message that cannot be read: {text}", party=party) from error
+    for name, most in _FOR_PEOPLE.items():
+        said = getattr(message, name, None)
+        if isinstance(said, str) and not said.isprintable():
+            message = msgspec.structs.replace(message, **{name: clip(said, most)})
+    return message
+
+
+def _bounded(message: _Taken, party: str) -> _Taken:
+    """Return what was said to somebody who sends it on; ProtocolError where it leaves no room for what becomes of it."""
+    for name in ("version", "rolled_back_to"):
+        version = getattr(message, name, None)
+        if isinstance(version, StateVersion) and max(version.step, version.quorum_id) >= 1 << 53:
+            raise ProtocolError(
+                f"{party} sent a `{name}` of step {version.step} and quorum {version.quorum_id}; both have to be below 2**53",
+                party=party,
+            )
+    addresses = getattr(message, "checkpoint_addresses", None)
+    if addresses and (num_bytes := size_of(addresses)) > MAX_ADDRESSES_BYTES:
+        raise ProtocolError(
+            f"{party} sent {num_bytes} bytes of `checkpoint_addresses`, at most {MAX_ADDRESSES_BYTES} are taken of one group",
+            party=party,
+        )
+    return message
+
+
+decode_to_lighthouse: Callable[[str | bytes, str], ToLighthouse] = _decoder_of(ToLighthouse, is_sent_on=True)
+decode_from_lighthouse: Callable[[str | bytes, str], FromLighthouse] = _decoder_of(FromLighthouse)
+decode_rank_to_group: Callable[[str | bytes, str], RankToGroup] = _decoder_of(RankToGroup, is_sent_on=True)
+decode_group_to_rank: Callable[[str | bytes, str], GroupToRank] = _decoder_of(GroupToRank)
+decode_to_manager_server: Callable[[str | bytes, str], ToManagerServer] = _decoder_of(ToManagerServer)
+decode_from_manager_server: Callable[[str | bytes, str], FromManagerServer] = _decoder_of(FromManagerServer)
+
+
+class _First(msgspec.Struct):
+    """A first message of any version: a JSON object with the number in `protocol`, for ever."""
+
+    protocol: Count
+    replica_id: Any = None
+
+
+_first_decoder = msgspec.json.Decoder(_First)
+
+
+def other_version(data: str | bytes) -> tuple[int, str] | None:
+    """Return the version that a first message is of, and the replica id in it, where that is not ours; else None."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        return None
+    try:
+        first = _first_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    if first.protocol == PROTOCOL_VERSION:
+        return None
+    return first.protocol, clip(first.replica_id, 200) if isinstance(first.replica_id, str) else ""
+
+
+def refuse_version(ours: str, theirs: str, protocol: int) -> Refused:
+    """Return what to answer to a party that speaks another version of the protocol; both are named, as in "the lighthouse"."""
+    reason = f"{ours} speaks protocol {PROTOCOL_VERSION}, {theirs} speaks {protocol}; {SAME_EVERYWHERE}"
+    return Refused(code="version", reason=reason)
+
+
+def refuse_unreadable(data: str | bytes, error: ProtocolError, *, ours: str, party: str) -> Refused:
+    """Return what to answer to a message that cannot be read: by both versions, where its is another.
+
+    Args:
+        data: the message.
+        error: what is wrong with it.
+        ours: who we are, as in "the lighthouse".
+        party: who sent it.
+    """
+    other = other_version(data)
+    if other is None:
+        return Refused(code="protocol", reason=str(error)[:1000])
+    version, name = other
+    return refuse_version(ours, f"{name} ({party})" if name else party, version)
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    """Whether lists and objects of a JSON value are nested in each other more than `most` deep."""
+    layer = [value]
+    for _ in range(most + 1):
+        layer = [
+            inner
+            for outer in layer
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+def group_name(replica_id: str) -> str:
+    """Return the name that a replica group keeps over its incarnations: what stands before the last colon."""
+    return replica_id.rpartition(":")[0] or replica_id
+
+
+def clip(text: str, most: int = MAX_QUOTE_CHARS) -> str:
+    """Return the text, printable, and shortened to `most` characters if it is longer."""
+    text = printable(text)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def name_some(names: Iterable[str], most: int = 5) -> str:
+    """Return the first few names, each shortened, and how many more there are."""
+    listed = list(names)
+    shown = ", ".join(clip(name, 100) for name in listed[:most])
+    return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"

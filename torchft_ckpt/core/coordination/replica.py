@@ -1,0 +1,726 @@
+"""The life of one rank's step: which state it holds, and whether it may contribute, vote and commit.
+
+It knows no tensors, threads, sockets or clock. The manager drives it with what happens and does what it says; the
+simulation drives it in the same way.
+
+    phase      event                      next        what follows
+    ---------  -------------------------  ----------  ------------------------------------------------------------
+    IDLE       begin                      ASKING      send the returned `QuorumRequest`
+    ASKING     formed                     TRAINING    configure, serve, load as the returned `StepPlan` says
+    ASKING     formed (gathers)           IDLE        who gathers with it is in the plan; nothing else follows
+    TRAINING   load_finished              TRAINING    the state is the quorum's: it may contribute (inline) or vote (joiner)
+    TRAINING   comparison_finished        TRAINING    the state of that name that was here already is the quorum's, or is not
+    TRAINING   fail, broken               TRAINING    the step cannot count; `broken`: abort what is in flight
+    VOTED,     broken                     as it was   abort what was issued after the vote: the step stands
+    IDLE
+    TRAINING   vote                       VOTED       send the returned `CommitVote`
+    VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on
+    VOTED      decided(other)             IDLE        do not step it
+    VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did. In a
+                                                      group of several ranks none may decide that alone: `GiveUpWaiting`
+    any        begin                      ASKING      the step that was open is abandoned; ask `may_keep_step` before
+    any        locate                     IDLE        likewise; send the returned `LocateState`
+    IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
+
+Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
+not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
+state has no name until a whole one is loaded over it.
+
+A training loop uses what it finds in the state between `begin` and `vote`: to clip, to unscale, to decay weights. Who loads
+in between makes a step that may be another than that of the others, and is *unverified* from then on. It says so when it asks,
+gets a joiner's part, and compares its state with that of verified members, until a step has begun with the very bits of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from torchft_ckpt.core.coordination.equality import is_checked
+from torchft_ckpt.core.coordination.messages import (
+    PROTOCOL_VERSION,
+    CommitDecided,
+    CommitVote,
+    Hello,
+    LocateState,
+    OnReplicasDiffer,
+    Outcome,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumRequest,
+    Role,
+    StateLocated,
+    StateVersion,
+)
+
+FIRST_WAIT_S = 0.25
+"""So long a training thread waits before its forward pass for a transfer that may also end beside it, as a state that is there
+by then needs no comparison in the next step. Those that contribute wait for this replica then. A larger state is fetched, or
+compared, beside the forward pass."""
+
+
+class Comparison(Enum):
+    """The result of comparing a state with that of the sources."""
+
+    EQUAL = "equal"
+    BUFFERS_DIFFER = "buffers differ"
+    """Only small tensors that no optimizer owns: of BatchNorm's running statistics every group has its own, as they see other
+    data."""
+    DIFFERENT = "different"
+
+
+class StepPhase(Enum):
+    """The phases of a step."""
+
+    IDLE = "idle"
+    ASKING = "asking"
+    TRAINING = "training"
+    VOTED = "voted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """The user's choices for this replica."""
+
+    min_replica_size: int
+    init_sync: bool = True
+    heal_inline: bool = False
+    fixed_with_spares: bool = False
+    join_budget_s: float = 5.0
+    join_stall_limit_s: float | None = 60.0
+    warm_up: bool = False
+    check_equal_every: int = 0
+    on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWishes:
+    """The caller's wishes for a step."""
+
+    allow_heal: bool = True
+    shrink_only: bool = False
+    contributes: bool = True
+    """False: nothing was trained for this step."""
+    patience_s: float = 0.0
+    """How long the way here took."""
+    waits: bool | None = None
+    """Whether the training thread waits for the quorum, None: where that helps. False: never heal inline."""
+
+
+class StepFacts(NamedTuple):
+    """A rank's own circumstances as a step begins."""
+
+    can_serve: bool = False
+    """The state is captured already."""
+    store_address: str = ""
+    """Where others can meet."""
+    gathers: bool = False
+    """Ask who else is about to look for a state, and for no step."""
+    compares: bool = True
+    """False: no training loop uses the state between here and the vote, so a load in between spoils nothing."""
+    reach_s: float | None = None
+    """How long it would take to receive the newest state, as far as is known."""
+    load_s: float = 0.0
+    """How long loading a state took the last time."""
+    is_first_of_kind: bool = False
+    """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The work that follows from a quorum."""
+
+    formed: QuorumFormed
+    configure: bool
+    """The process group has to be made anew."""
+    load: bool
+    """The state has to be loaded from `formed.sources`."""
+    load_before_forward: bool
+    compare: bool = False
+    """It has the name of the state that is here, and is to be loaded where it differs."""
+    transfer_wait_s: float = 0.0
+    """The training thread waits so long before its forward pass for a transfer that may also end beside it."""
+    serve: bool
+    """`formed.destinations` want this replica's state."""
+
+
+class ReplicaView(NamedTuple):
+    """A replica at one moment, all of it at the same. The names are those of `ReplicaState`."""
+
+    version: StateVersion
+    quorum: QuorumFormed | None
+    phase: StepPhase
+    error: str | None
+    restored: bool
+    torn: bool
+    is_behind: bool
+    is_checked: bool
+    is_learner: bool
+    warms_up: bool
+    is_in_step: bool
+    is_between_steps: bool
+    is_voted_on: bool
+    can_reduce: bool
+    begins_with_load: bool
+    serves_learners: bool
+    num_participants: int
+    participating_rank: int | None
+
+
+class ReplicaState:
+    """One rank's state over its steps. Not thread-safe: the caller serialises."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self.settings = settings
+        self.version = StateVersion()
+        self.restored = False
+        self.torn = False
+        """The state is not whole: a load failed half-way. It stays so until a whole one is loaded."""
+        self.unverified = False
+        """The state may not have the bits that its name stands for."""
+        self.rolled_back_to = StateVersion()
+        self.phase = StepPhase.IDLE
+        self.quorum: QuorumFormed | None = None
+        """The quorum of the open step, or of the last one."""
+        self.newest_step = 0
+        self.capture_wanted = True
+        """Capture the state at the next step boundary: a joiner waits for it, or nothing is known yet."""
+        self.serves_learners = False
+        """The last state that this replica was told to serve is for learners, too. No step waits for them, so it is served on
+        when its step is committed."""
+        self.error: str | None = None
+        self.configured: tuple[int, str] | None = None
+        """Quorum id and epoch that the process group was made for; None: it cannot be used."""
+        self._request_id = 0
+        self._last_outcome: Outcome | None = None
+        self._is_broken = False
+        self._is_stale = False
+        """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
+        self._vote: CommitVote | None = None
+        self._gathers = False
+        self._is_cold = True
+        """No step was computed yet, so the first one may take long: kernels are compiled, memory is taken."""
+        self._wishes: StepWishes | None = None
+        """What the open step was asked for with; None where the state has changed since."""
+        self._compares = True
+        self._on_probation = False
+        """Unverified, or another rank of this group may still be: no quorum has taken the group for a holder again."""
+        self._last_comparison: Comparison | None = None
+        """That of the last comparison, where it left the state unverified."""
+        self._is_exact = False
+        """The open step began with the state that the quorum names, to the bit."""
+
+    # ------------------------------------------------------------------------------------------------ what it is now
+
+    @property
+    def healed(self) -> bool:
+        """The state is the open quorum's (or, between steps, a proven one)."""
+        if self.phase in (StepPhase.TRAINING, StepPhase.VOTED) and self.quorum is not None:
+            return self.version == self.quorum.version and (self._is_exact or self.quorum.role is not Role.INLINE)
+        return self.version.proven
+
+    @property
+    def is_in_step(self) -> bool:
+        """A step was begun, and not voted on yet."""
+        return self.phase in (StepPhase.ASKING, StepPhase.TRAINING)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No step is open: the last one has been decided."""
+        return self.phase is StepPhase.IDLE
+
+    @property
+    def is_voted_on(self) -> bool:
+        """The step was voted on, or has been decided."""
+        return self.phase in (StepPhase.VOTED, StepPhase.IDLE) and self.quorum is not None
+
+    @property
+    def can_reduce(self) -> bool:
+        """Collectives may start: those of the open step while it can count, and those between its vote and the next step, which
+        change nothing about it, while the process group can be used."""
+        if self.is_in_step:
+            return self.error is None
+        return self.is_voted_on and not self._is_broken and not self.is_learner
+
+    @property
+    def waits_for_quorum(self) -> bool:
+        """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
+        return self.settings.heal_inline or self.begins_with_load
+
+    @property
+    def begins_with_load(self) -> bool:
+        """A state may be loaded before the forward pass of the next step, though its quorum is found beside it as a rule."""
+        is_behind = not self.version.proven or self.version.step < self.newest_step
+        return is_behind or self.is_learner or self._on_probation
+
+    @property
+    def wants_capture(self) -> bool:
+        """The state has to be captured before the next quorum: others may need it, or it is to be compared."""
+        return self.capture_wanted or not self.version.proven or self._on_probation
+
+    @property
+    def is_checked(self) -> bool:
+        """The state of now is one that replica groups compare."""
+        return self.version.proven and is_checked(self.version.step, self.settings.check_equal_every)
+
+    @property
+    def is_learner(self) -> bool:
+        """In the open step, or the last one, it is beside the quorum."""
+        return self.quorum is not None and self.quorum.role is Role.LEARNER
+
+    @property
+    def warms_up(self) -> bool:
+        """It computes a step, or computed the last one, for itself alone: nothing of it counts, and nobody waits for it."""
+        return self.is_learner and self.quorum is not None and self.quorum.warms_up
+
+    @property
+    def is_behind(self) -> bool:
+        """There is no state of worth here, or a newer one is known to exist."""
+        return self.torn or self._is_stale or not self.version.proven or self.version.step < self.newest_step
+
+    @property
+    def num_participants(self) -> int:
+        if self.quorum is None:
+            return 0
+        count = self.quorum.num_contributors
+        return min(count, self.settings.min_replica_size) if self.settings.fixed_with_spares else count
+
+    @property
+    def participating_rank(self) -> int | None:
+        """Rank among those that contribute, None for a healing replica and for a spare."""
+        if self.quorum is None or (self.phase is not StepPhase.IDLE and not self.healed):
+            return None  # between two steps it has the part that it had in the last one
+        rank = self.quorum.contributor_rank
+        if rank is not None and self.settings.fixed_with_spares and rank >= self.settings.min_replica_size:
+            return None
+        return rank
+
+    def view(self) -> ReplicaView:
+        return ReplicaView._make(getattr(self, name) for name in ReplicaView._fields)
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def joiner_waits(self) -> None:
+        """A replica that joins waits for a state: the state is captured before the next quorum."""
+        self.capture_wanted = True
+
+    def restore(self, step: int) -> None:
+        """The user loaded a checkpoint of `step` on purpose."""
+        self.version = StateVersion(step=step)
+        self.restored = True
+        self.torn = False
+        self.unverified = self._on_probation = False
+        self.state_changed()
+
+    def state_changed(self) -> None:
+        """The state is not the one any more with which the open step was asked for."""
+        self._wishes = None
+
+    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
+        """Whether a step that is asked for can be the one that is open, because nothing has happened in it yet.
+
+        A loop that calls `zero_grad` twice, or skips a batch, then costs the others nothing. An outer loop, which says whether
+        it contributes or waits, asks anew on purpose.
+
+        Args:
+            wishes: for the step that is asked for.
+            has_reduced: a collective was issued in the open step.
+            is_loading: what it has to load is on the way, or not known yet.
+        """
+        if not self.is_in_step or wishes != self._wishes:
+            return False
+        if not wishes.contributes or wishes.waits is not None:
+            return False
+        if self.warms_up and self.phase is StepPhase.TRAINING and not has_reduced:
+            return True
+        if has_reduced or self.error is not None or self._is_broken:
+            return False
+        return self.phase is StepPhase.ASKING or self.healed or is_loading
+
+    def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
+        """A step begins. One that is open is abandoned."""
+        is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
+        is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
+        self._leave_step()
+        self.phase = StepPhase.ASKING
+        self.capture_wanted = facts.gathers and self.capture_wanted
+        self._gathers, self._compares = facts.gathers, facts.compares
+        self._wishes = None if facts.gathers else wishes
+        return QuorumRequest(
+            request_id=self._request_id,
+            version=self.version,
+            restored=self.restored,
+            torn=self.torn,
+            init_sync=self.settings.init_sync,
+            shrink_only=wishes.shrink_only,
+            allow_heal=wishes.allow_heal,
+            heal_inline=self.settings.heal_inline and wishes.waits is not False,
+            waits_for_quorum=self.waits_for_quorum if wishes.waits is None else wishes.waits,
+            can_serve=facts.can_serve,
+            needs_new_quorum=self.configured is None,
+            unverified=self.unverified,
+            contributes=wishes.contributes,
+            gathers=facts.gathers,
+            min_contributors=self.settings.min_replica_size,
+            patience_s=wishes.patience_s,
+            warms_up=self.settings.warm_up and is_cold and is_plain,
+            join_budget_s=self.settings.join_budget_s,
+            join_stall_limit_s=self.settings.join_stall_limit_s,
+            reach_s=facts.reach_s,
+            load_s=facts.load_s,
+            store_address=facts.store_address,
+        )
+
+    def locate(self, has_finished: bool = False) -> LocateState:
+        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other."""
+        self._leave_step()
+        self.phase = StepPhase.IDLE
+        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished)
+
+    def located(self, located: StateLocated) -> None:
+        """The answer says what the newest state is, or that nothing is known of it."""
+        self._go_back(located.rolled_back_to)
+        if located.version.proven and located.version == self.version:
+            self._adopt(located.version)
+            self.newest_step = located.version.step
+
+    def caught_up(self, version: StateVersion) -> None:
+        """The newest state, as the lighthouse has just named it, is in place."""
+        self._adopt(version)
+        self.newest_step = version.step
+        self.unverified = self._on_probation = False
+
+    def _leave_step(self) -> None:
+        if self.phase in (StepPhase.TRAINING, StepPhase.VOTED):
+            # Without this replica's vote nobody can have committed, unless it was a joiner that nobody waits for.
+            voter = self.quorum is not None and self.quorum.role in (Role.HEALTHY, Role.INLINE)
+            self._last_outcome = Outcome.DISCARD if voter and self.phase is StepPhase.TRAINING else None
+            self.configured = None
+        self._request_id += 1
+        self.error = None
+        self._is_broken = False
+        self._vote = None
+        self._wishes = None
+
+    def formed(self, formed: QuorumFormed) -> StepPlan | None:
+        """The quorum of the open request was formed; None: it answers a request that is not open any more."""
+        if self.phase is not StepPhase.ASKING or formed.request_id != self._request_id:
+            return None
+        if self._gathers:
+            self.phase = StepPhase.IDLE
+            return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
+        self.phase = StepPhase.TRAINING
+        self.quorum = formed
+        self._is_cold = False
+        self.newest_step = formed.newest_step
+        self._go_back(formed.rolled_back_to)
+        self.capture_wanted = formed.joiner_waiting
+        if formed.destinations:
+            self.serves_learners = formed.has_learners
+        self._last_outcome = None
+        if formed.differs and self.version == formed.version:
+            self._lose_name()
+        if formed.role is Role.HEALTHY and self.version != formed.version:
+            # A first state, or one that the job goes back to, is this replica's: it gets its name.
+            if self.torn or not formed.names_state or self.version.step != formed.version.step:
+                self.fail(f"the quorum takes this replica for a holder of {formed.version}, it holds {self.version}")
+            else:
+                self._adopt(formed.version)
+        load = formed.role in (Role.INLINE, Role.JOINER, Role.LEARNER) and self.version != formed.version
+        load = load and not formed.warms_up
+        compare = self._begins_to_compare(formed)
+        self._is_exact = self.version == formed.version and (formed.role is Role.HEALTHY or not self.unverified)
+        self._is_stale = self.version != formed.version
+        configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
+        if configure:
+            self.configured = None
+        if self.is_learner:
+            self.fail(formed.reason)
+        return StepPlan(
+            formed=formed,
+            configure=configure,
+            load=load or compare,
+            load_before_forward=(load or compare) and formed.role in (Role.INLINE, Role.LEARNER),
+            compare=compare and formed.role is Role.JOINER,
+            transfer_wait_s=self._transfer_wait_s(formed, compare) if self._compares else 0.0,
+            serve=bool(formed.destinations),
+        )
+
+    def _begins_to_compare(self, formed: QuorumFormed) -> bool:
+        """Whether the state that is here is to be compared with one of its name."""
+        if formed.role is Role.HEALTHY:
+            self._on_probation = formed.unverified
+            self.unverified = formed.unverified  # it stands in
+            return False
+        if not formed.sources or self.version != formed.version or not self._compares:
+            return False
+        was_on_probation = self._on_probation
+        if formed.role is Role.JOINER:
+            # At least one rank of this group is unverified, or heals beside this step, which it may spoil for all of them.
+            self.unverified = self._on_probation = True
+        return was_on_probation
+
+    def _transfer_wait_s(self, formed: QuorumFormed, compare: bool) -> float:
+        """Return how long to wait; contributors wait for this replica's collectives, for which half of their grant is left."""
+        most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
+        return min(FIRST_WAIT_S, most_s) if not compare or self._last_comparison is None else most_s
+
+    def configure_finished(self) -> None:
+        """The process group of the open quorum is ready."""
+        if self.quorum is not None:
+            self.configured = (self.quorum.quorum_id, self.quorum.epoch)
+
+    def load_finished(self, version: StateVersion, *, before_forward: bool = True) -> None:
+        """All of the state that `version` names is in place."""
+        self._adopt(version)
+        self._is_exact = before_forward or not self._compares
+        self.unverified = not self._is_exact or self._stands_in
+        self._on_probation = self._on_probation or self.unverified
+        self._last_comparison = None
+        if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
+            self.fail("its state was loaded after the forward pass, so it could not contribute")
+
+    def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
+        """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.
+
+        Before the forward pass a load comes in time, whatever differed. Beside it the loop has used what was there. Buffers
+        that
+        differ do no harm then if they did none in the step before: all else came out of it equal.
+        """
+        is_known_harmless = comparison is Comparison.BUFFERS_DIFFER and self._last_comparison is comparison
+        self._is_exact = before_forward or comparison is Comparison.EQUAL or is_known_harmless
+        self.unverified = not self._is_exact or self._stands_in
+        self._last_comparison = None if self._is_exact else comparison
+        return self._is_exact
+
+    @property
+    def _stands_in(self) -> bool:
+        return self.quorum is not None and self.quorum.unverified
+
+    def load_torn(self) -> None:
+        """Loading failed half-way: what is held now has no name."""
+        self.version = StateVersion()
+        self.restored = False
+        self.torn = True
+        self.state_changed()
+        self.unverified = self._on_probation = False
+
+    def _lose_name(self) -> None:
+        """The state is another than the others have under its name: it is whole, and proven no more."""
+        self.version = StateVersion(step=self.version.step)
+        self.unverified = self._on_probation = False
+
+    def fail(self, reason: str) -> None:
+        """This step cannot count. The first reason is kept."""
+        if self.error is None:
+            self.error = reason
+
+    def collectives_failed(self) -> None:
+        """The process group of this quorum cannot be used again."""
+        self._is_broken = True
+        self.configured = None
+
+    def broken(self, message: QuorumBroken) -> bool:
+        """The lighthouse says that a quorum broke. Returns whether what is in flight has to be aborted."""
+        if self.quorum is None or message.quorum_id != self.quorum.quorum_id:
+            return False
+        if self.phase is StepPhase.ASKING:
+            self.configured = None
+            return False
+        if self.phase is StepPhase.TRAINING:
+            self.fail(message.reason)
+        self.collectives_failed()
+        return True
+
+    def vote(self, collectives: str = "", num_collectives: int = 0, state_digest: str = "") -> CommitVote:
+        """All work of the step is done, or failed: what to say about it.
+
+        Args:
+            collectives: a word for those of the step in their order.
+            num_collectives: how many they are.
+            state_digest: of the state that was here when the step was asked for, where it `is_checked`; else empty.
+        """
+        if self.quorum is None or self.phase is not StepPhase.TRAINING:
+            raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
+        formed = self.quorum
+        approve = self.error is None and self.healed
+        reason = self.error or ("" if self.healed else "its state is not loaded yet")
+        if approve and self.num_participants < self.settings.min_replica_size:
+            approve = False
+            reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
+        is_known_holder = formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
+        self.phase = StepPhase.VOTED
+        self._vote = CommitVote(
+            quorum_id=formed.quorum_id,
+            epoch=formed.epoch,
+            step=formed.version.step,
+            approve=approve,
+            broken=self._is_broken or (self.error is not None and formed.role is not Role.JOINER),
+            counts=formed.role in (Role.HEALTHY, Role.INLINE),
+            num_voters=formed.num_voters,
+            collectives=collectives,
+            num_collectives=num_collectives,
+            state_digests=[state_digest] if state_digest and approve and is_known_holder else [],
+            reason=reason[:1000],
+        )
+        if self._vote.broken:
+            self.collectives_failed()
+        return self._vote
+
+    def learned(self) -> Outcome:
+        """The step beside the quorum is over: nothing of it counts."""
+        self.phase = StepPhase.IDLE
+        return Outcome.LEFT_BEHIND
+
+    def is_open(self, decided: CommitDecided) -> bool:
+        """Whether this decision is about the step that was voted on."""
+        vote = self._vote
+        return (
+            self.phase is StepPhase.VOTED
+            and vote is not None
+            and (vote.quorum_id, vote.epoch, vote.step) == (decided.quorum_id, decided.epoch, decided.step)
+        )
+
+    def decided(self, decided: CommitDecided) -> Outcome | None:
+        """The step was decided; None: not the one that is open.
+
+        Only an approved step commits: the check here is the last of several, and the one that needs nobody's word.
+        """
+        if not self.is_open(decided) or self._vote is None:
+            return None
+        outcome = decided.outcome
+        if outcome is Outcome.COMMIT and not (self._vote.approve and self.healed):
+            outcome = Outcome.LEFT_BEHIND
+        self.phase = StepPhase.IDLE
+        self._last_outcome = outcome
+        if decided.broken:
+            self.collectives_failed()
+        if outcome is Outcome.COMMIT:
+            step = decided.step + 1
+            self.unverified = self.unverified and not self._is_exact
+            self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
+        elif outcome is Outcome.LEFT_BEHIND:
+            if decided.differs:
+                self._lose_name()
+            self.newest_step = max(self.newest_step, decided.step + 1)
+            self._is_stale = True
+            self.configured = None
+        else:
+            self._stay_joiner()
+        return outcome
+
+    def _stay_joiner(self) -> None:
+        """The lighthouse knows of a joiner's state by its approval alone, and lets nobody wait for it before."""
+        if self.quorum is not None and self.quorum.role is Role.JOINER:
+            self._is_stale = True
+
+    def overtaken(self, decided: CommitDecided) -> bool:
+        """The others decided the open step without this replica's vote: what it still loads for it is of no use."""
+        formed = self.quorum
+        if (
+            self.phase is not StepPhase.TRAINING
+            or formed is None
+            or (formed.quorum_id, formed.epoch, formed.version.step) != (decided.quorum_id, decided.epoch, decided.step)
+        ):
+            return False
+        self.fail(decided.reason or "the others went on without this replica")
+        return decided.outcome is Outcome.LEFT_BEHIND
+
+    def decision_unknown(self) -> None:
+        """The time to wait for the decision is over. If the others committed, the next quorum heals this replica.
+
+        With several ranks in the group: only on `CommitUnknown`, the answer to `GiveUpWaiting`.
+        """
+        if self.phase is not StepPhase.VOTED:
+            return
+        self.phase = StepPhase.IDLE
+        self._last_outcome = None
+        self.collectives_failed()
+        self._stay_joiner()
+
+    def hello(self, replica_id: str, group_world_size: int) -> Hello:
+        """Return what a lighthouse has to know that hears of this replica for the first time."""
+        formed = None if self.is_learner else self.quorum  # a learner has no part in how that step ends
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            replica_id=replica_id,
+            group_world_size=group_world_size,
+            version=self.version,
+            newest_step=self.newest_step,
+            last_quorum_id=formed.quorum_id if formed else 0,
+            last_quorum_size=formed.replica_world_size if formed else 0,
+            last_step=formed.version.step if formed else 0,
+            last_epoch=formed.epoch if formed else "",
+            rolled_back_to=self.rolled_back_to,
+            last_outcome=self._last_outcome,
+            warms_up=self.warms_up and self.phase in (StepPhase.TRAINING, StepPhase.VOTED),
+            check_equal_every=self.settings.check_equal_every,
+            on_replicas_differ=self.settings.on_replicas_differ,
+        )
+
+    def _go_back(self, rolled_back_to: StateVersion) -> None:
+        if rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
+            self.rolled_back_to = rolled_back_to
+
+    def _adopt(self, version: StateVersion) -> None:
+        self.version = version
+        self.restored = False
+        self.torn = False
+        self._is_stale = False
+        self.newest_step = max(self.newest_step, version.step)
+
+    def __repr__(self) -> str:
+        quorum = self.quorum.quorum_id if self.quorum else None
+        return (
+            f"ReplicaState(step={self.version.step}, phase={self.phase.value}, quorum={quorum}, healed={self.healed})"
+        )
+
+
+class SharedStep:
+    """The optimizers of a loop that take part in the step that was begun last; each is any hashable that identifies it.
+
+    The first `zero_grad` begins a step, that of another optimizer joins it while it is open, that of the same one begins the
+    next. All that share a step are stepped by one decision. Where a loop steps and clears one optimizer after the other, the
+    first of them clears before the last has stepped: the next step begins when the last one clears. One that steps again before
+    that is refused.
+    """
+
+    def __init__(self) -> None:
+        self._joined: set[Hashable] = set()
+        self._stepped: set[Hashable] = set()
+        self._ahead: set[Hashable] = set()
+        """Have cleared their gradients for the next step, which cannot begin until the others have stepped."""
+        self._known: set[Hashable] = set()
+        self.is_first_of_kind = False
+        """The step was begun by one that has begun none before."""
+
+    @property
+    def is_half_taken(self) -> bool:
+        """Some have cleared their gradients for the next step, and others have yet to take this one."""
+        return bool(self._ahead)
+
+    def clears(self, optimizer: Hashable, *, is_decided: bool) -> bool:
+        """An optimizer clears its gradients. Return whether a step begins with that.
+
+        `is_decided`: no step is open: the last one was decided, or there was none.
+        """
+        if not is_decided and self._joined and optimizer not in self._joined:
+            self._joined.add(optimizer)
+            return False
+        if is_decided and optimizer in self._stepped and self._joined - self._stepped:
+            self._ahead.add(optimizer)
+            return False
+        self.is_first_of_kind = optimizer not in self._known
+        self._known.add(optimizer)
+        self._joined = self._ahead | {optimizer}
+        self._stepped, self._ahead = set(), set()
+        return True
+
+    def steps(self, optimizer: Hashable) -> bool:
+        """An optimizer is about to step. False: it must not, as its step cannot begin before the others have taken this one."""
+        if optimizer in self._ahead:
+            return False
+        self._stepped.add(optimizer)
+        return True

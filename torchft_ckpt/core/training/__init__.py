@@ -1,0 +1,5 @@
+"""What a training loop decides between its steps. Decisions only, as all of `core`.
+
+discards        what would help where steps are discarded again and again
+outer_schedule  when an outer loop exchanges a fragment, and what becomes of its round
+"""

@@ -1,0 +1,79 @@
+"""This file notices that steps are discarded again and again for one cause, and says what would help. It knows no clock.
+
+One discarded step is what the death of a group costs. Several in a row for one cause do not end by themselves: a timeout is
+shorter than a step of the slowest group, say, or the groups cannot reach each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+NUM_BEFORE_WARNING = 3
+
+_JOIN_BUDGET = (
+    "Give the groups that train a longer join_budget (TORCHFT_CKPT_JOIN_BUDGET_SEC): the group that joins takes longer"
+)
+_TIMEOUT = (
+    "Where that group is slow, give all groups a longer timeout (Manager(timeout=...), TORCHFT_TIMEOUT_SEC); where it hangs, its"
+    " own log says in what"
+)
+_HOSTNAME = (
+    "The groups have to reach each other: set TORCHFT_CKPT_HOSTNAME (Manager(hostname=...)) to an address of that group's machine"
+    " that the others reach, or GLOO_SOCKET_IFNAME to its interface"
+)
+_LOOP = "No setting helps: docs/what-your-loop-may-do.md says what the loops of all groups have to do alike"
+_HEARTBEAT = (
+    "Where that group lives and is only held up, give the lighthouse a longer --heartbeat-timeout-ms; where it dies, its own log"
+    " says of what"
+)
+_ADVICE = (
+    ("longer than join_budget", _JOIN_BUDGET),
+    ("the joiners' time is up", _JOIN_BUDGET),
+    ("its state is not loaded yet", _JOIN_BUDGET),
+    ("TransferTimeoutError", _JOIN_BUDGET),
+    ("the loops of the groups differ", _LOOP),
+    ("gave step", _LOOP),
+    ("gave the step up", _LOOP),
+    ("nothing heard from it for", _HEARTBEAT),
+    ("its connection closed", _HEARTBEAT),
+    ("ProcessGroupConfigureError", _HOSTNAME),
+    ("CollectiveFailedError", _TIMEOUT),
+    ("ProcessGroupError", _TIMEOUT),
+    ("broke:", _TIMEOUT),
+    ("the decision", _TIMEOUT),
+)
+"""Texts in the reason of a discarded step, each with the advice that helps. The first that fits is its cause."""
+
+_OF_ONE_LIFE = re.compile(r":[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<!\w)\d[\d.]*")
+"""The parts in which two alike reasons differ: the process of a group, and counts, times, addresses."""
+
+
+@dataclass(slots=True)
+class DiscardRun:
+    """The steps that did not count for one rank since it last committed one: discarded, or committed without its group."""
+
+    _cause: str = ""
+    _count: int = 0
+    _has_warned: bool = False
+
+    def committed(self) -> None:
+        """A step counts: the run is over."""
+        self._cause, self._count, self._has_warned = "", 0, False
+
+    def discarded(self, reason: str) -> str | None:
+        """Note a step that does not count, for a reason in the lighthouse's or this rank's words.
+
+        Returns:
+            a warning, once in a run.
+        """
+        advice = next((advice for what, advice in _ADVICE if what in reason), "")
+        cause = advice or _OF_ONE_LIFE.sub("", reason)
+        self._count = self._count + 1 if cause == self._cause else 1
+        self._cause = cause
+        if self._has_warned or self._count < NUM_BEFORE_WARNING:
+            return None
+        self._has_warned = True
+        return f"{self._count} steps in a row did not count here for one cause: {reason}" + (
+            f". {advice}" if advice else ""
+        )

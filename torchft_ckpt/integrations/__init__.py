@@ -1,0 +1,5 @@
+"""Other libraries' tensors, files and interfaces. Nothing else imports these modules before the first of them is met.
+
+xla    torch_xla's tensors as boxes: imported when a tensor on an xla device is met
+dcp    torch.distributed.checkpoint: planners, a reader of a running job, a reader of its directories
+"""

@@ -1,0 +1,262 @@
+"""Reads checkpoints that torch.distributed.checkpoint wrote: ordinary ones, and rank-local ones of `use_collectives=False`.
+
+The metadata of all ranks are put together before anything is planned, and it is proved that they cover every tensor; DCP does
+neither, and loads half a tensor without an error where rank-local files meet another mesh. DCP's own load is not used for
+another reason, too: it unpickles metadata and plain values as they are, with all that they say.
+
+A record is what `torch.save` makes of a tensor or value. It is read whole, its checksums are compared, where DCP wrote any, and
+`torch.load` loads it (`value_records`). A tensor that stands for more bytes than it has is refused, because DCP writes none.
+Whether rank-local files of two saves are mixed in one directory cannot be known: they have no name of their save in common.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from torchft_ckpt.checkpointing.durable.names import METADATA
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
+from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PlannedValues, Reading, StateReader, copy_box
+from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.state.classes import KnownClasses
+from torchft_ckpt.checkpointing.state.containers import Path
+from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
+from torchft_ckpt.checkpointing.state.space import as_bytes
+from torchft_ckpt.core.boxes.coverage import missing_boxes
+from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+    UnsupportedValueError,
+)
+from torchft_ckpt.integrations.dcp.metadata import MAX_METADATA_BYTES, load_metadata
+from torchft_ckpt.integrations.dcp.value_records import load_record
+
+_RANK_LOCAL = re.compile(r"\A__(0|[1-9][0-9]{0,6})\.metadata\Z")
+_LARGE_BYTES = 64 * 1024 * 1024
+"""Of a record. While it is loaded it takes about three times its length; of larger ones one is loaded at a time."""
+
+
+class DCPChunk(NamedTuple):
+    """A box of a tensor, and the record that it is in."""
+
+    box: Box
+    tensor: SavedTensor
+    path: str
+    offset: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"the record in {self.path} of {self.tensor.fqn[:120]} {self.box}"
+
+
+class DCPReader(StateReader[DCPChunk]):
+    """Reads one directory of DCP's. For any number of `read`s, on any thread.
+
+    Args:
+        storage: where it is.
+        directory: its path there; by default the place itself.
+
+    Raises:
+        CheckpointNotFoundError: there is no metadata of DCP.
+        CheckpointDamagedError: the metadata is damaged, or is not only DCP's; a rank's is missing; tensors are not covered;
+            files are missing or too short. The message says which.
+        UnsupportedValueError: it was written by an extension of DCP, or has tensors that are not dense.
+        StorageError: the storage failed.
+    """
+
+    def __init__(self, storage: Storage, directory: str = "") -> None:
+        super().__init__()
+        self._storage = storage
+        self._directory = directory
+        self._tensors: dict[str, SavedTensor] = {}
+        self._pieces: dict[str, list[DCPChunk]] = {}
+        self._values: dict[str, tuple[Path, _StorageInfo]] = {}
+        self._one_large_at_a_time = threading.Lock()
+        for name, metadata in self._read_metadata():
+            self._add(name, metadata)
+        self._check()
+
+    @property
+    def location(self) -> str:
+        return f"{self._storage.location}/{self._directory}" if self._directory else self._storage.location
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        return self._tensors
+
+    def structure_at(self, path: Path) -> Any:
+        tensors = {fqn: tensor.path for fqn, tensor in self._tensors.items()}
+        return structure_of_paths(tensors, (path for path, _ in self._values.values()), path)
+
+    def plan_values(self, names: Collection[str] | None = None, classes: KnownClasses | None = None) -> PlannedValues:
+        values = {
+            fqn: (path, self._load_value(fqn, info))
+            for fqn, (path, info) in self._values.items()
+            if names is None or fqn in names
+        }
+        return PlannedValues(values.keys(), [], lambda: values)
+
+    def readable_values(self) -> tuple[dict[str, object], dict[str, CheckpointError]]:
+        """Return the values that can be read, by fqn, and why others cannot."""
+        readable: dict[str, object] = {}
+        unreadable: dict[str, CheckpointError] = {}
+        for fqn, (_, info) in self._values.items():
+            try:
+                readable[fqn] = self._load_value(fqn, info)
+            except CheckpointError as error:
+                unreadable[fqn] = error
+        return readable, unreadable
+
+    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
+        return None  # DCP keeps nothing for one rank alone
+
+    # What there is
+
+    def _read_metadata(self) -> Iterator[tuple[str, Metadata]]:
+        names = self._storage.names(self._directory)
+        ranks = sorted(int(match[1]) for name in names if (match := _RANK_LOCAL.match(name)) is not None)
+        if METADATA in names and ranks:
+            raise self._damaged(f"has {METADATA} and __{ranks[0]}{METADATA}: two saves are mixed in it")
+        if METADATA not in names and not ranks:
+            raise CheckpointNotFoundError(f"{self.location} has no {METADATA} of DCP", self.location)
+        if ranks and ranks[-1] != len(ranks) - 1:
+            absent = next(number for number, rank in enumerate(ranks) if number != rank)
+            raise self._damaged(f"has __{ranks[-1]}{METADATA}, but no __{absent}{METADATA}")
+        for name in [METADATA] if not ranks else [f"__{rank}{METADATA}" for rank in ranks]:
+            path = self._path(name)
+            size = self._storage.size(path)
+            if size is None or size > MAX_METADATA_BYTES:
+                raise self._damaged(f"has a {name} of {size} bytes")
+            yield name, load_metadata(self._storage.read(path, 0, size), f"{self.location}/{name}")
+
+    def _add(self, name: str, metadata: Metadata) -> None:
+        paths = metadata.planner_data or {}
+        stored: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
+        for fqn, described in metadata.state_dict_metadata.items():
+            path = tuple(paths.get(fqn, (fqn,)))
+            if isinstance(described, TensorStorageMetadata):
+                self._add_tensor(name, fqn, path, described, stored)
+                continue
+            info = stored.get(MetadataIndex(fqn))
+            if info is None:
+                raise self._damaged(f"has no record of the value {fqn[:120]}, which {name} lists")
+            self._values.setdefault(fqn, (path, info))
+            self._see(fqn, info)
+
+    def _add_tensor(
+        self,
+        name: str,
+        fqn: str,
+        path: Path,
+        described: TensorStorageMetadata,
+        stored: Mapping[MetadataIndex, _StorageInfo],
+    ) -> None:
+        if described.properties.layout is not torch.strided:
+            raise UnsupportedValueError(f"{self.location}: {fqn[:120]} is not dense", fqn)
+        tensor = SavedTensor(fqn, path, described.properties.dtype, tuple(described.size), [])
+        known = self._tensors.setdefault(fqn, tensor)
+        if known[:4] != tensor[:4]:
+            raise self._damaged(
+                f"has {fqn[:120]} as {known.dtype}{[*known.shape]}, and as {tensor.dtype}{[*tensor.shape]} in {name}"
+            )
+        pieces = self._pieces.setdefault(fqn, [])
+        for chunk in described.chunks:
+            box = box_of(chunk)
+            info = stored.get(MetadataIndex(fqn, chunk.offsets))
+            if info is not None and box.volume:
+                self._see(fqn, info)
+                pieces.append(DCPChunk(box, known, self._path(info.relative_path), info.offset, info.length))
+
+    def _see(self, fqn: str, info: _StorageInfo) -> None:
+        if info.transform_descriptors:
+            how = ", ".join(info.transform_descriptors)[:200]
+            raise UnsupportedValueError(f"{self.location}: {fqn[:120]} was written by extensions of DCP: {how}", fqn)
+
+    def _check(self) -> None:
+        """See that every tensor is covered, and every record within its file."""
+        holes: list[str] = []
+        for fqn, tensor in self._tensors.items():
+            try:
+                missing = missing_boxes(tensor.shape, [piece.box for piece in self._pieces[fqn]])
+            except ValueError as error:
+                raise self._damaged(f"has {fqn[:120]} in too many pieces: {error}") from error
+            holes += [f"{fqn[:120]} {missing[0]}"] if missing else []
+        if holes:
+            raise self._damaged(f"is not whole: no rank saved {some_of(holes)}")
+        ends: dict[str, int] = {}
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                ends[piece.path] = max(ends.get(piece.path, 0), piece.offset + piece.length)
+        for _, info in self._values.values():
+            path = self._path(info.relative_path)
+            ends[path] = max(ends.get(path, 0), info.offset + info.length)
+        checks = [lambda path=path: (path, self._storage.size(path)) for path in ends]
+        for path, size in self._parallel_map(checks):
+            if size is None or size < ends[path]:
+                raise self._damaged(
+                    f"is not whole: {path} {'is not there' if size is None else f'has {size} bytes'}, {ends[path]} are needed"
+                )
+
+    # Reading
+
+    def _pieces_of(self, name: str) -> Iterable[DCPChunk]:
+        return self._pieces[name]
+
+    def _carry_out(self, cells: Sequence[Cell[DCPChunk]], reading: Reading[DCPChunk]) -> None:
+        by_piece: dict[int, list[Cell[DCPChunk]]] = {}
+        for cell in sorted(cells, key=lambda cell: (cell.piece.path, cell.piece.offset)):
+            by_piece.setdefault(id(cell.piece), []).append(cell)
+        self._parallel_map([partial(self._read_piece, of_piece, reading) for of_piece in by_piece.values()])
+
+    def _read_piece(self, cells: list[Cell[DCPChunk]], reading: Reading[DCPChunk]) -> None:
+        """Read a record, and give each cell what it takes from it."""
+        piece = cells[0].piece
+        try:
+            with self._one_large_at_a_time if piece.length > _LARGE_BYTES else nullcontext():
+                data = as_bytes(self._load_piece(piece)).numpy().data
+                reading.is_written = True
+                for cell in cells:
+                    copy_box(data, 0, piece.box, cell.box, cell.target, piece.tensor.dtype.itemsize)
+        except (CheckpointDamagedError, UnsupportedValueError, StorageError) as error:
+            reading.fail(piece, cells, error)
+
+    def _load_piece(self, piece: DCPChunk) -> torch.Tensor:
+        """Return the elements of a record, in C order."""
+        self._count(piece.length)
+        tensor = load_record(self._storage.read(piece.path, piece.offset, piece.offset + piece.length), str(piece))
+        if not isinstance(tensor, torch.Tensor) or not has_elements_here(tensor):
+            raise UnsupportedValueError(f"{piece} holds a {type(tensor).__qualname__}, no dense tensor", str(piece))
+        if (tensor.dtype, tuple(tensor.shape)) != (piece.tensor.dtype, piece.box.sizes):
+            raise CheckpointDamagedError(f"{piece} holds a {tensor.dtype}{[*tensor.shape]}", piece.path)
+        held = tensor.untyped_storage().nbytes()
+        if held < tensor.nbytes:  # DCP gives an expanded tensor memory of its own before it writes it
+            raise CheckpointDamagedError(f"{piece} is damaged: it has {held} bytes for {tensor.nbytes}", piece.path)
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def _load_value(self, fqn: str, info: _StorageInfo) -> object:
+        path = self._path(info.relative_path)
+        record = self._storage.read(path, info.offset, info.offset + info.length)
+        return load_record(record, f"the record in {path} of the value {fqn[:120]}")
+
+    def _path(self, name: str) -> str:
+        return f"{self._directory}/{name}" if self._directory else name
+
+    def _damaged(self, what: str) -> CheckpointDamagedError:
+        return CheckpointDamagedError(f"{self.location} {what}", self.location)
+
+
+def has_elements_here(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that was read from a record is dense and has elements: records can hold meta and nested ones."""
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
