@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import torchft_ckpt
-import torchft_ckpt.core
 
 PACKAGE = Path(torchft_ckpt.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
@@ -28,6 +28,7 @@ FLOORS = {
     "coordination": 2,
     "checkpointing": 2,
     "process_group": 2,
+    "integrations": 3,
     "manager": 3,
     "optimizer": 4,
     "checkpointer": 4,
@@ -85,12 +86,21 @@ STANDARD_BUT_NOT_PURE = {
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Full names of what a module imports; those under TYPE_CHECKING are not imports."""
+    """Return the full names of what a module imports.
+
+    Imports under TYPE_CHECKING are none. Nor are those of an integration inside of a function: it is found when it is needed.
+    """
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            before = {*found}
+            for child in ast.iter_child_nodes(node):
+                visit(child)
+            found.difference_update(name for name in found - before if name.startswith("torchft_ckpt.integrations"))
             return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -128,12 +138,32 @@ def test_core_knows_decisions_only() -> None:
         assert root != "torchft_ckpt" or top(name) in {"core", "errors"}, f"{module} imports {name}"
 
 
-def test_the_map_of_core_has_a_line_for_each_module() -> None:
-    lines = (torchft_ckpt.core.__doc__ or "").splitlines()
+CORE_PACKAGES = sorted({module.split("/")[1] for module in MODULES if re.fullmatch(r"core/[a-z]\w*/.*", module)})
+MAPS = ["core", *(f"core/{package}" for package in CORE_PACKAGES), "integrations", "integrations/dcp"]
+
+
+@pytest.mark.parametrize("package", MAPS)
+def test_the_map_of_a_package_has_a_line_for_each_module(package: str) -> None:
+    lines = (ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or "").splitlines()
     named = [name for line in lines for name in re.findall(r"^([a-z_]+) {2,}\S", line)]
-    assert sorted(named) == [
-        module.removeprefix("core/") for module in MODULES if re.fullmatch(r"core/[a-z]\w*", module)
-    ]
+    inside = {
+        module.removeprefix(f"{package}/").split("/")[0] for module in MODULES if module.startswith(f"{package}/")
+    }
+    assert sorted(named) == sorted(inside - {"__init__"})
+
+
+def test_packages_of_core_import_each_other_in_one_direction() -> None:
+    uses: dict[str, set[str]] = {}
+    for module, name in imports_inside("core/"):
+        if name.startswith("torchft_ckpt.core."):
+            uses.setdefault(module.split("/")[1], set()).add(name.split(".")[2])
+    TopologicalSorter({package: used - {package} for package, used in uses.items()}).prepare()
+
+
+def test_integrations_are_imported_where_they_are_needed() -> None:
+    """But by the commands, which are imported one by one, and by the package's own table of names."""
+    users = {module for module, name in imports_inside("") if name.startswith("torchft_ckpt.integrations")}
+    assert {module for module in users if not module.startswith(("integrations/", "cli/"))} == set()
 
 
 def test_imports_point_down_only() -> None:

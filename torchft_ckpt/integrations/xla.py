@@ -1,8 +1,9 @@
 """torch_xla's SPMD tensors as boxes: one process holds several shards of a tensor, one on each of its devices.
 
-Importing this file registers the adapter and imports nothing of torch_xla: where a process has not imported that, it has none
-of its tensors. Every tensor on an xla device is carried: an `XLAShardedTensor`, a parameter that `mark_sharding` annotated
-(its class is that of any other), and one without annotation, which is whole.
+`state.shards` imports this file when it meets the first tensor on an xla device; that registers the adapter. Nothing of
+torch_xla is imported: a process that has not imported it has none of its tensors. Every tensor on an xla device is carried: an
+`XLAShardedTensor`, a parameter that `mark_sharding` annotated (its class is that of any other), and one without
+annotation, which is whole.
 
 torch_xla pads shards to one size, and a shard of a tensor that does not divide evenly may hold padding alone. Padding is no
 part of a box: it is cut off when a shard is read and put back, as zeros, when one is built.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_own_adapter
 from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 
@@ -301,4 +302,4 @@ def _with_padding(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return padded
 
 
-register_shard_adapter(XLAShardAdapter())
+register_own_adapter(XLAShardAdapter())

@@ -11,6 +11,7 @@ part by an adapter of their own (`register_shard_adapter`).
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -191,6 +192,13 @@ def register_shard_adapter(adapter: ShardAdapter) -> None:
         _adapters = (adapter, *(known for known in _adapters if known is not adapter))
 
 
+def register_own_adapter(adapter: ShardAdapter) -> None:
+    """Have tensors of another class carried, as `register_shard_adapter`. An adapter of this library: users' are asked first."""
+    global _adapters
+    with _lock:
+        _adapters = (*_adapters[:-1], adapter, _adapters[-1])
+
+
 def unregister_shard_adapter(adapter: ShardAdapter) -> None:
     """Take an adapter back. Without effect where it is not registered."""
     global _adapters
@@ -202,7 +210,15 @@ def adapter_of(tensor: torch.Tensor) -> ShardAdapter | None:
     """Return the adapter that handles a tensor; None for one that is whole."""
     if type(tensor) in _PLAIN and (tensor.is_cpu or tensor.is_cuda):
         return None
+    if tensor.device.type == "xla":
+        _import_xla()
     return next((adapter for adapter in _adapters if adapter.handles(tensor)), None)
+
+
+@functools.cache
+def _import_xla() -> None:
+    """Import torch_xla's adapter, which registers itself: a process without a tensor on such a device does without."""
+    import torchft_ckpt.integrations.xla  # noqa: F401
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
