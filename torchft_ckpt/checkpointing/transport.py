@@ -11,11 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.state.versions import StateVersions
+from torchft_ckpt.compat.deprecated import keep_old_methods
 from torchft_ckpt.errors import (
     CheckpointError,
     StateFormatError,
@@ -25,6 +26,7 @@ from torchft_ckpt.errors import (
 )
 
 T = TypeVar("T")
+_OLD_METHODS = {"note_step": "advance_to", "is_wished_for": "has_pending_request"}
 
 
 class CheckpointTransport(Generic[T], ABC):
@@ -33,6 +35,10 @@ class CheckpointTransport(Generic[T], ABC):
     `send_checkpoint`, `disallow_checkpoint` and `metadata` are called by one thread at a time; `recv_checkpoint` may run on
     another thread meanwhile; `cancel_recv` and `shutdown` may be called from any thread.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        keep_old_methods(cls, **_OLD_METHODS)
 
     @property
     def needs_process_group(self) -> bool:
@@ -219,3 +225,6 @@ class CheckpointTransport(Generic[T], ABC):
         Args:
             wait: return only once threads and sockets are gone.
         """
+
+
+keep_old_methods(CheckpointTransport, **_OLD_METHODS)

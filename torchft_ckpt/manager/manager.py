@@ -33,6 +33,7 @@ from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
+from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
 from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
@@ -333,6 +334,7 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
+    @renamed_parameters(kept_still="explicitly_locked", trains_apart="local_between_syncs")
     def register_state_dict_fn(
         self,
         key: str,
@@ -885,3 +887,6 @@ class Manager:
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
+
+
+keep_old_methods(Manager, gather="cold_start")
