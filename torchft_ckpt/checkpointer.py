@@ -14,7 +14,6 @@ import operator
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -52,6 +51,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.compat.deprecated import renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
@@ -121,14 +121,14 @@ class Restored:
 
     @property
     def rung(self) -> RestoreSource:
-        """Deprecated name of `source`."""
-        warnings.warn("Restored.rung is called Restored.source now", DeprecationWarning, stacklevel=2)
+        """Deprecated: `source`."""
+        warn_renamed("Restored.rung", "source")
         return self.source
 
     @property
     def own(self) -> object:
-        """Deprecated name of `rank_state`."""
-        warnings.warn("Restored.own is called Restored.rank_state now", DeprecationWarning, stacklevel=2)
+        """Deprecated: `rank_state`."""
+        warn_renamed("Restored.own", "rank_state")
         return self.rank_state
 
 
@@ -257,6 +257,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------------------------------------------- save
 
+    @renamed_parameters(own="rank_state")
     def save(
         self,
         state_dict: dict[str, Any] | None = None,
@@ -264,7 +265,6 @@ class Checkpointer:
         step: SupportsIndex | None = None,
         rank_state: object = None,
         tier: Tier = Tier.STORAGE,
-        own: object = None,
     ) -> Future[SavedCheckpoint]:
         """Save the state of now, in the background. Every rank calls it between the same two steps.
 
@@ -283,7 +283,6 @@ class Checkpointer:
             step: its step, a whole number of any kind (numpy's too); default: the Manager's. Without a Manager it is needed.
             rank_state: plain values that belong to this rank alone, such as its position in the data.
             tier: where to.
-            own: deprecated name of `rank_state`.
 
         Returns:
             what became of it; of a step that is saved already, what became of that save. With `SaveInFlightError` where this
@@ -299,9 +298,6 @@ class Checkpointer:
             raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
-        if own is not None:
-            warnings.warn("save(own=...) is called save(rank_state=...) now", DeprecationWarning, stacklevel=2)
-            rank_state = own
         step = _plain_step(step)
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()

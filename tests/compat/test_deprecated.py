@@ -6,12 +6,16 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from torchft_ckpt import CheckpointTransport, Manager
+from torchft_ckpt import Checkpointer, CheckpointTransport, Manager
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
+
+LONG_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +100,20 @@ def test_a_name_that_has_moved_is_found_where_it_was(module: str, name: str, hom
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = importlib.import_module(module).no_such_name
+
+
+def test_rank_state_is_saved_and_restored_under_its_old_name(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    checkpointer = Checkpointer(tmp_path, timeout=timedelta(seconds=LONG_S))
+    with pytest.warns(DeprecationWarning, match=r"own= of Checkpointer.save is now rank_state="):
+        checkpointer.save(state, step=1, own={"place": 7}).result(LONG_S)  # type: ignore[call-arg]
+    restored = checkpointer.load(state)
+    checkpointer.shutdown()
+    assert restored.rank_state == {"place": 7}
+    with pytest.warns(DeprecationWarning, match=r"Restored.own is now rank_state"):
+        assert restored.own == {"place": 7}
+    with pytest.warns(DeprecationWarning, match=r"Restored.rung is now source"):
+        assert restored.rung is restored.source
 
 
 def test_functions_are_registered_by_the_old_names_of_their_flags() -> None:

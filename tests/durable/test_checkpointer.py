@@ -983,15 +983,3 @@ def test_a_step_that_raised_and_kept_the_lock_does_not_let_the_next_one_into_the
     checkpointer.load(target)
     assert not target["w"].any()
     checkpointer.shutdown()
-
-
-def test_names_of_the_release_before_still_work_and_say_what_they_are_called_now(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
-    with pytest.warns(DeprecationWarning, match=r"save\(rank_state=\.\.\.\)"):
-        checkpointer.save({"w": torch.zeros(2)}, step=1, own={"position": 7}).result(LONG_S)
-    restored = checkpointer.load({"w": torch.ones(2)})
-    with pytest.warns(DeprecationWarning, match=r"Restored\.rank_state"):
-        assert restored.own == restored.rank_state == {"position": 7}
-    with pytest.warns(DeprecationWarning, match=r"Restored\.source"):
-        assert restored.rung is restored.source is RestoreSource.STORAGE
-    checkpointer.shutdown()
