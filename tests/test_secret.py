@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ def test_a_service_that_is_open_to_all_is_named_once_with_what_to_do(
     (record,) = caplog.records
     assert "the lighthouse listens on 0.0.0.0 without a token: whoever can connect" in record.message
     assert "TORCHFT_CKPT_TOKEN_FILE" in record.message
+
+
+def test_any_open_address_of_a_name_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a hosts file gives the machine's name 127.0.0.1 first."""
+    monkeypatch.setattr(network, "_has_logged_open", False)
+    with socket.socket() as local, socket.socket() as everywhere:
+        local.bind(("127.0.0.1", 0))
+        everywhere.bind(("0.0.0.0", 0))
+        monkeypatch.setattr(network, "listen", lambda *_: [local, everywhere])
+        network.listen_as("the lighthouse", "node7", 0, 8, "")
+    assert "the lighthouse listens on 0.0.0.0 without a token" in caplog.text
 
 
 def test_a_lighthouse_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

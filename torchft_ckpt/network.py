@@ -431,7 +431,8 @@ def listen_as(what: str, host: str, port: int, backlog: int, token: str) -> list
     except OSError as error:
         address = join_host_port(host, port)
         raise AddressInUseError(f"{what} cannot listen on {address}: {in_use_hint(error)}", address) from error
-    warn_if_open(what, listeners[0].getsockname()[0], token)
+    for listener in listeners:
+        warn_if_open(what, listener.getsockname()[0], token)
     return listeners
 
 

@@ -116,7 +116,7 @@ def test_who_unpickles_is_named_once_and_ours_are_not(
         ours = Replica(
             lighthouse, "ours", pg=group, checkpoint_transport=PGTransport(group, SHORT, torch.device("cpu"))
         )
-    told = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("torchft_ckpt.manager")]
     assert len(told) == 1
     assert "OverTheGroup" in told[0]
     assert "unpickles" in told[0]
@@ -154,6 +154,21 @@ def test_a_subclass_of_ours_is_told_once_before_each_step_of_the_optimizer() -> 
     assert transport.num_disallowed - before == 1
     shutdown(alone)
     server.shutdown()
+
+
+def test_a_subclass_that_only_overrides_serves_the_state_of_its_step_all_the_same() -> None:
+    class Silent(HTTPTransport[Any]):
+        def disallow_checkpoint(self) -> None:
+            pass
+
+    source, receiver = Silent(SHORT), HTTPTransport[Any](SHORT)
+    weight = torch.zeros(4)
+    source.send_checkpoint([1], 3, {"w": weight}, SHORT)
+    with source.state_lock.write():
+        weight.numpy()[:] = 7.0
+    assert receiver.recv_checkpoint(0, source.metadata(), 3, SHORT)["w"].tolist() == [0.0] * 4
+    for end in (source, receiver):
+        end.shutdown()
 
 
 def test_ours_of_that_name_moves_a_state_and_fills_the_one_that_is_here() -> None:

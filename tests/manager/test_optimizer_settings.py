@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,20 @@ class Several(torch.optim.Optimizer):
     def __init__(self, *inner: torch.optim.Optimizer, held: str) -> None:
         parameters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
         super().__init__(parameters, {})
-        self.held: Any = {"list": list(inner), "dict": dict(enumerate(inner)), "itself": inner[0]}[held]
+        by_number = dict(enumerate(inner))
+        self.held: Any = {
+            "list": list(inner),
+            "dict": by_number,
+            "mapping": MappingProxyType(by_number),
+            "itself": inner[0],
+        }[held]
 
 
 def sgd(**settings: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), **{"lr": 0.5, **settings})
 
 
-@pytest.mark.parametrize(("held", "count"), [("list", 2), ("dict", 2), ("itself", 1)])
+@pytest.mark.parametrize(("held", "count"), [("list", 2), ("dict", 2), ("mapping", 2), ("itself", 1)])
 def test_optimizers_inside_of_one_are_found_once(held: str, count: int) -> None:
     inner = [sgd(), sgd()]
     outer = Several(*inner, held=held)

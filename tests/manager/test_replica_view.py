@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from types import FrameType
 
 from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
@@ -27,7 +29,7 @@ def client() -> StepClient:
 def test_a_view_that_is_held_does_not_change() -> None:
     one = client()
     before = one.view()
-    with one.replica as replica:
+    with one.lock, one.replica as replica:
         replica.restore(7)
     after = one.view()
     assert (before.version.step, before.restored, after.version.step, after.restored) == (0, False, 7, True)
@@ -40,7 +42,7 @@ def test_who_reads_beside_a_writer_sees_one_moment() -> None:
 
     def write() -> None:
         for number in range(3000):
-            with one.replica as replica:
+            with one.lock, one.replica as replica:
                 replica.restore(number + 1)
             one.load_torn()
         has_ended.set()
@@ -54,3 +56,23 @@ def test_who_reads_beside_a_writer_sees_one_moment() -> None:
     writer.join()
     named, torn, fresh = (True, True, False, True), (False, False, True, True), (False, False, False, True)
     assert seen <= {named, torn, fresh}
+
+
+def test_an_interrupt_at_any_moment_leaves_the_lock_free() -> None:
+    one = client()
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                while True:
+                    one.load_torn()
+            except KeyboardInterrupt:
+                assert not one.lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -185,7 +185,11 @@ class HTTPTransport(CheckpointTransport[T]):
             address=self._metadata,
             ssl_context=client_ssl_context,
         )
-        self._lock.add_before_write(self.disallow_checkpoint)
+        self._lock.add_before_write(self._snapshots.detach_all)
+        if type(self).disallow_checkpoint is not HTTPTransport.disallow_checkpoint:
+            self._lock.add_before_write(
+                self.disallow_checkpoint
+            )  # whatever a subclass does there, the state was detached
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self._metadata}, serving={self._snapshots.open_snapshots()})"
@@ -445,6 +449,7 @@ class HTTPTransport(CheckpointTransport[T]):
             return
         with self._fetches_lock:
             self._shut_down.set()
+        self._lock.remove_before_write(self._snapshots.detach_all)
         self._lock.remove_before_write(self.disallow_checkpoint)
         self.cancel_recv()
         self._server.stop(wait=wait)

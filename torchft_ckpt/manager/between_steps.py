@@ -98,7 +98,7 @@ class BetweenSteps:
             in_place = self._in_place and not now.version.proven
             failure = self._fetch(located, in_place, until)
             if failure is None:
-                with client.replica as replica:
+                with client.lock, client.replica as replica:
                     replica.caught_up(located.version)
                 logger.info("%s caught up with step %d", client.replica_id, located.version.step)
                 continue

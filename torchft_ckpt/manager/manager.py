@@ -390,7 +390,7 @@ class Manager:
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
-        with self._client.replica as replica:
+        with self._client.lock, self._client.replica as replica:
             replica.state_changed()
         self._serving.end_offer()
         self._state_dict_lock.acquire_write()
@@ -446,7 +446,7 @@ class Manager:
             ConfigError: it is no manager's state.
         """
         step = self._own.take_saved(state_dict)
-        with self._client.replica as replica:
+        with self._client.lock, self._client.replica as replica:
             replica.restore(step)
 
     def state_dict(self) -> dict[str, int]:

@@ -192,7 +192,7 @@ class Recovery:
             logger.warning("%s: healing to step %d failed: %s", self._client.replica_id, step, error)
             self._client.note_error(error)
             return
-        with self._client.replica as replica:
+        with self._client.lock, self._client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
         logger.info("%s healed to step %d", self._client.replica_id, step)
 
@@ -216,7 +216,7 @@ class Recovery:
             self._serving.withdraw()  # what this replica may have served under that name
             self._load_received(state, before_forward)
             self.num_corrected += 1
-        with self._client.replica as replica:
+        with self._client.lock, self._client.replica as replica:
             is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)
         if found.comparison is not Comparison.EQUAL:
             logger.warning(

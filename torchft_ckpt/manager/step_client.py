@@ -83,20 +83,20 @@ GIVE_UP_GRACE_S = 5.0
 
 
 class SharedReplica:
-    """This rank's `ReplicaState`: a `with` block changes it, under the lock, and `view` is the result, without the lock."""
+    """This rank's `ReplicaState`: a `with` block changes it, under `StepClient.lock`, and `view` is the result, without the lock.
+
+    Whoever changes it says `with client.lock, client.replica`: what interrupts the block, or this class, frees the lock.
+    """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        self.lock = threading.Lock()
         self._state = ReplicaState(settings)
         self.view = self._state.view()
 
     def __enter__(self) -> ReplicaState:
-        self.lock.acquire()
         return self._state
 
     def __exit__(self, *_: object) -> None:
         self.view = self._state.view()
-        self.lock.release()
 
 
 class StepClient:
@@ -126,8 +126,9 @@ class StepClient:
         self._abort = abort
         self._cancel = cancel
         self._answer_leaves = answer_leaves
+        self.lock = threading.Lock()
         self.replica = SharedReplica(settings)
-        self._changed = threading.Condition(self.replica.lock)
+        self._changed = threading.Condition(self.lock)
         self._group_world_size = 1
         self.link: Link
         """The connection, once `connect` has returned."""
@@ -180,19 +181,19 @@ class StepClient:
 
     def wants(self) -> tuple[bool, bool]:
         """Return whether the next quorum has to be waited for, and whether the state has to be captured before it."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             self._raise_if_fatal()
             return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
         """See `ReplicaState.may_keep_step`."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             self._raise_if_fatal()
             return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
 
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             self._forget_step()
             return replica.begin(wishes, facts)
 
@@ -210,7 +211,7 @@ class StepClient:
 
         An open step is abandoned. `has_finished`: say that it was the last.
         """
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
@@ -276,7 +277,7 @@ class StepClient:
 
     def configured(self, formed: QuorumFormed) -> None:
         """The process group is ready for a quorum, unless the step has failed meanwhile."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
                 replica.configure_finished()
 
@@ -311,7 +312,7 @@ class StepClient:
 
     def load_torn(self) -> None:
         """Loading failed half-way."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             replica.load_torn()
 
     # ----------------------------------------------------------------------------------------------- what goes wrong
@@ -332,18 +333,18 @@ class StepClient:
         """
         if not self.has_failed():
             return False
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             replica.collectives_failed()
         return True
 
     def note_error(self, error: Exception) -> None:
         """Something went wrong that ends the step."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             self._note_error(replica, error)
 
     def note_collective_error(self, error: Exception) -> None:
         """A collective failed: the process group cannot be used again, and a step that was not voted on yet cannot count."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             is_first = self._error is None
             self._note_error(replica, error)
             replica.collectives_failed()
@@ -430,7 +431,7 @@ class StepClient:
             num_collectives: how many they are.
             state_digest: as in `ReplicaState.vote`.
         """
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             self._raise_if_fatal()
             vote = replica.vote(collectives, num_collectives, state_digest)
             is_learner = replica.is_learner
@@ -440,7 +441,7 @@ class StepClient:
 
     def learned(self) -> tuple[Outcome, str]:
         """End a step beside the quorum, which nobody else knows of; returns how, and why."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             return replica.learned(), replica.error or ""
 
     def await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:
@@ -452,7 +453,7 @@ class StepClient:
         if not self._wait_for(lambda: self._answer is not None, give_up_at):
             self.send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
             self._wait_for(lambda: self._answer is not None, give_up_at + GIVE_UP_GRACE_S)
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             answer = self._answer
             if isinstance(answer, CommitDecided):
                 # What this rank saw, a collective that failed, may follow from what the others decided for.
@@ -487,12 +488,12 @@ class StepClient:
 
     def _hello(self) -> Hello:
         """Return what a lighthouse has to know that hears of this group for the first time."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             return replica.hello(self.replica_id, self._group_world_size)
 
     def _hear(self, message: GroupToRank) -> None:
         """Note a message; abort or cancel where it says so. Never blocks."""
-        with self.replica as replica:
+        with self.lock, self.replica as replica:
             abort, cancel = self._note(replica, message)
             self._changed.notify_all()
         if abort:

@@ -144,9 +144,9 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def nested(value: object, depth: int) -> Iterator[object]:
-    """Yield a value and what is in it and its containers, so many levels deep: dicts with their keys, lists, tuples, sets."""
+    """Yield a value and what is in it and its containers, so many levels deep: mappings with their keys, lists, tuples, sets."""
     yield value
-    if depth and isinstance(value, dict):
+    if depth and isinstance(value, Mapping):
         value = [item for pair in value.items() for item in pair]
     if depth and isinstance(value, list | tuple | set | frozenset):
         for item in value:
