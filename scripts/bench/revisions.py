@@ -28,11 +28,12 @@ class Figure:
     command: Sequence[str]
     """Arguments of Python, in the revision's folder; `OUT` is a folder for what it writes, `OUT/figures.json` the figures."""
     keys: Sequence[str]
-    """The way to the figure there: seconds, or a list of them."""
+    """The way to the figure there: seconds, or a list of them; through a list of records, that key of each."""
     bar: float
 
 
 _TRANSPORT = ("-m", "bench.transport_main", "--repeat", "1", "--json", "OUT/figures.json")
+_SHARDED = ("-m", "bench.transport_main", "--quick", "--repeat", "3", "--json", "OUT/figures.json", "--only")
 FIGURES = {
     "recovery": Figure(
         title="1 GiB into a live model, new processes",
@@ -64,6 +65,24 @@ FIGURES = {
         keys=("swarm", "raw", "ours_all_s"),
         bar=1.1,
     ),
+    "boxes": Figure(
+        title="a group of two onto the same layout, by boxes",
+        command=(*_SHARDED, "sharded_same"),
+        keys=("sharded_same", "raw", "the same by boxes", "wall_s"),
+        bar=1.03,
+    ),
+    "rows": Figure(
+        title="re-sharding 2 to 4 along dimension 0",
+        command=(*_SHARDED, "sharded_dim0"),
+        keys=("sharded_dim0", "raw", "2 to 4 along dimension 0", "wall_s"),
+        bar=1.03,
+    ),
+    "columns": Figure(
+        title="re-sharding 2 to 4 along dimension 1",
+        command=(*_SHARDED, "sharded_dim1"),
+        keys=("sharded_dim1", "raw", "2 to 4 along dimension 1", "wall_s"),
+        bar=1.03,
+    ),
 }
 
 
@@ -94,7 +113,7 @@ def measure_once(tree: Path, figure: Figure) -> float:
             done.check_returncode()
         value = json.loads((Path(folder) / "figures.json").read_text())
     for key in figure.keys:
-        value = value[key]
+        value = [item[key] for item in value] if isinstance(value, list) else value[key]
     seconds_taken = median(value) if isinstance(value, list) else value
     if seconds_taken is None:
         raise SystemExit(f"{figure.title}: nothing was measured here; network namespaces need root")
