@@ -310,3 +310,31 @@ def test_eight_receivers_of_one_source_are_done_in_little_more_than_the_time_of_
                 del left[receiver, name]
                 arrive(ledgers[receiver], streams[receiver][name], block, now)
     assert now < 1.25 * num_blocks * block_s
+
+
+def test_a_stream_is_not_cut_for_another_of_its_path_that_has_brought_nothing():
+    """One source that is slow to answer: each cut would begin the block anew."""
+    ledger = ledger_of(1, "a")
+    slow, idle = ledger.open_stream("a", 0.0), ledger.open_stream("a", 0.0)
+    assert ledger.next_batch(slow, 0.0) == [0]
+    assert ledger.next_batch(idle, 0.0) == []
+    assert ledger.overdue(1000.0) == []
+
+
+def test_a_path_is_cut_once_for_another_of_which_nobody_knows_how_fast_it_is():
+    ledger = ledger_of(1, "a", "b")
+    slow, other = ledger.open_stream("a", 0.0), ledger.open_stream("b", 0.0)
+    assert ledger.next_batch(slow, 0.0) == [0]
+    assert ledger.next_batch(other, 0.0) == []
+    assert ledger.overdue(1000.0) == [slow]
+    ledger.demote(slow)
+    ledger.close_stream(slow)
+    assert ledger.next_batch(other, 1000.0) == [0]
+    again = ledger.open_stream("a", 1000.0)
+    assert ledger.next_batch(again, 1000.0) == []
+    assert ledger.overdue(2000.0) == [other]
+    ledger.demote(other)
+    ledger.close_stream(other)
+    assert ledger.next_batch(again, 2000.0) == [0]
+    ledger.next_batch(ledger.open_stream("b", 2000.0), 2000.0)
+    assert ledger.overdue(3000.0) == []

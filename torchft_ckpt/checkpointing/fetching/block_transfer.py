@@ -146,6 +146,8 @@ class BlockTransfer(TransferState):
                 self._relay = None
             self.primary, self._successor = name, None
             self._announced = {}
+            what = self._divergent.pop(name, None)  # from the one that was lost; now it is that one which differs
+            self._divergent = {} if what is None or self._lost is None else {self._lost: what}
             self._destination = destination
             manifest = destination.manifest
             sizes = [manifest.block_bytes] * destination.num_blocks
@@ -194,6 +196,10 @@ class BlockTransfer(TransferState):
     def destination(self) -> Destination | None:
         """Where it is received to, once that is known."""
         return self._destination
+
+    def receives_into(self, memory: object) -> bool:
+        with self.changed:
+            return memory is self._destination
 
     def begun(self) -> tuple[str, Manifest, Destination] | None:
         """Return the primary, its manifest and where its state is received to; None while there is none."""

@@ -104,9 +104,9 @@ class FetchEngine(ABC, Generic[State]):
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Ask the sources; end all threads after the body."""
-        for name, address in self._sources.items():
-            self._spawn(functools.partial(self._run_source, address), name)
         try:
+            for name, address in self._sources.items():
+                self._spawn(functools.partial(self._run_source, address), name)
             yield
         finally:
             self._state.end(TransferCancelledError(f"fetch of {self._what} was interrupted", party="receiver"))
@@ -380,8 +380,8 @@ class FetchEngine(ABC, Generic[State]):
         with self._lock:
             if self._state.over:
                 return
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _work(self, work: Callable[[], None], name: str | None, is_peer: bool) -> None:
         """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""

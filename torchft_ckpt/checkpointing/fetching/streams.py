@@ -81,6 +81,8 @@ class Stream:
         self._path = client.path
         self._num_unfinished = 0
         try:
+            if not state.receives_into(self._memory):  # as long as a stream is open, the fetch does not begin again
+                return
             while (batch := state.next_batch(number, client.name, client.path)) is not None:
                 self._bring(number, client, manifest, batch)
                 self.num_batches += 1

@@ -157,6 +157,10 @@ class TransferState(ABC):
         with self.changed:
             return self._ledger.open_stream(source, time.monotonic(), path)
 
+    def receives_into(self, memory: object) -> bool:
+        """Whether units are received into this memory, and not into another since the fetch began again."""
+        return True
+
     def next_batch(self, stream: int, source: str, path: str) -> list[int] | None:
         """Wait for work; return what a stream is to ask for next.
 

@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.state.blocks import count_blocks, format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceLostError,
@@ -266,7 +266,9 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         if name not in self._needed:
             self._needed[name] = _blocks_by_part(state.plan, name, manifest)
         needed = self._needed[name]
-        blocks = mask_of_each(block for part in state.missing() if part in needed for block in needed[part])
+        blocks = 0
+        for part in state.missing():
+            blocks |= mask_of(needed.get(part, range(0)))
         mask = ((1 << count_blocks(manifest.total_bytes, manifest.block_bytes)) - 1) & ~blocks
         runs = sorted(blocks_of(mask), key=len, reverse=True)[:MAX_ACKNOWLEDGED_RUNS]
         return format_ranges(sorted(runs, key=lambda run: run.start))

@@ -269,10 +269,13 @@ class TransferLedger:
         cut = []
         for number, stream in self._streams.items():
             asked = mask_of_each(stream.asked)
-            able = [other.rate() for other in idle if self._sources[other.source].eligible & asked]
-            if not able:
-                continue
-            rate = max((known for known in able if known is not None), default=_UNKNOWN_RATE)
+            able = [other for other in idle if self._sources[other.source].eligible & asked]
+            rate = max((known for other in able if (known := other.rate()) is not None), default=None)
+            if rate is None:
+                # Nobody knows whether those are faster. Once, another path is tried; a path is not cut for itself.
+                if stream.path in self._demoted or all(other.path == stream.path for other in able):
+                    continue
+                rate = _UNKNOWN_RATE
             if now - stream.since > max(_CUT_FACTOR * self.num_bytes(stream.asked) / rate, _MIN_PATIENCE_S):
                 cut.append(number)
         return cut
