@@ -84,9 +84,8 @@ def resolve(
     The token is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names, if no variable holds it.
 
     Raises:
-        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file cannot
-            be
-            used: see `read_secret`.
+        ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file
+            cannot be used: see `read_secret`.
     """
     if argument is not None:
         return argument

@@ -1,15 +1,24 @@
 """The training loop's one partner, and the only place where coordination, transport and process group meet.
 
-manager        the public class
-step           one step: quorum, allreduce, commit
-between_steps  catching up, handing over, meeting, while no step is open
-step_client    coordination, and what this replica is
-launch         arguments and environment to addresses, ranks, store; the connection
-collectives    allreduce whose errors end the step and nothing else
-serving        serves the state
-recovery       gets and loads it; healing fetches it
-outcomes       counts how steps ended, and says so
-saving         what a durable checkpoint needs
+manager            the public class
+step               one step: quorum, allreduce, commit
+between_steps      catching up, handing over, meeting, while no step is open
+step_client        coordination, and what this replica is
+rank_config        arguments and environment to addresses, ranks, store; the connection
+group_store        where the ranks of one group find each other
+cold_start         lets groups meet that start without a state
+collectives        allreduce whose errors end the step and nothing else
+clearing           all groups issue the same collective
+state_registry     the state that replicas have in common
+optimizer_settings guards optimizers' steps, carries their settings
+volatile           copies what changes while it is served, without the lock
+serving            serves the state
+recovery           gets and loads it; healing fetches it
+checking           makes the digests that the lighthouse compares
+comparing          compares states bit by bit
+foreign_transport  transports of other libraries
+outcomes           counts how steps ended, and says so
+saving             what a durable checkpoint needs
 """
 
 from torchft_ckpt.compat.names import lookup
