@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 
 from torchft_ckpt import Checkpointer, CheckpointTransport, Manager
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
+from torchft_ckpt.core.durable.restore_source import RestoreSource
 
 LONG_S = 60
 
@@ -71,6 +73,20 @@ def test_a_subclass_that_overrides_the_old_name_is_called_by_the_new_one_and_rea
 
     with pytest.warns(DeprecationWarning, match=r"Base.old is now new"):
         assert Theirs().new() == ["base", "theirs"]
+
+
+def test_an_old_method_looks_as_the_new_one_but_for_its_name() -> None:
+    old = Base.old  # type: ignore[attr-defined]
+    assert (old.__name__, old.__qualname__, old.__module__) == ("old", "Base.old", __name__)
+    assert inspect.signature(old) == inspect.signature(Base.new)
+
+
+def test_a_name_that_has_moved_and_is_called_otherwise_is_found_where_it_was() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"torchft_ckpt.checkpointer.Rung is now .*restore_source.RestoreSource"
+    ):
+        from torchft_ckpt.checkpointer import Rung
+    assert Rung is RestoreSource
 
 
 def test_a_transport_that_overrides_the_old_name_hears_of_the_step() -> None:

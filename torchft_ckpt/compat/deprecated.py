@@ -65,11 +65,13 @@ def keep_old_methods(kind: type, **names: str) -> None:
 
 
 def _calling(old: str, new: str, method: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(method, updated=())  # not what it is marked with: an old name is not abstract
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         warn_renamed(old, new)
         return method(*args, **kwargs)
 
     call.__name__ = old.rpartition(".")[2]
+    call.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.{call.__name__}"
     call.__doc__ = f"Deprecated: `{new}`."
     return call
 
@@ -79,13 +81,14 @@ def moved_names(module: str, **homes: str) -> Callable[[str], Any]:
 
     Args:
         module: its full name.
-        homes: the full name of the module that has each of these names now.
+        homes: the full name of the module that has each of these names now; behind a colon, what it is called there.
     """
 
     def of_another_module(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warn_renamed(f"{module}.{name}", f"{homes[name]}.{name}")
-        return getattr(importlib.import_module(homes[name]), name)
+        home, _, renamed = homes[name].partition(":")
+        warn_renamed(f"{module}.{name}", f"{home}.{renamed or name}")
+        return getattr(importlib.import_module(home), renamed or name)
 
     return of_another_module
