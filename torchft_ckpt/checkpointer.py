@@ -565,14 +565,14 @@ class Checkpointer:
             raise ConfigError("restore needs a Manager; use load", "manager")
         step = _plain_step(step)
         check_optimizers_known(manager)
-        for _ in range(_MAX_STARTS - 1):
+        for number in range(_MAX_STARTS - 1):
             try:
-                return _logged_restored(self._start(manager, step, timeout))
+                return _logged_restored(self._start(manager, step, timeout, is_first=number == 0))
             except (SourceLostError, SourceRefusedError) as error:
                 logger.warning("this rank meets the others again, to start with them: %s", error)
-        return _logged_restored(self._start(manager, step, timeout))
+        return _logged_restored(self._start(manager, step, timeout, is_first=False))
 
-    def _start(self, manager: Manager, step: int | None, timeout: timedelta | None) -> Restored:
+    def _start(self, manager: Manager, step: int | None, timeout: timedelta | None, *, is_first: bool) -> Restored:
         gathering = manager.cold_start(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
         # Fresh weights, of step 0, are no state to go on from, whoever has them.
@@ -583,6 +583,9 @@ class Checkpointer:
             if choice.source is RestoreSource.PEERS:
                 end_restore(manager, from_peers=True)
             return Restored(source=choice.source, step=choice.step, reason=choice.reason)
+        if gathering is None and not is_first:
+            # Others of this group may have begun in the start before, from what this rank cannot know.
+            raise SourceLostError("the others, whom this rank was to start with, could not be met again", "members")
         cold_start = ColdStart(self._all_storages(), step=step, place=_place_of(gathering, manager.transport))
         rank, name = manager.group_rank, group_name(manager)
         self._make_way()
@@ -733,6 +736,7 @@ def _place_of(gathering: ColdStartGroup | None, transport: CheckpointTransport[A
         member=gathering.member,
         num_members=gathering.num_members,
         transport=transport,
+        has_gathered=True,
     )
 
 

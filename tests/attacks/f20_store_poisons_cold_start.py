@@ -83,7 +83,12 @@ def read_as_member(
     transport._metadata = f"http://{HOST}:{advertised(transport._server.port)}"
     try:
         place_to_meet = MeetingPlace(
-            store=PrefixStore(start, store), run=start, member=number, num_members=2, transport=transport
+            store=PrefixStore(start, store),
+            run=start,
+            member=number,
+            num_members=2,
+            transport=transport,
+            has_gathered=True,
         )
         cold_start = ColdStart([LocalStorage(place)], step=step, place=place_to_meet, patience=patience)
         for reading in cold_start.attempts():

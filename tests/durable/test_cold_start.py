@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from support.cold_members import Job, KilledError, Member
+from support.cold_members import PATIENCE, Job, KilledError, Member
 from support.durable_parts import NAME, PartsDouble, flip_bit, storage_in
+from support.ports import reserved_port
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft_ckpt import Checkpointer, HTTPTransport
@@ -218,7 +222,7 @@ def test_where_the_first_member_dies_before_it_has_decided_nobody_begins(
     job_of: Callable[..., Job], topic: str, says_it: bool
 ) -> None:
     """Also where the others have read all by then: they cannot know what each of them has read."""
-    job = job_of(3)
+    job = job_of(3, patience=SHORT)
     killed_at(topic, job.members[0], says_it=says_it)
     first, *others = outcomes_of(job)
     assert isinstance(first, KilledError)
@@ -247,8 +251,167 @@ def test_where_the_first_member_cannot_go_on_the_others_hear_why(job_of: Callabl
         assert "member, which leads the cold start, failed: StorageError: the mount is gone" in str(outcome)
 
 
+@pytest.mark.parametrize("at", ["_look", "_lead", "_publish", "_find_damage"])
+@pytest.mark.parametrize("error", [OSError("no file descriptors"), MemoryError(), KeyboardInterrupt()], ids=repr)
+def test_whatever_stops_the_first_member_the_others_hear_of_it_at_once(
+    job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, at: str, error: BaseException
+) -> None:
+    """Its process lives on, so that nobody could tell."""
+    job = job_of(2)
+    cold_start = job.members[0].cold_start
+
+    def stops(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cold_start if at == "_find_damage" else cold_start._planner, at, stops)
+
+    def reads(member: Member) -> object:
+        with pytest.raises((type(error), CheckpointError)) as caught:
+            member.reads()
+        return caught.value
+
+    started_at = time.monotonic()
+    first, second = job.do(reads)
+    assert error in (first, getattr(first, "__cause__", None))
+    assert isinstance(second, SourceLostError) and "leads the cold start, failed" in str(second)
+    assert time.monotonic() - started_at < PATIENCE.total_seconds() / 2
+
+
+def test_where_the_first_member_stops_between_the_plan_and_its_reading_the_others_hear_of_it_at_once(
+    job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for who reads what, which it never says."""
+    job = job_of(2)
+    planner = job.members[0].cold_start._planner
+    choose = planner.choose
+
+    def stops(damaged: Any) -> None:
+        choose(damaged)
+        raise MemoryError
+
+    monkeypatch.setattr(planner, "choose", stops)
+
+    def reads(member: Member) -> object:
+        with pytest.raises((MemoryError, SourceLostError)) as caught:
+            member.reads()
+        return caught.value
+
+    started_at = time.monotonic()
+    _, second = job.do(reads)
+    assert "failed: MemoryError" in str(second)
+    assert time.monotonic() - started_at < PATIENCE.total_seconds() / 2
+
+
+def test_a_first_member_that_gives_up_between_two_attempts_says_so(job_of: Callable[..., Job]) -> None:
+    job = job_of(2, patience=SHORT)
+    attempts = job.members[0].cold_start.attempts()
+    next(attempts)
+    attempts.close()  # type: ignore[attr-defined]
+    with pytest.raises(SourceLostError, match="failed: GeneratorExit"):
+        job.members[1].reads()
+
+
+@pytest.mark.parametrize("at", ["read", "choose", "damage"])
+def test_a_reason_that_utf8_has_not_reaches_the_others(
+    job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """As the name of a file may be in an error."""
+    job = job_of(2)
+    what = "no such file: /data/\udcff"
+
+    def fails(*args: Any) -> None:
+        raise StorageError(what, "storage")
+
+    if at == "choose":
+        monkeypatch.setattr(job.members[0].cold_start._planner, "_lead", fails)
+
+    def fill(member: Member) -> None:
+        if member is job.members[0] and at == "read":
+            fails()
+        if member is job.members[0] and member.step == NAME.step and at == "damage":
+            raise CheckpointDamagedError(what, "storage")
+        member.fills()
+
+    outcomes = outcomes_of(job, lambda member: member.reads(fill))
+    if at == "damage":
+        assert outcomes == [OLDER.step] * 2
+        return
+    assert isinstance(outcomes[0], StorageError)
+    assert isinstance(outcomes[1], SourceLostError) and "no such file: /data/?" in str(outcomes[1])
+
+
+def test_a_first_member_that_dies_is_missed_though_somebody_listens_at_its_address(job_of: Callable[..., Job]) -> None:
+    """As its own restart does where ports are fixed."""
+    job = job_of(2, patience=SHORT)
+    first = job.members[0]
+    own = first.cold_start._rendezvous
+    publish = own.publish
+    listening: list[socket.socket] = []
+
+    def dies(about: str, message: Any) -> None:
+        if not about.startswith("decision"):
+            return publish(about, message)
+        port = int(first.transport.metadata().rpartition(":")[2])
+        first.dies()
+        listening.append(socket.create_server(("", port)))
+        raise KilledError
+
+    own.publish = dies  # type: ignore[method-assign]
+    try:
+        outcome = outcomes_of(job)[1]
+    finally:
+        for one in listening:
+            one.close()
+    assert isinstance(outcome, SourceLostError) and "member 0, which leads the cold start, is gone" in str(outcome)
+
+
+def test_a_first_member_whose_address_refuses_leads_as_any(job_of: Callable[..., Job]) -> None:
+    """The others read by themselves what it does not serve."""
+    job = job_of(2, patience=SHORT)
+    first = job.members[0]
+    has_read = threading.Event()
+
+    def fill(member: Member) -> None:
+        member.fills()
+        if member is first:
+            assert has_read.wait(30)
+            time.sleep(2 * SHORT.total_seconds())  # the other waits for the decision, longer than for who says nothing
+        has_read.set()
+
+    with reserved_port() as port:
+        first.cold_start._planner._contact = msgspec.structs.replace(
+            first.cold_start._planner._contact, address=f"http://127.0.0.1:{port}"
+        )
+        assert outcomes_of(job, lambda member: member.reads(fill)) == [NAME.step] * 2
+    for member in job.members:
+        member.check(STATE)
+
+
+def test_a_first_member_that_comes_much_later_is_waited_for_until_it_has_decided(
+    job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It downloads, or tokenises; no word says that it is gone."""
+    monkeypatch.setattr(rendezvous, "_LEADERS_FACTOR", 0.2)
+    job = job_of(2, patience=SHORT)
+    other_has_read = threading.Event()
+
+    def fill(member: Member) -> None:
+        member.fills()
+        other_has_read.set()
+
+    def act(member: Member) -> None:
+        if member is job.members[0]:
+            assert other_has_read.wait(30)
+            time.sleep(3 * 0.2)
+            member.reads()
+        else:
+            member.reads(fill)
+
+    assert outcomes_of(job, act) == [NAME.step] * 2
+
+
 def test_a_first_member_that_never_comes_leads_nobody(job_of: Callable[..., Job]) -> None:
-    job = job_of(2, patience=timedelta(seconds=0.2))
+    job = job_of(2, patience=timedelta(seconds=0.2), timeout=timedelta(seconds=0.5))
     with pytest.raises(
         SourceLostError, match="member 0, which leads the cold start, has said nothing about start in time"
     ):
@@ -303,6 +466,51 @@ def test_a_member_that_comes_late_to_a_start_where_there_was_nothing_finds_nothi
         SourceLostError, match="the first member, which leads the cold start, failed: it found no checkpoint"
     ):
         late.reads()
+    job.close()
+
+
+def test_a_late_member_that_finds_nothing_does_not_begin_where_the_first_one_failed_otherwise(
+    tmp_path: Path, job_of: Callable[..., Job]
+) -> None:
+    """The job is not at its beginning: there is a checkpoint, which this member does not see."""
+    job_of(1)
+    job = Job(2)
+    first, late = job.starts(
+        lambda number: [storage_in(tmp_path if not number else tmp_path / "other")], patience=SHORT
+    )
+
+    def fails(member: Member) -> None:
+        raise StorageError("the mount is gone", "storage")
+
+    with pytest.raises(StorageError):
+        first.reads(fails)
+    with pytest.raises(SourceLostError, match="failed: StorageError: the mount is gone"):
+        late.reads()
+    job.close()
+
+
+def test_a_late_member_that_finds_nothing_begins_with_nothing_where_nobody_found_anything(tmp_path: Path) -> None:
+    job = Job(2)
+    first, late = job.starts(lambda _: [storage_in(tmp_path)], patience=SHORT)
+    for member in (first, late):
+        with pytest.raises(CheckpointNotFoundError):
+            member.reads()
+    job.close()
+
+
+def test_where_no_storage_can_be_listed_that_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(2)
+    members = job.starts(lambda number: [storage_in(tmp_path / str(number))])
+
+    def fails(path: str = "") -> list[str]:
+        raise StorageError("503: slow down", "storage")
+
+    monkeypatch.setattr(members[0].storages[0], "names", fails)
+    first, second = outcomes_of(job)
+    assert isinstance(first, StorageError) and "503" in str(first)
+    assert isinstance(second, SourceLostError) and "failed: 503: slow down" in str(second)
     job.close()
 
 
@@ -368,7 +576,7 @@ def test_a_word_of_the_first_member_that_cannot_be_used_is_an_error_by_name(
     job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, word: bytes
 ) -> None:
     """It is not executed, and takes no memory."""
-    job = job_of(2)
+    job = job_of(2, patience=SHORT)
     first, second = job.members
     own = first.cold_start._rendezvous
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable
 
@@ -12,6 +14,7 @@ import pytest
 from support.ports import reserved_port
 from torch.distributed import PrefixStore, TCPStore
 
+from torchft_ckpt.checkpointing.durable.cooperative_read import plan, rendezvous
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import MAX_BLOB_BYTES, KeyValueStore
 from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import Rendezvous
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
@@ -75,14 +78,68 @@ def test_the_first_members_word_holds_for_all(store: TCPStore) -> None:
     assert [member.agree("who", decode) for member in members[1:]] == [Word("all")] * 2
 
 
-def test_a_first_member_that_is_gone_is_not_waited_for_and_its_last_word_still_holds(store: TCPStore) -> None:
-    members = [Rendezvous(KeyValueStore(store), number, 2, 600.0) for number in range(2)]
+def test_a_first_member_that_is_gone_is_not_waited_for_and_its_last_word_still_holds(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "WAIT_SLICE_S", 0.1)
+    members = [Rendezvous(KeyValueStore(store), number, 2, 0.2) for number in range(2)]
+    members[0].start_leading()
     members[0].publish("last", Word("all"))
-    with reserved_port() as port:
-        members[1].addresses[0] = f"http://127.0.0.1:{port}"
-        assert members[1].agree("last", decode) == Word("all")
+    members[0].stop_leading()
+    for _ in range(2):  # whenever it is looked for
+        assert members[1].agree("last", decode, patience_s=600.0) == Word("all")
         with pytest.raises(SourceLostError, match="member 0, which leads the cold start, is gone"):
-            members[1].agree("next", decode)
+            members[1].agree("next", decode, patience_s=600.0)
+
+
+def test_a_first_member_that_lives_is_waited_for_however_long_one_did_not_look(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    leader, other = (Rendezvous(KeyValueStore(store), number, 2, 30.0) for number in range(2))
+    assert not other.is_gone(0), "it has not come"
+    leader.store.put("beat/0", b"1")
+    assert not other.is_gone(0)
+    now[0] = 31.0
+    assert other.is_gone(0)
+    leader.store.put("beat/0", b"2")
+    assert not other.is_gone(0), "it was only slow"
+    now[0] = 900.0  # this one reads its share
+    assert other.collect("topic", decode, [0], patience_s=0.0) == {}
+    assert not other.is_gone(0), "it is looked for since now"
+    now[0] = 931.0
+    assert other.is_gone(0)
+    assert not Rendezvous(KeyValueStore(store), 1, 2, 30.0).is_gone(0), "this one looks for the first time"
+
+
+def test_a_first_member_that_has_failed_is_not_waited_for(store: TCPStore) -> None:
+    leader, other = (Rendezvous(KeyValueStore(store), number, 2, 600.0) for number in range(2))
+    leader.start_leading()
+    leader.publish("last", Word("all"))
+    leader.fail("no descriptors at /data/\udcff")
+    assert other.agree("last", decode) == Word("all")
+    with pytest.raises(SourceLostError, match=r"which leads the cold start, failed: no descriptors at /data/\?"):
+        other.agree("next", decode)
+    leader.stop_leading()
+
+
+def test_one_failed_probe_after_a_long_time_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(socket, "create_connection", lambda *args, **kwargs: socket.socket())
+    member = Rendezvous(None, 0, 2, 30.0)  # type: ignore[arg-type]
+    member.addresses[1] = "http://127.0.0.1:1"
+    assert not member.is_gone(1)
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", fails)
+    now[0] = 60.0
+    assert not member.is_gone(1)
+    now[0] = 91.0
+    assert member.is_gone(1)
 
 
 def test_what_a_member_says_last_is_heard_though_it_is_gone_when_it_is_looked_for(
@@ -125,6 +182,17 @@ def test_a_store_that_is_gone_is_a_lost_source(store: TCPStore) -> None:
     ):
         with pytest.raises(SourceLostError, match="the store at which the members meet"):
             act()
+
+
+def test_words_that_would_fill_the_memory_are_refused_when_they_are_read() -> None:
+    contact = '"contact":{"address":"","identity":"%s","nonce":""}' % ("0" * 32)
+    for num_checkpoints, num_parts in ((plan.MAX_CANDIDATES + 1, 0), (1, (1 << 16) + 1)):
+        seen = {f"step-{number}": ["part"] * num_parts for number in range(num_checkpoints)}
+        hello = f'{{{contact},"checkpoints":{msgspec.json.encode(seen).decode()}}}'
+        with pytest.raises(msgspec.ValidationError, match="length <="):
+            plan._decode_hello(hello.encode())
+    with pytest.raises(msgspec.ValidationError, match="num_batches"):
+        plan._decode_word(b'{"type":"plan","checkpoint":"","num_batches":33,"readers":{}}')
 
 
 def test_a_member_has_a_number_of_the_job(store: TCPStore) -> None:

@@ -8,8 +8,8 @@ Members that start together are led by the first one. It names the checkpoint (`
 reports whether it could, and the first member decides for all: go on from it, or from the one before. So no two of them ever
 begin from different checkpoints. A member that cannot know what the others begin from raises:
 
-- The first member, or the store, is gone before it has decided: `SourceLostError`, for all others. A new start is led by
-  another.
+- The first member fails, or it or the store is gone, before it has decided: `SourceLostError`, for all others. A new start is
+  led by another.
 - The first member says nothing for four times `patience`: a member reads the newest whole checkpoint by itself, and so does one
   that came too late to be counted in. It goes on when the first member has decided for this very checkpoint, and raises else.
   It never goes back to an older one by itself.
@@ -18,7 +18,6 @@ begin from different checkpoints. A member that cannot know what the others begi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,7 +31,7 @@ from torch.distributed import Store
 
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.checkpointing.durable.cooperative_read.plan import Planner
-from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import Rendezvous
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import MAX_REASON, Rendezvous, told
 from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
@@ -51,8 +50,7 @@ from torchft_ckpt.errors import (
 logger = logging.getLogger(__name__)
 _REPORTS_FACTOR = 2.0
 """So many times as long as for another word a member is waited for that reads, or brings its state to where it is used."""
-_MAX_REASON = 2000
-_Reason = Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+_Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,8 @@ class MeetingPlace:
     num_members: int
     transport: HTTPTransport[Any]
     """Serves what this member read to the others. Its token is what the members prove to each other."""
+    has_gathered: bool = False
+    """Whether all of them were there a moment ago. Else the first one may be late, and is waited for as long as a decision."""
 
 
 class _ReadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +86,8 @@ class _Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why they go back to the one before."""
     failure: _Reason = ""
     """Why the first member cannot go on."""
+    is_not_found: bool = False
+    """It cannot, because there is no checkpoint."""
 
 
 _decode_report = msgspec.json.Decoder(_ReadReport).decode
@@ -135,7 +137,7 @@ class ColdStart:
         step: only of this step.
         place: where the others are; None: this process starts alone.
         patience: how long a member is waited for that says nothing.
-        timeout: how long the first member may take to decide while it can be reached, and fetching from the others.
+        timeout: how long the first member may take to decide while it lives, and fetching from the others.
         stall_timeout: a member is given up when a connection to it gets no byte for so long.
     """
 
@@ -160,6 +162,9 @@ class ColdStart:
         """Whether the first member leads this one; None: it has not been asked."""
         self.has_written = False
         """Whether memory of a target was written to, or may have been."""
+        self._num_told = 0
+        """So many times this member has told the others about an attempt."""
+        self._has_failed = False
         self.bytes_from_storage = self.bytes_from_peers = 0
         if self._place is not None:
             store = KeyValueStore(
@@ -186,13 +191,22 @@ class ColdStart:
             SourceLostError, SourceRefusedError: what the others begin from is not known, or is another one than was read here.
             Of all, and of what is raised within an attempt, `state_overwritten` says whether something was written to before.
         """
-        while True:
-            with self._torn_if_written():
-                attempt = self._choose()
-            yield self._reading(attempt)
-            with self._torn_if_written():
-                if self._is_decided_for(attempt):
-                    return
+        try:
+            if self._place is not None and self._rendezvous.leads:
+                self._rendezvous.start_leading()
+            while True:
+                with self._torn_if_written():
+                    attempt = self._choose()
+                yield self._reading(attempt)
+                with self._torn_if_written():
+                    if self._is_decided_for(attempt):
+                        return
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            if self._place is not None:
+                self._rendezvous.stop_leading()
 
     def _torn_if_written(self) -> AbstractContextManager[None]:
         return torn_where_it_raises("reading the newest checkpoint", "checkpoint", lambda: self.has_written)
@@ -207,7 +221,7 @@ class ColdStart:
                 self.has_written = self.has_written or error.state_overwritten
             except BaseException as error:
                 self.has_written = self.has_written or attempt.has_filled
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(error)
                 raise
             finally:
                 if attempt.shared is not None:
@@ -233,14 +247,11 @@ class ColdStart:
         except CheckpointNotFoundError as error:
             if self._is_alone:
                 self._compare("", self._learn_decision())
-            self._fail("it found no checkpoint")
+            self._fail(error, is_not_found=True)
             if not self._damaged:
                 raise
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._damaged.items())
             raise CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party) from error
-        except CheckpointError as error:
-            self._fail(str(error))
-            raise
         return attempt
 
     def _choose_together(self, place: MeetingPlace) -> Attempt | None:
@@ -279,7 +290,7 @@ class ColdStart:
             SourceLostError, SourceRefusedError: what the others go on from is not known, or is another one.
         """
         name = str(attempt.checkpoint.name)
-        own = "" if attempt.damage is None else str(attempt.damage)[:_MAX_REASON] or "damaged"
+        own = "" if attempt.damage is None else told(str(attempt.damage)) or "damaged"
         if self._is_alone:
             if attempt.damage is not None:
                 raise attempt.damage
@@ -299,6 +310,7 @@ class ColdStart:
         meeting = self._rendezvous
         number = len(self._damaged)
         decision = _Decision(name, self._find_damage(name, own, number)) if meeting.leads else None
+        self._num_told = number + 1  # before it is said: nothing that is raised from here on takes it back
         if not meeting.leads:
             meeting.publish(f"report {number}", _ReadReport(own))
         return meeting.agree(f"decision {number}", _decode_decision, decision, patience_s=self._timeout_s)
@@ -321,7 +333,8 @@ class ColdStart:
         Raises:
             SourceLostError: it is not known.
         """
-        self._planner.learn_start()
+        is_expected = self._place is None or self._place.has_gathered
+        self._planner.learn_start(patience_s=None if is_expected else self._timeout_s)
         for number in count():
             decision = self._rendezvous.agree(f"decision {number}", _decode_decision, patience_s=self._timeout_s)
             if not decision.damage:
@@ -334,7 +347,7 @@ class ColdStart:
         Raises:
             SourceLostError, SourceRefusedError: they do not.
         """
-        if decision.failure and name:
+        if decision.failure and (name or not decision.is_not_found):
             raise SourceLostError(
                 f"the first member, which leads the cold start, failed: {decision.failure}", "member 0"
             )
@@ -344,13 +357,23 @@ class ColdStart:
                 "members",
             )
 
-    def _fail(self, reason: str) -> None:
-        """Tell the others that this member does not start; nothing where it starts alone."""
-        if self._place is None or self._is_alone:
+    def _fail(self, error: BaseException, *, is_not_found: bool = False) -> None:
+        """Tell the others that this member does not start, once; nothing where it starts alone. Raises nothing.
+
+        Args:
+            error: why.
+            is_not_found: because there is no checkpoint.
+        """
+        if self._place is None or self._is_alone or self._has_failed:
             return
-        number = len(self._damaged)
-        with contextlib.suppress(SourceLostError):
-            if self._rendezvous.leads:
-                self._rendezvous.publish(f"decision {number}", _Decision(failure=reason[:_MAX_REASON]))
-            else:
-                self._rendezvous.publish(f"report {number}", _ReadReport(has_failed=True))
+        self._has_failed = True
+        try:
+            if not self._rendezvous.leads:
+                self._rendezvous.publish(f"report {self._num_told}", _ReadReport(has_failed=True))
+                return
+            reason = told("it found no checkpoint" if is_not_found else f"{type(error).__name__}: {error}")
+            decision = _Decision(failure=reason, is_not_found=is_not_found)
+            self._rendezvous.publish(f"decision {self._num_told}", decision)
+            self._rendezvous.fail(reason)
+        except Exception as problem:  # noqa: BLE001 - what is raised is why this member does not start
+            logger.warning("the others are not told that this member does not start: %s", problem)

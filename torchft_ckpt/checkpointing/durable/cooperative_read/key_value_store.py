@@ -46,7 +46,9 @@ _decode_head = msgspec.json.Decoder(_Head).decode
 
 
 class KeyValueStore:
-    """Used by one thread at a time. Methods raise `SourceLostError` where the store cannot be reached any more.
+    """Used by one thread at a time, but for `put`, which any thread may call.
+
+    Methods raise `SourceLostError` where the store cannot be reached any more.
 
     Args:
         store: a `TCPStore`, or a `PrefixStore` of one, that all members are connected to; nobody else blocks on this client
@@ -64,7 +66,7 @@ class KeyValueStore:
         self._warned_of: set[str] = set()
 
     def put(self, key: str, data: bytes) -> None:
-        """Publish a blob. Each key is put once, by one member.
+        """Publish a blob. Each key is put by one member, once where all are to read the same.
 
         Raises:
             ValueError: more than `MAX_BLOB_BYTES`.

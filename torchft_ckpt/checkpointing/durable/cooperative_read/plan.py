@@ -10,6 +10,7 @@ It reads manifests; no tensor is read here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import LEADER, Rendezvous
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import LEADER, MAX_REASON, Rendezvous, told
 from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest, decode_part, encode_part
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
@@ -31,6 +32,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointNotFoundError,
     SourceLostError,
     SourceRefusedError,
@@ -41,7 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_CANDIDATES = 64
 """Checkpoints that a member speaks of, the newest; retention keeps fewer."""
 _BATCH_BYTES = 64 * 1024 * 1024
-_MAX_REASON = 4000
+_MAX_BATCHES = 32
+_MAX_PARTS = 1 << 16
 _Name = Annotated[str, msgspec.Meta(max_length=256)]
 _Member = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -60,7 +63,10 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A member is here."""
 
     contact: Contact
-    checkpoints: dict[_Name, list[_Name]]
+    checkpoints: Annotated[
+        dict[_Name, Annotated[list[_Name], msgspec.Meta(max_length=_MAX_PARTS)]],
+        msgspec.Meta(max_length=MAX_CANDIDATES),
+    ]
     """What it sees: by the name of a checkpoint, the names of the manifests in it. The first member does not say so."""
 
 
@@ -81,7 +87,7 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan")
     """Of the first member: what all read. The manifests follow, in batches."""
 
     checkpoint: _Name
-    num_batches: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    num_batches: Annotated[int, msgspec.Meta(ge=0, le=_MAX_BATCHES)]
     readers: dict[_Name, list[_Member]]
     """Who can read a part, by its manifest's name; parts that all can read are not in it."""
 
@@ -89,7 +95,7 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan")
 class _NoPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="no plan"):
     """Of the first member: there is nothing to read, or it cannot go on."""
 
-    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
     is_not_found: bool
 
 
@@ -138,6 +144,8 @@ class Planner:
         self._contacts: Mapping[int, Contact] = {}
         self._seen: dict[int, Mapping[str, Sequence[str]]] = {}
         """Of the first member alone: what each sees."""
+        self._failure: StorageError | None = None
+        """Why none of the storages here could be listed."""
         self._num_words = 0
 
     def meet(self) -> bool:
@@ -147,10 +155,10 @@ class Planner:
             SourceLostError: the first member is gone, or the store.
         """
         meeting = self._rendezvous
-        seen = {} if meeting.leads else _look(self._storages, self._step)
+        seen = {} if meeting.leads else self._look()
         meeting.publish("hello", _Hello(self._contact, seen))
         if meeting.leads:
-            own = _look(self._storages, self._step)
+            own = self._look()
             hellos = meeting.collect("hello", _decode_hello, range(meeting.num_members))
             self._seen = {LEADER: own, **{member: hello.checkpoints for member, hello in hellos.items()}}
             start = _Start({LEADER: self._contact, **{member: hello.contact for member, hello in hellos.items()}})
@@ -160,20 +168,22 @@ class Planner:
         leader = meeting.ask_leader("hello", _decode_hello)
         if leader is None:
             return False
-        meeting.addresses[LEADER] = leader.contact.address
-        told = meeting.ask_leader("start", _decode_start)
-        if told is not None:
-            self._begin(told)
+        start_of_all = meeting.ask_leader("start", _decode_start)
+        if start_of_all is not None:
+            self._begin(start_of_all)
         return self._is_counted_in()
 
-    def learn_start(self) -> None:
+    def learn_start(self, *, patience_s: float | None = None) -> None:
         """Learn from the first member who takes part, where that is not known yet.
+
+        Args:
+            patience_s: see `Rendezvous.ask_leader`.
 
         Raises:
             SourceLostError: the first member is gone, or has not said so in time a second time.
         """
         if not self._contacts:
-            self._begin(self._rendezvous.agree("start", _decode_start))
+            self._begin(self._rendezvous.agree("start", _decode_start, patience_s=patience_s))
 
     def choose(self, damaged: Collection[str]) -> Agreement | None:
         """Choose the newest checkpoint that is whole over all members together. All of them call it.
@@ -188,16 +198,35 @@ class Planner:
             CheckpointNotFoundError: there is none; the message says what was skipped, and why. All members come to the same.
             SourceLostError: the first member is gone or cannot go on, or the store is gone.
             SourceRefusedError: the first member has said something that cannot be used.
+            StorageError: this is the first member, none of its storages could be listed, and nobody sees a checkpoint.
         """
         if not self._rendezvous.leads:
             return self._follow()
         try:
             return self._lead(damaged)
-        except Exception as error:
+        except BaseException as error:
             is_not_found = isinstance(error, CheckpointNotFoundError)
-            if not isinstance(error, SourceLostError):
-                self._publish_word(_NoPlan(str(error)[:_MAX_REASON], is_not_found))
+            with contextlib.suppress(SourceLostError):
+                self._publish_word(_NoPlan(told(str(error)), is_not_found))
             raise
+
+    def _look(self) -> dict[str, list[str]]:
+        """Return, by the name of a checkpoint, the names of the manifests that can be read here."""
+        found: dict[str, set[str]] = {}
+        failures: list[StorageError] = []
+        for storage in self._storages:
+            try:
+                wanted = [name for name in list_checkpoints(storage) if self._step in (None, name.step)]
+                for name in wanted[:MAX_CANDIDATES]:
+                    parts = {entry for entry in storage.names(str(name)) if parse_part(entry) is not None}
+                    found.setdefault(str(name), set()).update(parts)
+            except StorageError as error:
+                failures.append(error)
+                logger.warning("storage %s is left aside: %s", storage.location, error)
+        if failures and len(failures) == len(self._storages):
+            self._failure = failures[0]
+        newest = sorted(found, reverse=True)[:MAX_CANDIDATES]
+        return {name: sorted(found[name]) for name in newest}
 
     def _is_counted_in(self) -> bool:
         return self._contacts.get(self._rendezvous.member) == self._contact
@@ -230,6 +259,8 @@ class Planner:
         names = {
             parsed for seen in self._seen.values() for name in seen if (parsed := parse_checkpoint(name)) is not None
         }
+        if not names and self._failure is not None:
+            raise self._failure
         for name in sorted(names, reverse=True):
             if str(name) in damaged or self._step not in (None, name.step):
                 continue
@@ -292,6 +323,8 @@ class Planner:
                 batches.append({})
                 num_bytes = len(text)
             batches[-1][part.name.manifest] = text
+        if len(batches) > _MAX_BATCHES:
+            raise CheckpointError(f"the manifests of {checkpoint.name} are too long to be told", str(checkpoint.name))
         for number, batch in enumerate(batches):
             self._rendezvous.publish(f"manifests {self._num_words} {number}", _Manifests(batch))
         partial = {part.manifest: sorted(able) for part, able in readers.items() if not able >= everybody}
@@ -356,21 +389,6 @@ class Planner:
             readers if plan.readers else None,
             {member: contact.identity for member, contact in self._contacts.items()},
         )
-
-
-def _look(storages: Sequence[Storage], step: int | None) -> dict[str, list[str]]:
-    """Return, by the name of a checkpoint, the names of the manifests that can be read here."""
-    found: dict[str, set[str]] = {}
-    for storage in storages:
-        try:
-            wanted = [name for name in list_checkpoints(storage) if step is None or name.step == step]
-            for name in wanted[:MAX_CANDIDATES]:
-                parts = {entry for entry in storage.names(str(name)) if parse_part(entry) is not None}
-                found.setdefault(str(name), set()).update(parts)
-        except StorageError as error:
-            logger.warning("storage %s is left aside: %s", storage.location, error)
-    newest = sorted(found, reverse=True)[:MAX_CANDIDATES]
-    return {name: sorted(found[name]) for name in newest}
 
 
 def _where(storages: Sequence[Storage], name: CheckpointName) -> dict[str, list[Storage | None]]:

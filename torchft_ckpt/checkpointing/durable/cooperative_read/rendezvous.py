@@ -1,6 +1,8 @@
 """One member's side of what members of a cold start tell each other: JSON of checked types, under topics, in a shared store.
 
-The first member leads: what all have to do alike, it decides and publishes. The others wait for its word, with a limit.
+The first member leads: what all have to do alike, it decides and publishes. The others wait for its word, with a limit. That it
+lives they see in the store, which all of them reach: not by whether somebody listens at its address, who may be another, or may
+not be reached from everywhere.
 """
 
 from __future__ import annotations
@@ -8,21 +10,43 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from itertools import count
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import WAIT_SLICE_S, KeyValueStore
 from torchft_ckpt.errors import ConfigError, SourceLostError
+from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 _M = TypeVar("_M")
 LEADER = 0
 _PROBE_S = 1.0
 _LEADERS_FACTOR = 4.0
+_BEATS = 10
+"""So often in the time after which it counts as gone the first member shows that it lives."""
+_BEAT, _FAILED = f"beat/{LEADER}", f"failed/{LEADER}"
+MAX_REASON = 2000
+
+
+class _Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the first member: it says nothing more."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+
+
+_decode_failure = msgspec.json.Decoder(_Failure).decode
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def told(reason: str) -> str:
+    """Return a reason as it can be told to others: of a bounded length, and without what UTF-8 has not (names of files)."""
+    return reason[:MAX_REASON].encode(errors="replace").decode()
 
 
 class Rendezvous:
@@ -34,7 +58,8 @@ class Rendezvous:
         store: all members write to it.
         member: this one's number, from 0.
         num_members: how many there are.
-        patience_s: how long to wait for a member that says nothing, or that cannot be reached.
+        patience_s: how long to wait for a member that says nothing, or that cannot be reached. The first member is gone where
+            it has not shown for so long that it lives.
     """
 
     def __init__(self, store: KeyValueStore, member: int, num_members: int, patience_s: float) -> None:
@@ -47,12 +72,41 @@ class Rendezvous:
         self.addresses: dict[int, str] = {}
         """Where the others listen, as far as they have said so."""
         self._prefix = ""
-        self._reached_at: dict[int, float] = {}
+        self._unreached_since: dict[int, float] = {}
+        self._is_over = threading.Event()
+        self._beat: bytes | None = None
+        """The last one that was seen of the first member."""
+        self._beat_at = 0.0
+        """When it was seen; where that was before it was waited for, since when it is."""
+        self._failure: _Failure | None = None
+        """What the first member has said last."""
 
     @property
     def leads(self) -> bool:
         """Whether this is the first member."""
         return self.member == LEADER
+
+    def start_leading(self) -> None:
+        """Show the others that the first member lives, until `stop_leading`."""
+        self.store.put(_BEAT, b"0")
+        Thread(self._beat_on, "torchft_ckpt-leads").start()
+
+    def stop_leading(self) -> None:
+        """Show it no longer. May be called twice, and without `start_leading`."""
+        self._is_over.set()
+
+    def _beat_on(self) -> None:
+        for number in count(1):
+            if self._is_over.wait(self.patience_s / _BEATS):
+                return
+            try:
+                self.store.put(_BEAT, str(number).encode())
+            except SourceLostError as error:
+                logger.debug("the others do not see that member %d lives: %s", self.member, error)
+
+    def fail(self, reason: str) -> None:
+        """As the first member, tell those who wait for a word that none comes any more."""
+        self.store.put(_FAILED, msgspec.json.encode(_Failure(told(reason))))
 
     def bind(self, nonces: Mapping[int, str]) -> None:
         """Put a digest of what each member made up for this start before all topics from here on.
@@ -88,6 +142,7 @@ class Rendezvous:
         """
         until = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
         waiting = [member for member in members if member != self.member]
+        self._beat_at = time.monotonic()
         found: dict[int, _M] = {}
         while waiting:
             left_s = until - time.monotonic()
@@ -102,7 +157,7 @@ class Rendezvous:
                     continue
                 try:
                     message = found[member] = decode(data)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                except _UNREADABLE as error:
                     logger.warning("member %d said something about %s that cannot be read: %s", member, topic, error)
                     continue
                 if on_message is not None:
@@ -121,11 +176,15 @@ class Rendezvous:
             patience_s: default: four times that for other members, as the first member waits for those before it speaks.
 
         Raises:
-            SourceLostError: the first member is gone.
+            SourceLostError: the first member is gone, or has failed.
         """
         limit_s = _LEADERS_FACTOR * self.patience_s if patience_s is None else patience_s
         found = self.collect(topic, decode, [LEADER], patience_s=limit_s)
         if LEADER not in found and self.is_gone(LEADER):
+            if self._failure is not None:
+                raise SourceLostError(
+                    f"the first member, which leads the cold start, failed: {self._failure.reason}", "member 0"
+                )
             raise SourceLostError(
                 f"member {LEADER}, which leads the cold start, is gone: nothing more is heard about {topic}", "member 0"
             )
@@ -150,7 +209,12 @@ class Rendezvous:
         return found
 
     def is_gone(self, member: int) -> bool:
-        """Whether nobody listens at a member's address any more, or it cannot be reached for as long as one is waited for."""
+        """Whether nobody listens at a member's address any more, or it cannot be reached for as long as one is waited for.
+
+        The first member: whether it has failed, or has not shown for so long that it lives. One that never came is not gone.
+        """
+        if member == LEADER:
+            return self._is_leader_gone()
         try:
             address = parse_metadata(self.addresses.get(member, ""))
         except SourceLostError:
@@ -158,14 +222,28 @@ class Rendezvous:
         now = time.monotonic()
         try:
             with socket.create_connection((address.host, address.port), timeout=_PROBE_S):
-                self._reached_at[member] = now
+                self._unreached_since.pop(member, None)
                 return False
         except ConnectionRefusedError:
             logger.info("member %d is gone: nobody listens at %s", member, address)
             return True
         except OSError as error:
             logger.debug("member %d may be gone: %s", member, error)
-            return now - self._reached_at.setdefault(member, now) > self.patience_s
+            return now - self._unreached_since.setdefault(member, now) > self.patience_s
+
+    def _is_leader_gone(self) -> bool:
+        failure = self.store.get(_FAILED, 0.0)
+        if failure is not None:
+            try:
+                self._failure = _decode_failure(failure)
+            except _UNREADABLE as error:
+                logger.warning("why the first member failed cannot be read: %s", error)
+            else:
+                return True
+        beat, now = self.store.get(_BEAT, 0.0), time.monotonic()
+        if beat is not None and beat != self._beat:
+            self._beat, self._beat_at = beat, now
+        return self._beat is not None and now - self._beat_at > self.patience_s
 
     def _get(self, topic: str, member: int, timeout_s: float) -> bytes | None:
         return self.store.get(f"{self._prefix}{topic}/{member}", timeout_s)
