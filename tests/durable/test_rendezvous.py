@@ -49,6 +49,22 @@ def test_a_blob_is_waited_for(store: TCPStore) -> None:
     timer.join()
 
 
+def test_who_waits_keeps_no_other_thread_from_its_word(store: TCPStore) -> None:
+    """Else the first member, which waits for the others, could not show them that it lives: they gave it up, under load."""
+    client = KeyValueStore(store)
+    waiting = threading.Thread(target=client.get, args=("last", 60.0))
+    waiting.start()
+    started_at = time.monotonic()
+    for number in range(30):  # each would wait for the end of the store's own wait: seconds
+        client.put("beat", str(number).encode())
+        time.sleep(0.02)
+    took_s = time.monotonic() - started_at
+    client.put("last", b"")
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert took_s < 20
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -3,7 +3,7 @@
 Nothing that is read here is executed: blobs are bounded in length and have a digest. Every wait has a limit.
 
 Whoever reaches the store may write to it. So members who have a token prove what they put there: by an HMAC of the value, of
-the run and of the whole key, which names the topic and the member. What another wrote, or was written for another run, topic or
+the run and of the whole key, which names the topic and the member. A value of anybody else, or one for another run, topic or
 member, is as if it were not there. That the store loses or withholds something cannot be told from a member that says nothing.
 """
 
@@ -14,21 +14,20 @@ import logging
 import time
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Annotated
 
 import msgspec
-from torch.distributed import DistError, DistNetworkError, Store
+from torch.distributed import DistError, Store
 
 from torchft_ckpt.core.services.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import SourceLostError, SourceRefusedError
 
 logger = logging.getLogger(__name__)
 MAX_BLOB_BYTES = 256 * 1024 * 1024
-WAIT_SLICE_S = 2.0
 _CHUNK_BYTES = 4 * 1024 * 1024
 """torch's store closes the connection of a client that sends a value of more than 8 MiB."""
-_LOOK_AGAIN_S = 0.1
+_LOOK_FIRST_S, _LOOK_AGAIN_S = 0.005, 0.1
+"""Pauses between two looks at a key that is not there: the first, doubled until the last."""
 _PROOF_DIGITS = 64
 
 
@@ -39,7 +38,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOB_BYTES)]
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     proof: Annotated[str, msgspec.Meta(max_length=_PROOF_DIGITS)] = ""
-    """That a member put it under this key in this run; empty: members have no token."""
+    """Shows that a member put it under this key in this run; empty: members have no token."""
 
 
 _decode_head = msgspec.json.Decoder(_Head).decode
@@ -146,16 +145,14 @@ class KeyValueStore:
         return f"{self._prefix}{key}" if number is None else f"{self._prefix}{key}/chunk{number}"
 
     def _wait(self, key: str, until: float) -> bool:
+        """Look again and again: the store's own `wait` keeps its connection for itself, and another thread's `put` starves."""
+        pause_s = _LOOK_FIRST_S
         while not self._store.check([self._key(key)]):
             left_s = until - time.monotonic()
             if left_s <= 0:
                 return False
-            try:
-                self._store.wait([self._key(key)], timedelta(seconds=max(min(left_s, WAIT_SLICE_S), 0.01)))
-            except DistNetworkError:
-                raise
-            except DistError:
-                continue  # it was not there in time
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LOOK_AGAIN_S)
         return True
 
 

@@ -19,13 +19,15 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import WAIT_SLICE_S, KeyValueStore
+from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.errors import ConfigError, SourceLostError
 from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 _M = TypeVar("_M")
 LEADER = 0
+WAIT_SLICE_S = 2.0
+"""So long a word of one member is waited for before it is looked whether members are gone."""
 _PROBE_S = 1.0
 _LEADERS_FACTOR = 4.0
 _BEATS = 10
@@ -70,7 +72,7 @@ class Rendezvous:
         self.num_members = num_members
         self.patience_s = patience_s
         self.addresses: dict[int, str] = {}
-        """Where the others listen, as far as they have said so."""
+        """Of the others, as far as they have said where they listen."""
         self._prefix = ""
         self._unreached_since: dict[int, float] = {}
         self._is_over = threading.Event()
@@ -79,7 +81,7 @@ class Rendezvous:
         self._beat_at = 0.0
         """When it was seen; where that was before it was waited for, since when it is."""
         self._failure: _Failure | None = None
-        """What the first member has said last."""
+        """The last word of the first member, where it failed."""
 
     @property
     def leads(self) -> bool:
