@@ -99,24 +99,24 @@ _MAX_STARTS = 3
 
 
 class Tier(Enum):
-    """Where a save goes."""
+    """The storage that a save goes to."""
 
     STORAGE = "storage"
-    """What all ranks can read."""
+    """A storage that all ranks can read."""
     LOCAL = "local"
     """The disk of this host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Where a state came from, or is to come from."""
+    """The place that a state came from, or is to come from."""
 
     source: RestoreSource
     step: int | None
     """None where there is no state yet."""
     reason: str
     rank_state: object = None
-    """What this rank gave as `rank_state` to `save`; None where it is not the rank that saved it."""
+    """The `rank_state` that this rank gave to `save`; None where another rank saved it."""
     bytes_from_storage: int = 0
     bytes_from_peers: int = 0
 

@@ -55,7 +55,7 @@ _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Where members meet, and this one's place among them."""
+    """The store at which members meet, and this member's place among them."""
 
     store: Store
     run: str
@@ -73,7 +73,7 @@ class _ReadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a member could read the checkpoint of an attempt."""
 
     damage: _Reason = ""
-    """What is not as it was written; empty: nothing."""
+    """The bytes that are not as they were written; empty: there are none."""
     has_failed: bool = False
     """It does not start, for a reason that is not the checkpoint's."""
 
@@ -112,7 +112,7 @@ class Attempt:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is read."""
+        """The checkpoint that is read."""
         return self.reader.checkpoint
 
     def fill(self, wants: Sequence[Want]) -> None:
@@ -220,7 +220,6 @@ class ColdStart:
                 attempt.damage = error
                 self.has_written = self.has_written or error.state_overwritten
             except BaseException as error:
-                self.has_written = self.has_written or attempt.has_filled
                 self._fail(error)
                 raise
             finally:

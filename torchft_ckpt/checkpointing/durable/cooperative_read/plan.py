@@ -50,7 +50,7 @@ _Member = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a member serves what it reads."""
+    """The address at which a member serves the values that it reads."""
 
     address: Annotated[str, msgspec.Meta(max_length=300)]
     identity: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -67,7 +67,7 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dict[_Name, Annotated[list[_Name], msgspec.Meta(max_length=_MAX_PARTS)]],
         msgspec.Meta(max_length=MAX_CANDIDATES),
     ]
-    """What it sees: by the name of a checkpoint, the names of the manifests in it. The first member does not say so."""
+    """The manifests that it sees, by name, under the name of their checkpoint. The first member lists none."""
 
 
 class _Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan")
     checkpoint: _Name
     num_batches: Annotated[int, msgspec.Meta(ge=0, le=_MAX_BATCHES)]
     readers: dict[_Name, list[_Member]]
-    """Who can read a part, by its manifest's name; parts that all can read are not in it."""
+    """The members that can read a part, by its manifest's name; parts that all can read are not in it."""
 
 
 class _NoPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="no plan"):
@@ -116,9 +116,9 @@ class Agreement:
     checkpoint: Checkpoint
     """All of its parts; without a storage those that cannot be read from here."""
     members: tuple[int, ...]
-    """Who takes part, ascending."""
+    """The members that take part, ascending."""
     readers: Mapping[PartName, frozenset[int]] | None
-    """Who can read which part; None where all of them can read everything."""
+    """The members that can read each part; None where all of them can read everything."""
     identities: Mapping[int, str]
     """Of the servers of the others."""
 
