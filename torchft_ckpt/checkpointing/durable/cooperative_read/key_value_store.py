@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_BLOB_BYTES = 256 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 """torch's store closes the connection of a client that sends a value of more than 8 MiB."""
-_LOOK_FIRST_S, _LOOK_AGAIN_S = 0.005, 0.1
+_LOOK_FIRST_S, _LOOK_AGAIN_S = 0.005, 0.25
 """Pauses between two looks at a key that is not there: the first, doubled until the last."""
 _PROOF_DIGITS = 64
 
