@@ -87,7 +87,6 @@ def imported_by(program: str, *arguments: str) -> set[str]:
 @pytest.mark.parametrize(
     "program",
     [
-        "import torchft_ckpt",
         "from torchft_ckpt import *",
         "import torchft_ckpt.checkpointing, torchft_ckpt.checkpointer, torchft_ckpt.manager",
     ],
@@ -99,12 +98,7 @@ def test_importing_the_library_imports_no_integration(program: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_job_that_trains_imports_none() -> None:
-    assert imported_by(JOB + ENDS) == set()
-
-
-@pytest.mark.processes
-def test_nor_does_one_that_saves_durable_checkpoints(tmp_path: Path) -> None:
+def test_a_job_that_trains_and_saves_durable_checkpoints_imports_none(tmp_path: Path) -> None:
     assert imported_by(JOB + SAVES + ENDS, str(tmp_path)) == set()
 
 

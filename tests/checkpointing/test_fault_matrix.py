@@ -52,7 +52,7 @@ from torchft_ckpt.errors import (
 )
 
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20261120"))
-NUM_RANDOM = int(os.environ.get("FAULT_MATRIX_RANDOM", by_default(6, thorough=20)))
+NUM_RANDOM = int(os.environ.get("FAULT_MATRIX_RANDOM", by_default(2, thorough=20)))
 ANY = (TransferError, StateFormatError)
 _DRIPS = 12
 """How many bytes drip before the deadline: fewer than a digest has, which is the least that is left of an answer."""

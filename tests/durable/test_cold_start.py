@@ -165,7 +165,7 @@ def test_damage_that_shows_before_anything_was_read_is_no_torn_state(directory: 
 # A member is lost, late, or cannot read
 
 
-SHORT = timedelta(seconds=2)
+SHORT = timedelta(seconds=1)
 STATE: dict[str, Any] = {"model": {"weight": torch.arange(30_000.0), "bias": torch.ones(7)}}
 OLDER = CheckpointName(NAME.step - 20, NAME.save_id)
 
