@@ -27,7 +27,7 @@ def diloco(
     sync_every: int = 2,
     **options: Any,
 ) -> None:
-    """The loop of the README, for loops that differ in the options alone."""
+    """The loop of the guide to outer loops, for loops that differ in the options alone."""
     model = mlp()
     optimizer = inner(model)
     fragments = [model] if num_fragments == 1 else [model[:2], model[2:]]
@@ -42,7 +42,7 @@ def diloco(
 @idiom(
     "DiLoCo",
     OUTER,
-    "The loop of the README; a group that returns contributes to the round after the one in which it enters.",
+    "The loop of the guide to outer loops; a group that returns contributes to the round after the one in which it enters.",
 )
 def plain_diloco(job: Job) -> None:
     diloco(job)

@@ -25,7 +25,7 @@ def sharded_mlp(job: Job, **options: Any) -> nn.Sequential:
 
 
 def train(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
-    """The loop of the README for sharded models."""
+    """The loop of the guide to sharded models."""
     job.manager(*states(model=model, inner=inner))
     job.average_shards(model)
     optimizer = job.optimizer(inner)
@@ -35,7 +35,7 @@ def train(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@idiom("fully_shard, set_all_reduce_hook, AdamW", SHARDED, "The loop of the README.")
+@idiom("fully_shard, set_all_reduce_hook, AdamW", SHARDED, "The loop of the guide to sharded models.")
 def fsdp(job: Job) -> None:
     model = sharded_mlp(job)
     train(job, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
