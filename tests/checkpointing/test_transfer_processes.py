@@ -47,7 +47,7 @@ def source() -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.fixture
 def destination() -> Iterator[HTTPTransport]:
     transport: HTTPTransport = HTTPTransport(
-        hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=0.3)
+        hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=1)
     )
     yield transport
     transport.shutdown()
