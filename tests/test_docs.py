@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torchft_ckpt import errors
 from torchft_ckpt.__main__ import _parser
 
 REPO = Path(__file__).parent.parent
@@ -63,6 +64,17 @@ def test_commands_of_the_library_are_taken(page: Path, capsys: pytest.CaptureFix
     for line in [*lines, *command.findall(text_of(page))]:
         if "|" not in line and "COMMAND" not in line:
             _parser().parse_args(shlex.split(line, comments=True))
+
+
+def test_every_error_is_explained() -> None:
+    page = (REPO / "docs/errors.md").read_text()
+    tree = [
+        error
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.TorchftCkptError)
+    ]
+    bases = {base for error in tree for base in error.__mro__[1:]}
+    assert [error.__name__ for error in tree if error not in bases and f"`{error.__name__}`" not in page] == []
 
 
 def test_the_readme_is_short_enough_to_be_read() -> None:

@@ -46,9 +46,7 @@ def source() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.fixture
 def destination() -> Iterator[HTTPTransport]:
-    transport: HTTPTransport = HTTPTransport(
-        hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=1)
-    )
+    transport: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=1))
     yield transport
     transport.shutdown()
 
