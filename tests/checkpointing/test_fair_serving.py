@@ -114,14 +114,13 @@ def test_bytes_that_are_asked_for_again_and_again_count_each_time(source, num_ti
     assert len(told) == num_times if status == 200 else told["error"] == "bad_range"
 
 
-def test_a_receiver_asks_for_digests_of_no_more_bytes_than_a_source_gives_at_once(monkeypatch):
-    monkeypatch.setattr(fetch, "MAX_DIGESTED_BYTES", 100)
+def test_a_receiver_asks_for_digests_of_no_more_bytes_than_a_source_gives_at_once():
     sizes = [60, 40, 1, 100, 7] + [0] * (MAX_PARTS + 1) + [99]
     box = SimpleNamespace(sizes=(1,))
     plan: Any = SimpleNamespace(
         parts=[SimpleNamespace(region=SimpleNamespace(num_bytes=size), box=box) for size in sizes]
     )
-    batches = list(fetch._to_digest_at_once(plan, range(len(sizes))))
+    batches = list(fetch._to_digest_at_once(plan, range(len(sizes)), 100))
     assert [part for batch in batches for part in batch] == list(range(len(sizes)))
     assert [sum(sizes[part] for part in batch) for batch in batches] == [100, 1, 100, 7, 99]
     assert max(map(len, batches)) == MAX_PARTS

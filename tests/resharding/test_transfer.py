@@ -192,3 +192,41 @@ def test_a_comparison_with_a_group_that_is_lost_meanwhile_counts_for_nothing():
     transfer.fail_source("b", lost("b"))
     transfer.adopted([], 1)
     assert (transfer.primary, transfer.to_confirm()) == (2, [0])
+
+
+def test_what_is_equal_here_is_skipped_and_the_rest_comes_from_the_sources() -> None:
+    transfer = transfer_of({"a": [0, 1, 2]}, {"a": 0}, 3)
+    assert transfer.claim([0, 1], 0) == [0, 1]
+    assert (ask(transfer, "a"), transfer.missing()) == ([2], [0, 1, 2])  # nobody is asked for what is compared
+    transfer.compared([1], 0)
+    assert (transfer.missing(), transfer.skipped_bytes) == ([0, 2], 10)
+    bring(transfer, "a", 2)
+    assert ask(transfer, "a") == [0]
+    bring(transfer, "a", 0)
+    assert (transfer.over, transfer.outcome, transfer.received_bytes, transfer.skipped_bytes) == (True, None, 20, 10)
+
+
+def test_the_last_part_that_is_compared_ends_it() -> None:
+    transfer = transfer_of({"a": [0, 1]}, {"a": 0}, 2)
+    bring(transfer, "a", 0)
+    assert transfer.claim([0, 1], 0) == [1]  # what is here need not be compared
+    assert not transfer.over
+    transfer.compared([1], 0)
+    assert (transfer.over, transfer.outcome) == (True, None)
+
+
+def test_what_is_compared_with_a_primary_that_is_lost_meanwhile_does_not_count() -> None:
+    transfer = transfer_of({"a": [0, 1, 2], "b": [0, 1, 2]}, {"a": 0, "b": 1}, 3)
+    transfer.claim([0], 0)
+    transfer.compared([0], 0)
+    assert transfer.claim([1], 0) == [1]
+    transfer.fail_source("a", lost("a"))
+    assert transfer.to_confirm() is None, "what is being compared is not known"
+    transfer.compared([1], 0)
+    assert transfer.to_confirm() == [0]
+    assert transfer.claim([1], 1) == [], "what is held is compared first"
+    transfer.adopted([0], 1)
+    assert transfer.claim([1], 0) == [], "the digests are those of a group that does not count any more"
+    assert (transfer.missing(), transfer.skipped_bytes, transfer.received_bytes) == ([0, 1, 2], 0, 0)
+    bring(transfer, "b", 0, 1, 2)
+    assert (transfer.outcome, transfer.received_bytes, transfer.over) == (None, 30, True)

@@ -42,6 +42,8 @@ _GRACE_S = 0.5
 _PRIMARY_PATIENCE_S = 2.0
 _ACKNOWLEDGED_S = 0.5
 """Between two acknowledgements: working one out takes a while where there are many parts."""
+_FEW_SAMPLES = 32
+_COMPARED_AT_ONCE_BYTES = 16 * 1024 * 1024
 _NUMBER_BYTES = 20
 """Of JSON, with its comma: no number of a part is longer."""
 
@@ -104,6 +106,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         with self._running():
             groups, plan = self._choose_primary()
             state.begin(plan, candidates_among(groups), max_units=_parts_at_once(plan))
+            self._spawn(self._take_from_here, None)
             self._wait()
         if state.outcome is not None:
             raise state.outcome
@@ -298,6 +301,62 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
             with self._lock:
                 self._is_comparing = False
 
+    def _take_from_here(self) -> None:
+        """Take what is equal here from here, beside what the sources bring.
+
+        Of each rank of the primary group a few samples are compared first. The fetch does not need it: whatever goes wrong costs
+        no source.
+        """
+        plan = self._state.plan
+        tried: set[int] = set()
+        for name in [name for name in plan.holders if self._state.is_primary(name)]:
+            parts = [part for part in plan.holders[name] if plan.parts[part].local is not None and part not in tried]
+            try:
+                tried.update(self._compare_with(name, parts) if parts else ())
+            except CheckpointError as error:
+                logger.info("what is here is not compared with %s any more: %s", name, error)
+            except Exception:
+                logger.exception("comparing what is here with %s failed unexpectedly", name)
+                return
+
+    def _compare_with(self, name: str, parts: Sequence[int]) -> list[int]:
+        """Take parts from here of which a source has the same; return those that were compared."""
+        state, plan = self._state, self._state.plan
+        group, manifest = plan.group_of[name], self._state.manifest_of(name)
+        likely: list[int] = []
+
+        def compare(client: SourceClient) -> None:
+            if manifest is None or not self._equal_samples(client, manifest, parts[:: len(parts) // _FEW_SAMPLES + 1]):
+                return
+            likely[:] = self._equal_samples(client, manifest, parts)
+            # From the end: the sources are asked from the beginning.
+            for some in _to_digest_at_once(plan, likely[::-1], _COMPARED_AT_ONCE_BYTES):
+                batch = [] if state.over else state.missing_of(some)
+                if not batch:
+                    continue
+                digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch))
+                told = dict(zip(batch, digests, strict=True))
+                equal: list[int] = []
+                claimed = state.claim(batch, group)  # not before: nobody waits for an answer
+                try:
+                    equal += [part for part in claimed if plan.take_local(part) == told[part]]
+                finally:
+                    state.compared(equal, group)
+
+        self._over_any(self._sources[name], compare)
+        return likely
+
+    def _equal_samples(self, client: SourceClient, manifest: Manifest, parts: Sequence[int]) -> list[int]:
+        """Return the missing parts of which the sample that is here is the source's."""
+        state, plan = self._state, self._state.plan
+        at_once, found = _parts_at_once(plan), list[int]()
+        for at in range(0, len(parts), at_once):
+            batch = [] if state.over else state.missing_of(parts[at : at + at_once])
+            if batch:
+                digests = client.fetch_part_digests(manifest, plan.ask_for(client.name, batch, samples=True))
+                found += [part for part, told in zip(batch, digests, strict=True) if plan.sample_here(part) == told]
+        return found
+
     def _ask_primary(self, parts: Iterable[int]) -> dict[int, bytes]:
         """Return the BLAKE3 digests that the primary group has for parts, as far as it can be asked."""
         by_holder: dict[str, list[int]] = {}
@@ -324,7 +383,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         plan = self._state.plan
 
         def ask(client: SourceClient) -> None:
-            for batch in _to_digest_at_once(plan, asked):
+            for batch in _to_digest_at_once(plan, asked, MAX_DIGESTED_BYTES):
                 digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch))
                 found.update(zip(batch, digests, strict=True))
 
@@ -342,14 +401,14 @@ def _parts_at_once(plan: Plan) -> int:
     return min(MAX_PARTS, MAX_BODY_BYTES // (_NUMBER_BYTES * (2 * num_dims + 4)))
 
 
-def _to_digest_at_once(plan: Plan, asked: Sequence[int]) -> Iterator[list[int]]:
+def _to_digest_at_once(plan: Plan, asked: Sequence[int], max_bytes: int) -> Iterator[list[int]]:
     """Yield parts in batches, the digests of which a source gives at once."""
     max_parts = _parts_at_once(plan)
     batch: list[int] = []
     num_bytes = 0
     for part in asked:
         size = plan.parts[part].region.num_bytes
-        if batch and (len(batch) == max_parts or num_bytes + size > MAX_DIGESTED_BYTES):
+        if batch and (len(batch) == max_parts or num_bytes + size > max_bytes):
             yield batch
             batch, num_bytes = [], 0
         batch.append(part)

@@ -17,9 +17,9 @@ from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.description import Description, HeldEntry, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.format import Manifest, WireTensor
-from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
+from torchft_ckpt.checkpointing.state.local_state import LocalMemory, box_of, some_of
 from torchft_ckpt.checkpointing.state.regions import Region, gather, region_of, scatter, slices
-from torchft_ckpt.checkpointing.state.target import Want
+from torchft_ckpt.checkpointing.state.target import Want, is_same_memory
 from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes.geometry import Box, contains, refine, relative_to, split
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
@@ -29,6 +29,9 @@ PART_BYTES = 4 * 1024 * 1024
 MAX_PLANNED = 2**21
 """Parts of one plan: 8 TiB in whole ones, or 20,000 tensors that 100 ranks hold in shards."""
 _NAMED = 5
+_COMPARED_FROM_BYTES = 256 * 1024
+"""A smaller part is fetched sooner than it is compared."""
+_SAMPLE_ELEMENTS = 64
 
 
 class PlannedPart(NamedTuple):
@@ -40,6 +43,8 @@ class PlannedPart(NamedTuple):
     memory: memoryview
     """The target's, from its first element to its last; `target` keeps it."""
     region: Region
+    local: LocalMemory | None = None
+    """Memory laid out as the target's, of what is here, or the target's own; None: there is none, or it is not worth a look."""
 
 
 class Place(NamedTuple):
@@ -99,19 +104,56 @@ class Plan:
     group_of: dict[str, int]
     """Which group each source is in; 0 is the primary."""
 
-    def ask_for(self, name: str, parts: Iterable[int]) -> list[BoxRequest]:
-        """Return what to ask a source for, to be given these parts. The seed of each digest is the part's number."""
+    def ask_for(self, name: str, parts: Iterable[int], *, samples: bool = False) -> list[BoxRequest]:
+        """Return what to ask a source for, to be given these parts. The seed of each digest is the part's number.
+
+        Args:
+            name: of the source.
+            parts: their numbers.
+            samples: only some elements of each, `sample_of`.
+        """
         places = self.holders[name]
+        boxes = {part: sample_of(self.parts[part].box) if samples else self.parts[part].box for part in parts}
         return [
             BoxRequest(
                 tensor=places[part].tensor,
                 chunk=places[part].chunk,
                 seed=part,
-                offsets=list(self.parts[part].box.offsets),
-                sizes=list(self.parts[part].box.sizes),
+                offsets=list(box.offsets),
+                sizes=list(box.sizes),
             )
-            for part in parts
+            for part, box in boxes.items()
         ]
+
+    def sample_here(self, unit: int) -> bytes:
+        """Return the BLAKE3 digest of the sample of a part that has a `local`."""
+        where = self.parts[unit]
+        skipped = sum(
+            (size - few) // 2 * stride
+            for size, few, stride in zip(
+                where.box.sizes, sample_of(where.box).sizes, where.target.stride(), strict=True
+            )
+        )
+        itemsize = where.target.element_size()
+        start = where.region.start + skipped * itemsize
+        hasher = start_blake3()
+        if where.local is not None:
+            hasher.update(where.local.view[start : start + sample_of(where.box).volume * itemsize])
+        return hasher.digest()
+
+    def take_local(self, unit: int) -> bytes:
+        """Copy a part that has a `local` to where it goes; return its BLAKE3 digest there.
+
+        It is copied before it is looked at, so that a state that changes meanwhile does no harm.
+        """
+        where = self.parts[unit]
+        if where.local is not None and not is_same_memory(where.local.tensor, where.target):
+            scratch = memoryview(bytearray(min(where.region.num_bytes, SLICE_BYTES)))
+            for piece in slices(where.region, SLICE_BYTES, 1 << 62):
+                data = scratch[: piece.num_bytes]
+                gather(where.local.view[piece.start : piece.stop], piece, data)
+                scatter(data, where.memory[piece.start : piece.stop], piece)
+        return self.blake3_of(unit)
 
     def receive(self, unit: int, read_into: ReadInto, scratch: memoryview, update: Update) -> None:
         """Receive a part; see `streams.Memory`."""
@@ -144,6 +186,13 @@ class Plan:
                 memory = scratch[: piece.num_bytes]
             hasher.update(memory)
         return hasher.digest()
+
+
+def sample_of(box: Box) -> Box:
+    """Return some elements next to each other in the middle of a box, which training changes if it changes any."""
+    sizes = (1,) * (len(box.sizes) - 1) + tuple(min(size, _SAMPLE_ELEMENTS) for size in box.sizes[-1:])
+    offsets = (low + (size - few) // 2 for low, size, few in zip(box.offsets, box.sizes, sizes, strict=True))
+    return Box(tuple(offsets), sizes)
 
 
 def tensors_of(group: SourceGroup) -> dict[str, WireTensor]:
@@ -255,7 +304,8 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn
                 region = region_of(0, strides, relative_to(box, want.box), itemsize)
                 for name, place in able:
                     holders.setdefault(name, {})[len(parts)] = place
-                parts.append(PlannedPart(want.name, box, want.target, memory, region))
+                local = want.local if region.num_bytes >= _COMPARED_FROM_BYTES else None
+                parts.append(PlannedPart(want.name, box, want.target, memory, region, local))
         if len(parts) > MAX_PLANNED:
             raise StateFormatError(f"the sources' boxes cut the state into more than {MAX_PLANNED} parts", "source")
     if holes:

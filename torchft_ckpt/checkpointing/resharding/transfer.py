@@ -3,6 +3,9 @@
 The primary group's state counts. What another group's rank sends is taken when it has the BLAKE3 digest that the primary
 announces for it. When the primary can give no longer what is missing, another group is adopted: what is held is compared with
 its digests first, so that what is held belongs to one group's state at every moment.
+
+What is here already may be equal. Parts are `claimed` to be compared, so that nobody asks for them meanwhile. They count where
+they have the digest that the primary announces.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ class BoxTransfer(TransferState):
         """What each source could give, as a bit set."""
         self._is_promoting = False
         self._divergent: dict[str, list[int]] = {}
+        self._claimed = 0
+        """Bit sets, as `_held_here`: held in the ledger, and being compared."""
+        self._held_here = 0
 
     def join(self, name: str, manifest: Manifest) -> bool:
         """Note what a source holds and wait for the plan; return whether parts are to come from it.
@@ -81,7 +87,7 @@ class BoxTransfer(TransferState):
             self.changed.notify_all()
 
     def _end_if_done(self) -> None:
-        if self._ledger.is_done and not self._is_promoting:
+        if self._ledger.is_done and not self._is_promoting and not self._claimed:
             self.end(None)
 
     # Adopting another group
@@ -113,7 +119,8 @@ class BoxTransfer(TransferState):
     def to_confirm(self) -> list[int] | None:
         """Return what is held where a group has been adopted and is to be compared; else None."""
         with self.changed:
-            return [*units_of(self._ledger.held)] if self._is_promoting and not self._over else None
+            is_wanted = self._is_promoting and not self._over and not self._claimed
+            return [*units_of(self._ledger.held)] if is_wanted else None
 
     def adopted(self, differing: Iterable[int], group: int) -> None:
         """Note that what is held is what a group has, but for these parts; without effect where it is not the primary now."""
@@ -122,7 +129,9 @@ class BoxTransfer(TransferState):
                 return
             self._is_promoting = False
             lost = mask_of_each(differing)
-            num_bytes = self._ledger.num_bytes(units_of(lost))
+            self.skipped_bytes -= self._ledger.num_bytes(units_of(lost & self._held_here))
+            num_bytes = self._ledger.num_bytes(units_of(lost & ~self._held_here))
+            self._held_here &= ~lost
             self.received_bytes -= num_bytes
             self.wasted_bytes += num_bytes
             self._ledger.invalidate(lost)
@@ -182,6 +191,37 @@ class BoxTransfer(TransferState):
                 self._note_arrival(stream, path, part, now)
             self._end_if_done()
 
+    def missing_of(self, parts: Iterable[int]) -> list[int]:
+        """Return those parts that are missing, and that nobody is asked for."""
+        with self.changed:
+            return [*units_of(mask_of_each(parts) & self._ledger.missing)]
+
+    def claim(self, parts: Iterable[int], group: int) -> list[int]:
+        """Have nobody asked for those parts that are missing until what is here is `compared` with a group's; return them.
+
+        None where that group is not the primary.
+        """
+        with self.changed:
+            if not self._over and not self._is_promoting and group == self.primary:
+                self._claimed = mask_of_each(parts) & self._ledger.missing
+                self._ledger.hold(self._claimed)
+            return [*units_of(self._claimed)]
+
+    def compared(self, equal: Iterable[int], group: int) -> None:
+        """Note which of the claimed parts are here, equal to a group's; the others are missing again.
+
+        All are where that group is not the primary (any more).
+        """
+        with self.changed:
+            here = self._claimed & mask_of_each(equal if group == self.primary else ())
+            self._ledger.invalidate(self._claimed & ~here)
+            self._claimed = 0
+            self._held_here |= here
+            self.skipped_bytes += self._ledger.num_bytes(units_of(here))
+            self._check_sources()
+            self._end_if_done()
+            self.changed.notify_all()
+
     def diverged(self, name: str, parts: list[int], group: int) -> None:
         """Note that what a source has is not what a group has; without effect where that is not the primary (any more)."""
         with self.changed:
@@ -203,8 +243,8 @@ class BoxTransfer(TransferState):
     def missing(self) -> list[int]:
         """Return the parts that are not here."""
         with self.changed:
-            return [*units_of(self._all & ~self._ledger.held)]
+            return [*units_of(self._all & ~self._ledger.held | self._claimed)]
 
     def arrived_text(self) -> str:
         """How much is here, for messages."""
-        return f"{self.received_bytes} of {self.total_bytes} bytes"
+        return f"{self.received_bytes + self.skipped_bytes} of {self.total_bytes} bytes"

@@ -272,8 +272,13 @@ def has_shape_of(held: HeldTensor, entry: DescribedTensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
-    """Return the memory of a tensor whose values are its bytes in C order, on the CPU; None of any other."""
+    """Return the memory of a tensor whose values are its bytes in C order, on the CPU; None of any other.
+
+    A tensor whose storage was freed has none, nor has one that only says what is wanted (a fake tensor).
+    """
     if not is_plain_memory(tensor) or not tensor.is_contiguous():
         return None
     length = tensor.nbytes
-    return LocalMemory(tensor, memory_at(tensor.data_ptr(), length)) if length else None
+    end = int(tensor.storage_offset()) * tensor.element_size() + length
+    has_memory = length > 0 and tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
+    return LocalMemory(tensor, memory_at(tensor.data_ptr(), length)) if has_memory else None

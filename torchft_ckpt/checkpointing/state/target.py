@@ -17,7 +17,14 @@ from torchft_ckpt.checkpointing.state.description import DescribedTensor, Descri
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.fit import check_tensors
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
-from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, copy_to, note_written, view_of
+from torchft_ckpt.checkpointing.state.local_state import (
+    HeldTensor,
+    LocalMemory,
+    LocalState,
+    copy_to,
+    note_written,
+    view_of,
+)
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
 from torchft_ckpt.core.boxes.geometry import Box, relative_to, whole
@@ -31,6 +38,8 @@ class Want(NamedTuple):
     box: Box
     target: torch.Tensor
     """Of `box.sizes` and the dtype that the tensor has there; any strides."""
+    local: LocalMemory | None = None
+    """The box as it is here, laid out as `target`, or `target` itself: what is equal in it need not travel. None: not known."""
 
     def part(self, box: Box) -> Want:
         """Return the want of a box that lies within this one; its target is a view of this one's."""
@@ -124,7 +133,7 @@ class StateTarget:
             into = held.data if held is not None and self._is_filled(entry.fqn) else []
             parts = self._parts[entry.fqn] = memory_for(into, boxes, parse_dtype(entry.dtype))
             self._is_into_place = self._is_into_place or any(map(is_same_memory, into, parts))
-            wants += wants_of(entry.fqn, boxes, parts)
+            wants += wants_of(entry.fqn, boxes, parts, () if self._local is None else self._local.memories(entry.fqn))
         return wants
 
     def _made(self, entry: DescribedTensor, parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -211,9 +220,26 @@ def memory_for(into: Sequence[torch.Tensor], boxes: Sequence[Box], dtype: torch.
     ]
 
 
-def wants_of(name: str, boxes: Sequence[Box], parts: Sequence[torch.Tensor]) -> list[Want]:
-    """Return the wants of a tensor, each for the box of its part; a box without elements is not wanted."""
-    return [Want(name, box, part) for box, part in zip(boxes, parts, strict=True) if box.volume]
+def wants_of(
+    name: str, boxes: Sequence[Box], parts: Sequence[torch.Tensor], here: Sequence[LocalMemory | None] = ()
+) -> list[Want]:
+    """Return the wants of a tensor, each for the box of its part; a box without elements is not wanted.
+
+    Args:
+        name: of the tensor.
+        boxes: of it.
+        parts: the memory that each is to be written to.
+        here: the memory of each as it is here; empty where that is not known.
+    """
+    return [
+        Want(name, box, part, local if local is not None and _is_laid_out_as(local.tensor, part) else None)
+        for box, part, local in zip(boxes, parts, here or [None] * len(boxes), strict=True)
+        if box.volume
+    ]
+
+
+def _is_laid_out_as(local: torch.Tensor, part: torch.Tensor) -> bool:
+    return part.is_contiguous() and (local.dtype, local.shape) == (part.dtype, part.shape)
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
