@@ -215,14 +215,17 @@ def test_the_directory_of_a_dead_save_is_not_used_by_the_one_after_the_restart(d
 # Several ranks
 
 
-def check_survivors(story: Story, dead: Mapping[int, object]) -> None:
-    """Those who live say that it is whole; and it is, here and after every crash. No share was taken over twice."""
+def check_survivors(story: Story, dead: Mapping[int, object], *, num_waits: int = 1) -> None:
+    """Those who live say that it is whole; and it is, here and after every crash. No share was taken over twice.
+
+    They have waited so many times, one after the other, for somebody who was silent.
+    """
     survivors = [member for member in story.plan.members if member not in dead]
     assert not [member for member in survivors if member in story.errors()], story.log()
     assert all(story.saved()[member].is_closed for member in survivors), story.log()
     for disk in left_by(story, [1]):
         assert newest_on(disk) == NEW, story.log()
-    assert story.time.now_s <= story.plan.fill_after_s + SPARE_S, story.log()
+    assert story.time.now_s <= num_waits * story.plan.fill_after_s + SPARE_S, story.log()
     assert max(Counter(taken_over(story)).values(), default=0) <= 1, story.log()
 
 
@@ -259,7 +262,8 @@ def test_two_of_four_die_and_each_rank_lives_on_in_one_group(dead: tuple[int, in
     for _ in range(by_default(5, thorough=15)):
         faults = {member: {dice.randrange(operations_of(TWO_BY_TWO, member)): dice.choice(DEATHS)} for member in dead}
         story = save(TWO_BY_TWO, faults=faults)
-        check_survivors(story, faults)
+        # One may leave a hole, and the other die when its own share is written: that shows when it does not close.
+        check_survivors(story, faults, num_waits=2)
 
 
 @pytest.mark.parametrize("dead", [(0, 2), (1, 3)])
