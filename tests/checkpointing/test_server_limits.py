@@ -183,12 +183,12 @@ def large_state() -> dict[str, str]:
 def test_an_answer_that_is_read_slowly_arrives_whole(tls):
     authority = trustme.CA()
     context = server_context(authority, "127.0.0.1") if tls else None
-    with serving(large_state(), context=context, head_timeout_s=0.25) as source:
+    with serving(large_state(), context=context, head_timeout_s=0.8) as source:
         with receiver(source, client_context(authority) if tls else None) as link:
             answer = link.get(PATH)
             body = bytearray(answer.length or 0)
             for at in range(0, len(body), 500_000):
-                time.sleep(0.03)
+                time.sleep(0.05)
                 answer.read_into(memoryview(body)[at : at + 500_000])
     assert len(json.loads(body)["tree"]) > 0
 
