@@ -554,8 +554,7 @@ class Manager:
 
         Between `should_commit` and the next `start_quorum`, a metric say, it belongs to the step just decided: to its quorum
         and its divisor, also where it was discarded. What goes wrong then discards no step; `wait` returns False. All groups
-        issue
-        it: one that waits for others that have gone on is told within about half a second.
+        issue it: one that waits for others that have gone on is told within about half a second.
 
         Args:
             tensor: any shape; a floating point dtype for an average.
