@@ -71,7 +71,7 @@ def train(options: Options, group: int) -> None:
         use_bucketization=True,
         should_quantize=options.quantize,
     )
-    with diloco, Recorder(options.records, options.interface) as recorder:
+    with diloco, Recorder(options.records, options.interface, options.begin_in) as recorder:
         with torch.no_grad():
             task.loss(
                 model, *task.batch(0)

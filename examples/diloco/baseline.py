@@ -45,7 +45,7 @@ def train(options: Options, group: int) -> None:
     optimizer = Optimizer(manager, adamw)
 
     num_in_last_step = 0
-    with Recorder(options.records, options.interface) as recorder:
+    with Recorder(options.records, options.interface, options.begin_in) as recorder:
         while True:
             progress = progress_of(manager, options, 1)
             if progress >= 1 and num_in_last_step >= options.end_with:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.links import Network
-from diloco.records import Finished, Reader, Record, Step, sent_bytes
+from diloco.records import BEGIN, Finished, Reader, Record, Step, sent_bytes
 
 _RESTART_DELAY_S = 0.5
 _LOOK_EVERY_S = 0.05
@@ -128,6 +129,9 @@ class Job:
         self._readers = [Reader(folder / f"{plan.name}_{group}.jsonl") for group in range(plan.num_groups)]
         for group in range(plan.num_groups):
             self._log_of(group).write_bytes(b"")
+        self._begin_in = folder / f"{plan.name}_begin"
+        shutil.rmtree(self._begin_in, ignore_errors=True)
+        self._begin_in.mkdir()
         self._record = JobRecord(
             name=plan.name,
             num_groups=plan.num_groups,
@@ -170,6 +174,8 @@ class Job:
                 raise JobFailedError(
                     f"{self._plan.name}: nobody trained for {_PATIENCE_S:.0f} s.{self._all_last_lines()}"
                 )
+            if len(list(self._begin_in.glob("ready_*"))) >= self._plan.num_groups:
+                (self._begin_in / BEGIN).touch()
             for group, process in list(self._groups.items()):
                 if process.poll() is not None:
                     self._ended(group, process)
@@ -214,6 +220,7 @@ class Job:
             f"--records={self._folder / f'{self._plan.name}_{group}.jsonl'}",
             f"--interface={self._network.interface}",
             f"--end-with={self._plan.num_groups}",
+            f"--begin-in={self._begin_in}",
         ]
         command = [sys.executable, str(self._plan.script), *self._plan.arguments, *options]
         with self._log_of(group).open("ab") as log:

@@ -94,7 +94,10 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
         draw(records, labels, f"{options.groups} replica groups, {where}", picture)
         print(f"picture: {picture}")
     is_equal = all(summary.is_equal for summary in summaries)
-    print("OK: all groups of each job ended bit-equal" if is_equal else "FAILED: the groups differ")
+    if any(len(record.finished()) < record.num_groups for record in records):
+        print("FAILED: a group was away when its job ended, and has nothing to compare")
+    else:
+        print("OK: all groups of each job ended bit-equal" if is_equal else "FAILED: the groups differ")
     return 0 if is_equal else 1
 
 

@@ -34,6 +34,7 @@ class Options:
     records: Path | None = None
     interface: str | None = None
     end_with: int = 1
+    begin_in: Path | None = None
 
     @property
     def num_planned(self) -> int:
@@ -92,6 +93,9 @@ def parse(arguments: list[str], description: str) -> Options:
     group.add_argument("--records", type=Path, metavar="FILE", help="write a line for each inner step")
     group.add_argument("--interface", help="whose sent bytes are written down (all but loopback together)")
     group.add_argument("--end-with", type=int, metavar="N", help="do not end before so many groups are there (1)")
+    group.add_argument(
+        "--begin-in", type=Path, metavar="DIR", help="begin when this folder has a file `begin` (at once)"
+    )
     given = vars(parser.parse_args(arguments))
     defaults = QUICK if given.pop("quick", False) else {}
     options = Options(**{**defaults, **given})

@@ -56,6 +56,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Record: TypeAlias = Step | Finished
 
+BEGIN = "begin"
+"""File of the folder `begin_in` that lets the groups begin; the one who made the folder makes it."""
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 
@@ -66,14 +69,21 @@ class Recorder:
     Args:
         path: where to; None: nowhere.
         interface: whose sent bytes count; None: all but loopback.
+        begin_in: folder in which groups wait for each other, so that none trains alone while others still start; None: nobody
+            waits.
     """
 
-    def __init__(self, path: Path | None, interface: str | None) -> None:
+    def __init__(self, path: Path | None, interface: str | None, begin_in: Path | None = None) -> None:
         self._interface = interface
+        self._begin_in = begin_in
         self._file = path.open("ab", buffering=0) if path is not None else None
         self._last_s = time.monotonic()
 
     def __enter__(self) -> Recorder:
+        if self._begin_in is not None:
+            (self._begin_in / f"ready_{os.getpid()}").touch()
+            while not (self._begin_in / BEGIN).exists():
+                time.sleep(0.01)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

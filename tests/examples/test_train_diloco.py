@@ -61,7 +61,7 @@ def rows_of(output: str) -> dict[str, list[str]]:
 def test_a_group_is_killed_on_a_limited_link_and_all_end_bit_equal(tmp_path: Path) -> None:
     need_links()
 
-    result = run_script(tmp_path, "--groups=2", "--inner-steps=50", "--no-ddp")
+    result = run_script(tmp_path, "--groups=2", "--no-ddp")
 
     assert result.returncode == 0, result.stdout
     rows = rows_of(result.stdout)
