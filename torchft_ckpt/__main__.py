@@ -1,5 +1,6 @@
-"""The command line: `python -m torchft_ckpt COMMAND`. Only the commands that read a state import torch.
+"""The command line: `python -m torchft_ckpt COMMAND`. Only the commands that read a state or run a job import torch.
 
+run               run a lighthouse and the replica groups of a job on this machine
 lighthouse        run a lighthouse until SIGTERM or Ctrl-C
 status            print what a lighthouse knows
 allow-step-loss   let a job whose newest state is lost go on from an older one
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from torchft_ckpt import __version__
-from torchft_ckpt.cli import checkpoints, lighthouse, peer
+from torchft_ckpt.cli import checkpoints, lighthouse, peer, run
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="say more")
     parser.set_defaults(log_level=logging.INFO)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run.add_commands(commands)
     lighthouse.add_commands(commands)
     peer.add_commands(commands)
     checkpoints.add_commands(commands)

@@ -37,6 +37,7 @@ FLOORS = {
     "fsdp": 4,
     "local_sgd": 4,
     "outer": 4,
+    "launcher": 4,
     "testing": 5,
     "cli": 5,
     "__init__": 5,

@@ -1,9 +1,10 @@
-"""How a server treats its clients, and where it is reached. Decisions only, as all of `core`.
+"""How a server treats its clients, and where it is reached; how a launcher treats its groups. Decisions only, as all of `core`.
 
 admission   which connections a server keeps where it may not keep all
 rate        how many requests and bytes of one client are let through
 places      which names keep a place, where anybody can make up names
 fairness    whose work is done next where clients want more than there are threads
+launching   which replica groups of a launched job start again, and how the job ends
 interfaces  at which of its machine's addresses a process is reached
 proofs      how two parties prove that they know the token, without sending it
 """

@@ -1,0 +1,96 @@
+"""The command `run` with torchrun itself: what a script sees, a rank that is killed, a launcher that is killed, wrong options."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import run, start
+from support.waiting import wait_until
+
+from torchft_ckpt.__main__ import main
+
+RUN = [sys.executable, "-m", "torchft_ckpt", "run"]
+
+
+@pytest.mark.processes
+def test_a_rank_is_killed_and_its_group_starts_again_whole(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import os, signal, sys, time
+from pathlib import Path
+group, rank = os.environ["REPLICA_GROUP_ID"], os.environ["RANK"]
+life = Path({str(tmp_path)!r}) / f"{{group}}_{{rank}}"
+is_first = not life.exists()
+life.touch()
+print("job", os.environ["TORCHFT_CKPT_JOB"], "of", os.environ["NUM_REPLICA_GROUPS"], sys.argv[1:], flush=True)
+if group == "1" and is_first:
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+    )
+    done = run(
+        [*RUN, "--groups", "2", "--nproc", "2", "--", str(script), "--groups", "7"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0
+    lines = [line.split() for line in done.stdout.splitlines()]
+    said = sorted((mark, words[2:]) for mark, *words in lines)
+    assert len({words[1] for _, *words in lines}) == 1, "one job, whatever starts again"
+    of_all = ["of", "2", "['--groups',", "'7']"]
+    marks = [mark for mark, words in said if words == of_all]
+    assert set(marks) == {"[g0/r0]", "[g0/r1]", "[g1/r0]", "[g1/r1]"}
+    assert marks.count("[g0/r0]") == marks.count("[g0/r1]") == 1
+    assert "group 1 ended with status 137; it starts again in 1 s" in done.stderr
+    assert "lighthouse at http://127.0.0.1:" in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a process of its parent's death on Linux alone")
+def test_a_launcher_that_is_killed_leaves_no_group_behind(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(120)"
+    )
+    launcher = start(
+        [*RUN, "--groups", "1", "--", str(script)],
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text().endswith(" "), "the rank runs")
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    wait_until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), "the rank is gone")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--groups", "2"], "no training script: name it behind the options"),
+        (["--groups", "0", "--", "train.py"], "--groups is 0"),
+        (["--groups", "1", "--lighthouse", "host:1", "--", "train.py"], "--lighthouse needs --job"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_few_gpus_are_an_error_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert main(["run", "--groups", "2", "--nproc", "2", "--", "train.py"]) == 2
+    assert "2 groups of 2 ranks need 4 GPUs, and this machine has 3" in capsys.readouterr().err

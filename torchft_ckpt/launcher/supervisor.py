@@ -1,0 +1,250 @@
+"""Starts a job's replica groups on this machine, each by torchrun; starts again what fails; ends everything that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torchft_ckpt.core.services.launching import LaunchedJob, LaunchPlan, shell_status
+from torchft_ckpt.launcher.agent import LAUNCHER
+from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
+
+END_PATIENCE_S = 30.0
+"""How long a group may take to end after SIGTERM."""
+
+_TORCHRUN = (sys.executable, "-m", "torchft_ckpt.launcher.agent")
+_READ_BYTES = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What is run, and where.
+
+    Args:
+        plan: which groups.
+        command: the training script and its arguments, as torchrun takes them.
+        lighthouse: its address, for the groups.
+        job: the job's name at the lighthouse.
+        log_folder: where torchrun keeps what each rank says, a folder for each group.
+        devices: names of this machine's GPUs; none for training on the CPU.
+        torchrun: the command that runs a group; it takes torchrun's options, and `command` behind them.
+        end_patience_s: after how long a group that was sent SIGTERM is killed.
+    """
+
+    plan: LaunchPlan
+    command: Sequence[str]
+    lighthouse: str
+    job: str
+    log_folder: Path
+    devices: Sequence[str] = ()
+    torchrun: Sequence[str] = _TORCHRUN
+    end_patience_s: float = END_PATIENCE_S
+
+
+class Supervisor:
+    """One job, from its first process to its last. Use it once, from the main thread: it takes SIGINT, SIGTERM and SIGHUP."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._job = LaunchedJob(launch.plan)
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        """Of the groups that run: their torchruns."""
+        self._waiting: dict[int, asyncio.Task[None]] = {}
+        self._has_news = asyncio.Event()
+        self._kill_at: float | None = None
+
+    async def run(self) -> int:
+        """Run until no group runs and none will; return the exit status."""
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._interrupt, number)
+        try:
+            while True:
+                for group in self._job.to_start(time.monotonic()):
+                    await self._start(group)
+                self._end_what_has_to_end()
+                if self._job.is_over:
+                    return self._job.exit_status
+                await self._wait()
+        finally:
+            for group in list(self._processes):
+                self._kill(group)
+            await asyncio.gather(*self._waiting.values(), return_exceptions=True)
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        """End all groups; at once, where they are asked to end already."""
+        if self._job.is_stopping:
+            _log.warning("%s: killing the groups that still run", number.name)
+            self._kill_at = time.monotonic()
+        else:
+            _log.warning(
+                "%s: ending the groups that run; they have %g s, and a second signal kills them",
+                number.name,
+                self._launch.end_patience_s,
+            )
+        self._job.stop(128 + number)
+        self._has_news.set()
+
+    def _end_what_has_to_end(self) -> None:
+        if not self._job.is_stopping:
+            return
+        now = time.monotonic()
+        if self._kill_at is None:
+            self._kill_at = now + self._launch.end_patience_s
+            for process in self._processes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+        elif now >= self._kill_at:
+            self._kill_at = math.inf
+            for group in self._processes:
+                self._kill(group)
+
+    async def _wait(self) -> None:
+        """Wait for news, for the next start, or for the end of patience."""
+        until = min(at for at in (self._job.next_start(), self._kill_at, math.inf) if at is not None)
+        timeout = None if until == math.inf else max(until - time.monotonic(), 0.0)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._has_news.wait(), timeout)
+        self._has_news.clear()
+
+    async def _start(self, group: int) -> None:
+        launch = self._launch
+        (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
+        try:
+            # Not asyncio's pipes: before Python 3.12.4 its wait() waits for their ends too, which ranks may keep open.
+            process = await asyncio.create_subprocess_exec(
+                *launch.torchrun,
+                "--standalone",
+                "--nnodes=1",
+                f"--nproc-per-node={launch.plan.ranks_per_group}",
+                "--max-restarts=0",
+                "--tee=3",
+                f"--log-dir={launch.log_folder / f'group_{group}'}",
+                *launch.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=errors_end,
+                start_new_session=True,  # a terminal sends Ctrl-C to the launcher alone
+                env={**os.environ, **self._marks(group), **self._settings(group)},
+            )
+        finally:
+            os.close(out_end)
+            os.close(errors_end)
+        self._processes[group] = process
+        copying = [
+            asyncio.create_task(self._copy_lines(source, target, f"[g{group}"))
+            for source, target in ((out, sys.stdout.buffer), (errors, sys.stderr.buffer))
+        ]
+        self._waiting[group] = asyncio.create_task(self._see_end(group, process, copying))
+
+    def _marks(self, group: int) -> dict[str, str]:
+        """Return the variables that tell a group's processes from all others."""
+        return {"TORCHFT_CKPT_JOB": self._launch.job, "REPLICA_GROUP_ID": str(group)}
+
+    def _settings(self, group: int) -> dict[str, str]:
+        launch = self._launch
+        devices = launch.plan.devices_of(group, launch.devices)
+        return {
+            "NUM_REPLICA_GROUPS": str(launch.plan.num_all_groups),
+            "TORCHFT_LIGHTHOUSE": launch.lighthouse,
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[g{group}/r${{rank}}] ",
+            "PYTHONUNBUFFERED": "1",  # torchrun copies its ranks' lines to its own output without flushing it
+            LAUNCHER: str(os.getpid()),
+        } | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+
+    async def _see_end(
+        self, group: int, process: asyncio.subprocess.Process, copying: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Wait for a group's end, and note what follows."""
+        try:
+            status = await process.wait()
+            if status != 0:
+                self._kill_orphans(group)  # they may keep the pipes open
+            await asyncio.gather(*copying)
+            del self._processes[group]
+            was_stopping = self._job.is_stopping
+            delay_s = self._job.ended(group, status, time.monotonic())
+            self._say_end(group, status, delay_s, was_stopping)
+        finally:
+            self._has_news.set()
+
+    def _say_end(self, group: int, status: int, delay_s: float | None, was_stopping: bool) -> None:
+        how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        if status == 0:
+            _log.info("group %d has finished", group)
+        elif delay_s is not None:
+            left = self._job.restarts_left(group)
+            _log.warning(
+                "group %d ended %s; it starts again in %g s (restarts left after that: %d)", group, how, delay_s, left
+            )
+        elif was_stopping:
+            _log.info("group %d was ended (status %d)", group, shell_status(status))
+        else:
+            what = "ending the others" if self._job.is_stopping else "the others go on"
+            num_left, least = self._job.num_left, self._launch.plan.min_replicas
+            _log.error(
+                "group %d ended %s and has no restart left: groups left %d, needed %d; %s",
+                group,
+                how,
+                num_left,
+                least,
+                what,
+            )
+
+    def _kill(self, group: int) -> None:
+        """Kill a group's torchrun; its ranks are killed when its end is seen."""
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[group].kill()
+
+    def _kill_orphans(self, group: int) -> None:
+        """Kill what a group's torchrun left behind: the ranks, if it was killed itself."""
+        known = {process.pid for process in self._processes.values()}
+        if orphans := kill_orphans(self._marks(group), known):
+            _log.warning("group %d left %d processes behind; they were killed", group, len(orphans))
+
+    async def _copy_lines(self, source: int, target: BinaryIO, mark: str) -> None:
+        """Copy a group's output, whole lines at a time; a line that torchrun itself says gets `mark` and a bracket.
+
+        Args:
+            source: descriptor of a pipe, which is closed at its end.
+            target: where to.
+            mark: of the group, `[g1`.
+        """
+        reader = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb", buffering=0)
+        )
+        pending = b""
+        while data := await reader.read(_READ_BYTES):
+            *lines, pending = (pending + data).split(b"\n")
+            if len(pending) > _READ_BYTES:  # a line without end is not kept
+                lines.append(pending)
+                pending = b""
+            self._write_lines(lines, target, mark.encode())
+        self._write_lines([pending] if pending else [], target, mark.encode())
+        pipe.close()
+
+    def _write_lines(self, lines: Sequence[bytes], target: BinaryIO, mark: bytes) -> None:
+        marked = (line if line.startswith(mark + b"/") else mark + b"] " + line for line in lines)
+        try:
+            target.write(b"".join(line + b"\n" for line in marked))
+            target.flush()
+        except BrokenPipeError:  # nobody reads what this job says: it ends, as a command in a pipe does
+            if not self._job.is_stopping:
+                self._interrupt(signal.SIGPIPE)
