@@ -24,7 +24,10 @@ from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 0, 1 for an error of ours, 2 for arguments that cannot be used, 130 for Ctrl-C."""
+    """Run a command; return its exit status: 0, 1 for an error of ours, 2 for arguments that cannot be used, 130 for Ctrl-C.
+
+    That of `run` is what its groups make of it.
+    """
     options = _parser().parse_args(arguments)
     level = logging.DEBUG if options.verbose else options.log_level
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")

@@ -31,6 +31,8 @@ life.touch()
 print("job", os.environ["TORCHFT_CKPT_JOB"], "of", os.environ["NUM_REPLICA_GROUPS"], sys.argv[1:], flush=True)
 if group == "1" and is_first:
     if rank == "1":
+        while not life.with_name("1_0").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 """

@@ -26,27 +26,30 @@ life = len(list(folder.glob(f"life_{group}_*")))
 (folder / f"life_{group}_{life}").write_text(str(os.getpid()))
 """
 
+ENVIRONMENT = {"TORCHFT_CKPT_LIGHTHOUSE": "of-another-job:1", "TORCHFT_LIGHTHOUSE": "of-another-job:2"}
+
 pytestmark = pytest.mark.processes
 
 
 class Launcher:
     """A launcher that runs, and what it and its groups wrote."""
 
-    def __init__(self, folder: Path, program: str, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, program: str, settings: dict[str, Any], stdout: Any) -> None:
         self.folder = folder
         (folder / "program.py").write_text(HEAD + program)
         given = {"folder": str(folder / "logs"), "program": str(folder / "program.py"), **settings}
         self.process = start(
             [sys.executable, str(LAUNCHER), json.dumps(given)],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | ENVIRONMENT,
         )
 
     def end(self) -> tuple[int, list[str], list[str]]:
         """Wait for its end; return its status and the lines of its output and errors."""
         out, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, out.splitlines(), errors.splitlines()
+        return self.process.returncode, (out or "").splitlines(), errors.splitlines()
 
     def wait_for(self, *files: str) -> None:
         wait_until(lambda: all((self.folder / name).exists() for name in files), f"files {files}")
@@ -60,16 +63,26 @@ class Launcher:
 def launch(tmp_path: Path) -> Iterator[Any]:
     launchers: list[Launcher] = []
 
-    def begin(program: str, *, num_groups: int = 2, least: int = 1, restarts: int = 0, **settings: Any) -> Launcher:
+    def begin(
+        program: str,
+        *,
+        num_groups: int = 2,
+        least: int = 1,
+        restarts: int = 0,
+        stdout: Any = subprocess.PIPE,
+        **settings: Any,
+    ) -> Launcher:
         plan = {"num_groups": num_groups, "num_all_groups": num_groups, "min_replicas": least, "max_restarts": restarts}
-        launchers.append(Launcher(tmp_path, program, {"plan": plan, **settings}))
+        launchers.append(Launcher(tmp_path, program, {"plan": plan, **settings}, stdout))
         return launchers[-1]
 
     yield begin
     for launcher in launchers:
-        with suppress(ProcessLookupError):
-            launcher.process.kill()
+        launcher.process.kill()
         launcher.process.wait()
+        for life in tmp_path.glob("life_*"):  # where the test failed
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(life.read_text()), signal.SIGKILL)
 
 
 def lives(pid: int) -> bool:
@@ -90,7 +103,7 @@ def test_a_group_that_fails_starts_again_alone_and_all_end_well(launch: Any) -> 
 def test_each_group_hears_of_its_place_in_the_job(launch: Any) -> None:
     launcher = launch(
         """
-names = "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE", "TORCHFT_CKPT_JOB", "CUDA_VISIBLE_DEVICES"
+names = "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE", "TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_CKPT_JOB", "CUDA_VISIBLE_DEVICES"
 print(*(os.environ[name] for name in names))
 print(*sys.argv[1:-3], *sys.argv[-2:])
 """,
@@ -101,9 +114,9 @@ print(*sys.argv[1:-3], *sys.argv[-2:])
     options = "--standalone --nnodes=1 --nproc-per-node=1 --max-restarts=0 --tee=3 train.py --option"
     assert sorted(out) == [
         f"[g0] {options}",
-        "[g0] 2 http://127.0.0.1:1 job 0",
+        "[g0] 2 http://127.0.0.1:1 http://127.0.0.1:1 job 0",
         f"[g1] {options}",
-        "[g1] 2 http://127.0.0.1:1 job 5",
+        "[g1] 2 http://127.0.0.1:1 http://127.0.0.1:1 job 5",
     ]
 
 
@@ -155,7 +168,7 @@ else:
 time.sleep(60)
 """,
         restarts=3,
-        end_patience_s=0.2,
+        end_patience_s=3.0,
     )
     launcher.wait_for("ready_0", "ready_1")
     launcher.process.send_signal(signal.SIGINT)
@@ -205,12 +218,34 @@ if life == 0:
     (launcher.folder / "go").touch()
     status, _, errors = launcher.end()
     assert status == 0
-    assert "group 1 left 1 processes behind; they were killed" in errors
+    assert "group 1 left processes behind (1); they were killed" in errors
 
 
 def test_a_job_whose_output_nobody_reads_ends(launch: Any) -> None:
-    launcher = launch("print(1, flush=True)\ntime.sleep(60 if life == 0 else 0)", end_patience_s=5.0)
+    """Standard output is buffered here, as it is for users: what could not be written is not tried again at the end."""
+    launcher = launch("print(1, flush=True)\ntime.sleep(60)", end_patience_s=30.0)
     launcher.process.stdout.close()
     _, errors = launcher.process.communicate(timeout=60)
     assert launcher.process.returncode == 128 + signal.SIGPIPE
     assert "SIGPIPE: ending the groups that run" in errors
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_job_whose_log_cannot_be_written_goes_on(launch: Any) -> None:
+    with Path("/dev/full").open("w") as full:
+        status, _, errors = launch("print(1, flush=True)", stdout=full).end()
+    assert status == 0
+    assert any("what the groups say cannot be written any more" in line for line in errors)
+
+
+def test_a_job_that_ignores_the_end_of_its_terminal_goes_on(launch: Any) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = launch("(folder / f'ready_{group}').touch()\nwhile not (folder / 'go').exists(): time.sleep(0.01)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launcher.wait_for("ready_0", "ready_1")
+    launcher.process.send_signal(signal.SIGHUP)
+    (launcher.folder / "go").touch()
+    assert launcher.end()[0] == 0

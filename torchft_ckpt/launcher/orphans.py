@@ -5,16 +5,19 @@ A group's ranks are children of its torchrun, in sessions of their own. A killed
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PR_SET_CHILD_SUBREAPER = 36
+_LOOK_EVERY_S = 0.02
 
 
 def adopt_orphans() -> None:
@@ -27,21 +30,38 @@ def signal_at_parents_death(number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def kill_orphans(environment: Mapping[str, str], known: Collection[int]) -> list[int]:
-    """Send SIGKILL to the children of this process that have these variables, and reap them; return their process ids.
+async def kill_orphans(environment: Mapping[str, str], known: Set[int], limit_s: float) -> tuple[int, int]:
+    """Kill the children of this process that have these variables, and those that they leave behind; reap them.
 
     Args:
         environment: names and values that a child must have had when it was started.
         known: process ids of children that are no orphans, and stay.
+        limit_s: how long to wait for their end; what hangs in the kernel does not end by SIGKILL.
+
+    Returns:
+        how many were killed, and how many of them have not ended.
     """
-    killed: list[int] = []
-    while orphans := [pid for pid in _children() if pid not in known and _was_started_with(pid, environment)]:
-        for pid in orphans:  # their children are adopted in turn, so look again
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+    num_killed, ending = 0, set[int]()
+    until = time.monotonic() + limit_s
+    while True:
+        found = {pid for pid in _children() if pid not in known | ending and _was_started_with(pid, environment)}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        killed += orphans
-    return killed
+        num_killed += len(found)
+        ending = {pid for pid in ending | found if not _has_ended(pid)}
+        if (
+            not (found or ending) or time.monotonic() > until
+        ):  # their children are adopted when they have ended: look again
+            return num_killed, len(ending)
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _children() -> list[int]:

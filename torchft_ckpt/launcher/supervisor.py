@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchft_ckpt import config
 from torchft_ckpt.core.services.launching import LaunchedJob, LaunchPlan, shell_status
 from torchft_ckpt.launcher.agent import LAUNCHER
 from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
@@ -23,7 +24,9 @@ END_PATIENCE_S = 30.0
 """How long a group may take to end after SIGTERM."""
 
 _TORCHRUN = (sys.executable, "-m", "torchft_ckpt.launcher.agent")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 1 << 16
+_ORPHANS_END_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +72,8 @@ class Supervisor:
         """Run until no group runs and none will; return the exit status."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # One that is ignored stays so: nohup has the job outlive its terminal.
+        numbers = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in numbers:
             loop.add_signal_handler(number, self._interrupt, number)
         try:
@@ -80,6 +84,9 @@ class Supervisor:
                 if self._job.is_over:
                     return self._job.exit_status
                 await self._wait()
+                for task in self._waiting.values():
+                    if task.done():
+                        task.result()
         finally:
             for group in list(self._processes):
                 self._kill(group)
@@ -162,7 +169,8 @@ class Supervisor:
         devices = launch.plan.devices_of(group, launch.devices)
         return {
             "NUM_REPLICA_GROUPS": str(launch.plan.num_all_groups),
-            "TORCHFT_LIGHTHOUSE": launch.lighthouse,
+            **dict.fromkeys(config.LIGHTHOUSE, launch.lighthouse),
+            "SPT_NOENV": "1",  # setproctitle would write over the variables that a group's processes are known by
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[g{group}/r${{rank}}] ",
             "PYTHONUNBUFFERED": "1",  # torchrun copies its ranks' lines to its own output without flushing it
             LAUNCHER: str(os.getpid()),
@@ -175,7 +183,7 @@ class Supervisor:
         try:
             status = await process.wait()
             if status != 0:
-                self._kill_orphans(group)  # they may keep the pipes open
+                await self._kill_orphans(group)  # they may keep the pipes open
             await asyncio.gather(*copying)
             del self._processes[group]
             was_stopping = self._job.is_stopping
@@ -212,11 +220,14 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             self._processes[group].kill()
 
-    def _kill_orphans(self, group: int) -> None:
+    async def _kill_orphans(self, group: int) -> None:
         """Kill what a group's torchrun left behind: the ranks, if it was killed itself."""
         known = {process.pid for process in self._processes.values()}
-        if orphans := kill_orphans(self._marks(group), known):
-            _log.warning("group %d left %d processes behind; they were killed", group, len(orphans))
+        num_killed, num_stuck = await kill_orphans(self._marks(group), known, _ORPHANS_END_S)
+        if num_killed:
+            _log.warning("group %d left processes behind (%d); they were killed", group, num_killed)
+        if num_stuck:
+            _log.error("processes of group %d (%d) do not end: they hang in the kernel", group, num_stuck)
 
     async def _copy_lines(self, source: int, target: BinaryIO, mark: str) -> None:
         """Copy a group's output, whole lines at a time; a line that torchrun itself says gets `mark` and a bracket.
@@ -245,6 +256,15 @@ class Supervisor:
         try:
             target.write(b"".join(line + b"\n" for line in marked))
             target.flush()
-        except BrokenPipeError:  # nobody reads what this job says: it ends, as a command in a pipe does
-            if not self._job.is_stopping:
-                self._interrupt(signal.SIGPIPE)
+        except OSError as error:
+            self._go_on_without(target, error)
+
+    def _go_on_without(self, target: BinaryIO, error: OSError) -> None:
+        """What the groups say cannot be written: it goes nowhere from now on, and the groups are still read."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target.fileno())
+        os.close(nowhere)
+        if not isinstance(error, BrokenPipeError):
+            _log.error("what the groups say cannot be written any more: %s; the job goes on", error)
+        elif not self._job.is_stopping:  # nobody reads it: the job ends, as a command in a pipe does
+            self._interrupt(signal.SIGPIPE)

@@ -169,7 +169,7 @@ class LaunchedJob:
             if self._first_failure is None:
                 self._first_failure = shell_status(status)
             return None
-        delay_s = min(2.0 ** self._num_restarts[group], MAX_RESTART_DELAY_S)
+        delay_s = min(2.0 ** min(self._num_restarts[group], 5), MAX_RESTART_DELAY_S)
         self._num_restarts[group] += 1
         self._states[group] = _State.TO_START
         self._start_at[group] = now + delay_s
