@@ -24,7 +24,6 @@ END_PATIENCE_S = 30.0
 """How long a group may take to end after SIGTERM."""
 
 _TORCHRUN = (sys.executable, "-m", "torchft_ckpt.launcher.agent")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 1 << 16
 _ORPHANS_END_S = 5.0
 
@@ -72,8 +71,9 @@ class Supervisor:
         """Run until no group runs and none will; return the exit status."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        # One that is ignored stays so: nohup has the job outlive its terminal.
-        numbers = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has the job outlive its terminal
+            numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._interrupt, number)
         try:
