@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.coordination.patience import JoinBackoff, StallWatch, reconnect_delay_s
+from torchft_ckpt.core.coordination.patience import JoinBackoff, StallWatch, reconnect_delay_s, restart_patience_s
 
 
 @pytest.mark.parametrize(("attempt", "longest"), [(0, 0.05), (1, 0.1), (3, 0.4), (6, 2.0), (1000, 2.0)])
@@ -60,3 +60,12 @@ def test_what_is_usual_fades_slowly() -> None:
         watch.entered(0.0)
         watch.finished(duration)
     assert watch.usual_s == pytest.approx(0.81)
+
+
+def test_a_restarted_lighthouse_waits_until_each_living_group_has_tried_to_connect_again() -> None:
+    """However short the time after which a silent group is dead; never longer than groups wait for each other at all."""
+    longest_pause_s = max(reconnect_delay_s(attempt, 0.999) for attempt in range(20))
+    for heartbeat_timeout_s in (0.01, 1.0, 2.0, 5.0, 60.0):
+        patience_s = restart_patience_s(60.0, heartbeat_timeout_s)
+        assert patience_s >= max(heartbeat_timeout_s, longest_pause_s + 0.5)
+    assert restart_patience_s(0.2, 5.0) == 0.2

@@ -85,6 +85,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
     refuse_version,
 )
+from torchft_ckpt.core.coordination.patience import restart_patience_s
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quorum
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.coordination.restart import RestartRecovery, StepKey
@@ -141,7 +142,7 @@ class LighthouseState:
         self._left_at_step = -1
         """The latest step that a group held which left on purpose. Never falls."""
         self._equality = Equality(self.members)
-        self._restart = RestartRecovery(min(settings.join_timeout_s, settings.heartbeat_timeout_s))
+        self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._contributors = RecentContributors()
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LONGEST_RECONNECT_PAUSE_S = 2.0
+
 
 def reconnect_delay_s(attempt: int, jitter: float) -> float:
     """Return the pause before connection attempt number `attempt` (0: the first retry).
@@ -11,8 +13,16 @@ def reconnect_delay_s(attempt: int, jitter: float) -> float:
     Doubles from 50 ms to 2 s. `jitter` in [0, 1) spreads the groups over the second half of the pause, so that a thousand
     of them do not come back in one instant.
     """
-    base = min(2.0, 0.05 * 2.0 ** min(attempt, 16))
+    base = min(LONGEST_RECONNECT_PAUSE_S, 0.05 * 2.0 ** min(attempt, 16))
     return base * (0.5 + 0.5 * jitter)
+
+
+def restart_patience_s(join_timeout_s: float, heartbeat_timeout_s: float) -> float:
+    """Return how long a restarted lighthouse waits for the members of the last quorum.
+
+    As long as for a silent member, but never so short that one which lives has not tried to connect again.
+    """
+    return min(join_timeout_s, max(heartbeat_timeout_s, 1.5 * LONGEST_RECONNECT_PAUSE_S))
 
 
 @dataclass(slots=True)
