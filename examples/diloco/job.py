@@ -174,8 +174,7 @@ class Job:
                 raise JobFailedError(
                     f"{self._plan.name}: nobody trained for {_PATIENCE_S:.0f} s.{self._all_last_lines()}"
                 )
-            if len(list(self._begin_in.glob("ready_*"))) >= self._plan.num_groups:
-                (self._begin_in / BEGIN).touch()
+            self._let_begin()
             for group, process in list(self._groups.items()):
                 if process.poll() is not None:
                     self._ended(group, process)
@@ -187,6 +186,12 @@ class Job:
                 said = self._progress()
                 self._say(f"{self._plan.name}: {said:.0%}")
         return self._record
+
+    def _let_begin(self) -> None:
+        """Let the groups train once all of them are ready."""
+        begin = self._begin_in / BEGIN
+        if not begin.exists() and len(list(self._begin_in.glob("ready_*"))) == self._plan.num_groups:
+            begin.touch()
 
     def _start_lighthouse(self) -> None:
         network, hub = self._network, self._network.hub
