@@ -128,17 +128,16 @@ class Plan:
     def sample_here(self, unit: int) -> bytes:
         """Return the BLAKE3 digest of the sample of a part that has a `local`."""
         where = self.parts[unit]
+        sample = sample_of(where.box)
         skipped = sum(
             (size - few) // 2 * stride
-            for size, few, stride in zip(
-                where.box.sizes, sample_of(where.box).sizes, where.target.stride(), strict=True
-            )
+            for size, few, stride in zip(where.box.sizes, sample.sizes, where.target.stride(), strict=True)
         )
         itemsize = where.target.element_size()
         start = where.region.start + skipped * itemsize
         hasher = start_blake3()
         if where.local is not None:
-            hasher.update(where.local.view[start : start + sample_of(where.box).volume * itemsize])
+            hasher.update(where.local.view[start : start + sample.volume * itemsize])
         return hasher.digest()
 
     def take_local(self, unit: int) -> bytes:
