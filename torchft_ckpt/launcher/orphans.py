@@ -50,10 +50,10 @@ async def kill_orphans(environment: Mapping[str, str], known: Set[int], limit_s:
                 os.kill(pid, signal.SIGKILL)
         num_killed += len(found)
         ending = {pid for pid in ending | found if not _has_ended(pid)}
-        if (
-            not (found or ending) or time.monotonic() > until
-        ):  # their children are adopted when they have ended: look again
+        is_late = time.monotonic() > until
+        if is_late or not (found or ending):
             return num_killed, len(ending)
+        # Children of those that have ended are adopted: look again.
         await asyncio.sleep(_LOOK_EVERY_S)
 
 

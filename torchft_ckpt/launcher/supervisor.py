@@ -21,7 +21,7 @@ from torchft_ckpt.launcher.agent import LAUNCHER
 from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
 
 END_PATIENCE_S = 30.0
-"""How long a group may take to end after SIGTERM."""
+"""The time that a group may take to end after SIGTERM."""
 
 _TORCHRUN = (sys.executable, "-m", "torchft_ckpt.launcher.agent")
 _READ_BYTES = 1 << 16
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What is run, and where.
+    """The settings of a run.
 
     Args:
         plan: which groups.
@@ -162,7 +162,7 @@ class Supervisor:
 
     def _marks(self, group: int) -> dict[str, str]:
         """Return the variables that tell a group's processes from all others."""
-        return {"TORCHFT_CKPT_JOB": self._launch.job, "REPLICA_GROUP_ID": str(group)}
+        return {**dict.fromkeys(config.JOB, self._launch.job), "REPLICA_GROUP_ID": str(group)}
 
     def _settings(self, group: int) -> dict[str, str]:
         launch = self._launch
@@ -260,7 +260,7 @@ class Supervisor:
             self._go_on_without(target, error)
 
     def _go_on_without(self, target: BinaryIO, error: OSError) -> None:
-        """What the groups say cannot be written: it goes nowhere from now on, and the groups are still read."""
+        """Write the groups' output nowhere from now on, as `target` fails; the groups are still read."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, target.fileno())
         os.close(nowhere)

@@ -1,4 +1,4 @@
-"""How a server treats its clients, and where it is reached; how a launcher treats its groups. Decisions only, as all of `core`.
+"""A server's treatment of its clients and its addresses; a launcher's treatment of its groups. Decisions only, as all of `core`.
 
 admission   which connections a server keeps where it may not keep all
 rate        how many requests and bytes of one client are let through

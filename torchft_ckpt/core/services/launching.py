@@ -94,7 +94,7 @@ class _State(Enum):
 
 
 class LaunchedJob:
-    """What became of a launcher's groups so far, and what follows from it. One thread uses it.
+    """The groups of a launcher, as they ended so far: it says which start again, and how the job ends. One thread uses it.
 
     A group that ends with a status other than 0 starts again, up to `max_restarts` times, after 1, 2, 4, ... 30 s. A group
     that has no restart left has failed. Once fewer than `min_replicas` groups are left, or `stop` was called, the job stops:
@@ -122,7 +122,7 @@ class LaunchedJob:
 
     @property
     def num_left(self) -> int:
-        """How many groups of the whole job have not failed."""
+        """The number of groups of the whole job that have not failed."""
         return self._plan.num_all_groups - sum(state is _State.FAILED for state in self._states.values())
 
     @property
