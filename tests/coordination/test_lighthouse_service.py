@@ -153,6 +153,13 @@ def test_a_token_guards_the_status_too(capsys: pytest.CaptureFixture[str]) -> No
     server.shutdown()
 
 
+async def test_a_probe_needs_no_token_and_learns_nothing() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret")
+    async with aiohttp.ClientSession() as session, session.get(f"{server.address()}/healthz") as response:
+        assert (response.status, await response.text()) == (200, "ok\n")
+    server.shutdown()
+
+
 def test_commands_against_nobody_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     with reserved_port() as port:
         for command in ("status", "allow-step-loss"):

@@ -1,9 +1,10 @@
 """The lighthouse as a service: an aiohttp shell around `core.coordination.lighthouse`, in a thread of its own.
 
     GET /v1/groups?job=NAME    WebSocket of one replica group, messages of `core.coordination.messages`
-    GET /                      status as JSON, for people and probes: all jobs in short; with ?job=NAME that one
+    GET /                      status as JSON, for people: all jobs in short; with ?job=NAME that one
+    GET /healthz               200, for probes
 
-Both want `Authorization: Bearer TOKEN` where a token is set.
+The first two want `Authorization: Bearer TOKEN` where a token is set.
 """
 
 from __future__ import annotations
@@ -132,7 +133,13 @@ class LighthouseServer:
 
     async def _start(self, listeners: list[socket.socket]) -> None:
         app = web.Application()
-        app.add_routes([web.get("/v1/groups", self._serve_group), web.get("/", self._serve_status)])
+        app.add_routes(
+            [
+                web.get("/v1/groups", self._serve_group),
+                web.get("/", self._serve_status),
+                web.get("/healthz", _serve_health),
+            ]
+        )
         self._front = Front(app, listeners, name="the lighthouse", token=self._token, limits=_LIMITS)
         await self._front.start()
 
@@ -209,6 +216,11 @@ class LighthouseServer:
         if name in finished:
             return web.json_response(finished[name])
         return web.json_response({"error": f"no job {name[:64]} is here"}, status=404)
+
+
+async def _serve_health(_: web.Request) -> web.Response:
+    """Say that the lighthouse answers, and nothing else; probes have no token."""
+    return web.Response(text="ok\n")
 
 
 def _in_short(state: LighthouseState) -> dict[str, object]:
