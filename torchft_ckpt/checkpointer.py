@@ -67,6 +67,7 @@ from torchft_ckpt.errors import (
     StorageError,
     torn_where_it_raises,
 )
+from torchft_ckpt.events import CheckpointSaved
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.saving import (
     NotSaving,
@@ -381,12 +382,26 @@ class Checkpointer:
         if isinstance(failure, StateChangedError) and not self._copies_at_once:
             self._copies_at_once = True
             logger.warning("each save copies the whole state at once from now on, as it is changed without the lock")
+        if failure is None and self._manager is not None:
+            self._note_saved(self._manager, worker.future.result())
         if removes:
             with _logged("old checkpoints stay for now"):
                 if failure is None:
                     self._remove_old(task)
                 else:
                     leftovers.note_failure(failure)
+
+    def _note_saved(self, manager: Manager, saved: SavedCheckpoint) -> None:
+        formed = manager.view().quorum
+        manager.events.add(
+            CheckpointSaved(
+                step=saved.step,
+                quorum_id=formed.quorum_id if formed is not None else 0,
+                replica_id=manager.replica_id(),
+                name=saved.name,
+                is_closed=saved.is_closed,
+            )
+        )
 
     def _remove_old(self, task: SaveTask) -> None:
         keep_last, keep_every = self._keep

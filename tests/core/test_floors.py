@@ -19,6 +19,7 @@ MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path i
 
 FLOORS = {
     "errors": 0,
+    "events": 0,
     "config": 0,
     "network": 1,
     "threads": 0,

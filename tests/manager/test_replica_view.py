@@ -8,6 +8,7 @@ from types import FrameType
 
 from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
+from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.step_client import StepClient
 
 
@@ -22,6 +23,7 @@ def client() -> StepClient:
         job="default",
         abort=lambda: None,
         cancel=lambda: None,
+        events=EventQueue(None, "group"),
         answer_leaves=no_leaves,
     )
 

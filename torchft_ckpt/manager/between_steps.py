@@ -100,6 +100,7 @@ class BetweenSteps:
             if failure is None:
                 with client.lock, client.replica as replica:
                     replica.caught_up(located.version)
+                self._recovery.note_healed(located)
                 logger.info("%s caught up with step %d", client.replica_id, located.version.step)
                 continue
             why = failure

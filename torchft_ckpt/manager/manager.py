@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.distributed import ReduceOp, Work
+from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
@@ -37,10 +38,12 @@ from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
 from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
+from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.cold_start import ColdStartGroup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
+from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.optimizer_settings import guard_steps
@@ -142,6 +145,10 @@ class Manager:
         on_replicas_differ: what becomes of groups that differ. "warn" names them, and the first tensors or values, in
             the logs of the lighthouse and of the groups. "heal" makes a minority load the others' state too, where a strict
             majority of the compared groups is equal. "stop" discards the step and raises `ReplicasDifferError` in all groups.
+        on_event: gets what happened (`torchft_ckpt.events`), in order, on the training thread: when the next step begins, before
+            this group asks for it, in `finish`, and at last in `shutdown`. It may ask this Manager, or save. The other groups
+            wait meanwhile, up to the lighthouse's join timeout (60 s). An `Exception` that it raises is logged once, and ends no
+            step.
 
     Raises:
         ConfigError: an argument or variable cannot be used.
@@ -183,6 +190,7 @@ class Manager:
         job: str | None = None,
         check_equal_every: int = 0,
         on_replicas_differ: Literal["warn", "heal", "stop"] = "warn",
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         if min_replica_size < 1:
             raise ConfigError(f"min_replica_size={min_replica_size}: at least one has to train", "min_replica_size")
@@ -242,6 +250,8 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
         self._own = OwnState()
+        self.events = EventQueue(on_event, party)
+        """What happens on its way to `on_event`, for what adds to it."""
         self._check = EqualityCheck(lock)
         self._healing = Healing(
             transport, self._timeouts.transfer, rank=rank_config.group_rank, world_size=rank_config.group_world_size
@@ -262,6 +272,7 @@ class Manager:
             job=rank_config.job,
             abort=pg.abort,
             cancel=self._cancel_fetch,
+            events=self.events,
             answer_leaves=self._check.answer,
         )
         try:
@@ -289,6 +300,7 @@ class Manager:
             self._serving,
             self._own,
             self._client,
+            events=self.events,
             is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
             in_place=heal_in_place,
@@ -307,6 +319,7 @@ class Manager:
             recovery=self._recovery,
             check=self._check,
             outcomes=self._outcomes,
+            events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
         )
@@ -576,7 +589,8 @@ class Manager:
             raise ValueError(f"{what} needs a floating point tensor, got {tensor.dtype}")
         if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
-        return self._steps.allreduce(tensor, codec, reduce_op)
+        with record_function("torchft::manager::allreduce"):
+            return self._steps.allreduce(tensor, codec, reduce_op)
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
@@ -619,7 +633,8 @@ class Manager:
             ConfigError: it is called again, and something was averaged since the decision. That may be gradients, which the
                 decision is not about; this replica's state is undefined then until it heals.
         """
-        return self._steps.commit(config.not_negative(timeout) or self._timeouts.collective)
+        with record_function("torchft::manager::should_commit"):
+            return self._steps.commit(config.not_negative(timeout) or self._timeouts.collective)
 
     def cast_vote(self) -> None:
         """Vote on the step already, if all of its collectives are done; `should_commit` then only asks for the decision.
@@ -861,7 +876,9 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        return self._between_steps.finish(self._timeouts.connect)
+        is_finished = self._between_steps.finish(self._timeouts.connect)
+        self.events.deliver()
+        return is_finished
 
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
@@ -886,6 +903,7 @@ class Manager:
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
+        self.events.deliver()
 
 
 keep_old_methods(Manager, gather="cold_start")

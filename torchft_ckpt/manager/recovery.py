@@ -20,11 +20,14 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Role,
     StateArrived,
+    StateLocated,
     clip,
     name_some,
 )
 from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
 from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismatchError
+from torchft_ckpt.events import Healed
+from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
@@ -69,6 +72,7 @@ class Recovery:
         own: OwnState,
         client: StepClient,
         *,
+        events: EventQueue,
         is_alone: bool,
         limit: timedelta,
         in_place: bool,
@@ -78,6 +82,7 @@ class Recovery:
         self._serving = serving
         self._own = own
         self._client = client
+        self._events = events
         self._is_alone = is_alone
         self._limit = limit
         self._in_place = in_place
@@ -194,6 +199,7 @@ class Recovery:
             return
         with self._client.lock, self._client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
+        self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self._client.replica_id, step)
 
     def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
@@ -215,6 +221,7 @@ class Recovery:
         if found.comparison is not Comparison.EQUAL:
             self._serving.withdraw()  # what this replica may have served under that name
             self._load_received(state, before_forward)
+            self.note_healed(formed)
             self.num_corrected += 1
         with self._client.lock, self._client.replica as replica:
             is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)
@@ -250,6 +257,18 @@ class Recovery:
         """
         self._load_received(self._wait_for_state(as_group), before_forward)
         self.num_healed += 1
+
+    def note_healed(self, located: QuorumFormed | StateLocated) -> None:
+        """Say that the state which was fetched from the sources of this message is loaded."""
+        self._events.add(
+            Healed(
+                step=located.version.step,
+                quorum_id=located.version.quorum_id,
+                replica_id=self._client.replica_id,
+                sources=tuple(source.replica_id for source in located.sources),
+                took_s=self._healing.took_s,
+            )
+        )
 
     def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
         try:

@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch.distributed import ReduceOp, Work
+from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, QuorumFormed, Role
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
+from torchft_ckpt.manager.event_queue import EventQueue
+from torchft_ckpt.manager.flight_recorder import name_dumps
 from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.outcomes import StepOutcomes
@@ -73,6 +77,7 @@ class Steps:
         recovery: Recovery,
         check: EqualityCheck,
         outcomes: StepOutcomes,
+        events: EventQueue,
         use_async_quorum: bool,
         quorum_retries: int | None,
     ) -> None:
@@ -88,6 +93,7 @@ class Steps:
         self._recovery = recovery
         self._check = check
         self._outcomes = outcomes
+        self._events = events
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
@@ -115,6 +121,8 @@ class Steps:
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
         self._late = _Late()
+        self._told_quorum: object = None
+        """What listeners were told of the quorum last."""
 
     # --------------------------------------------------------------------------------------------------- a step begins
 
@@ -128,6 +136,7 @@ class Steps:
             self._settle(has_to_wait=self._client.wants()[0])
             return
         self.leave()
+        self._events.deliver()  # between two steps, so what a listener saves is whole
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
@@ -270,6 +279,10 @@ class Steps:
 
     def wait_quorum(self) -> None:
         """See `Manager.wait_quorum`. Any thread."""
+        with record_function("torchft::manager::wait_quorum"):
+            self._wait_quorum()
+
+    def _wait_quorum(self) -> None:
         if self._quorum is None:
             raise NoQuorumError(
                 "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
@@ -277,8 +290,10 @@ class Steps:
         self._quorum.result()
 
     def _run_quorum(self, prepared: Prepared, limit: timedelta) -> None:
-        plan = self._client.await_plan(limit, self._quorum_retries)
+        with record_function("torchft::manager::_client::_quorum"):
+            plan = self._client.await_plan(limit, self._quorum_retries)
         formed = plan.formed
+        self._note_quorum(formed)
         budget_s = formed.join_budget_s
         self._collectives.begin_step(
             None if budget_s is None else max(budget_s, formed.patience_s), is_new_quorum=plan.configure
@@ -291,6 +306,23 @@ class Steps:
         self._recovery.begin(plan, prepared)
         if plan.configure:
             self._configure(formed)
+
+    def _note_quorum(self, formed: QuorumFormed) -> None:
+        now = self._client.view()
+        news = formed.epoch, formed.quorum_id, now.num_participants, now.participating_rank
+        if news == self._told_quorum:
+            return
+        self._told_quorum = news
+        self._events.add(
+            QuorumChanged(
+                step=formed.version.step,
+                quorum_id=formed.quorum_id,
+                replica_id=self._client.replica_id,
+                num_groups=formed.replica_world_size,
+                num_participants=now.num_participants,
+                participating_rank=now.participating_rank,
+            )
+        )
 
     def _move_over_group(self, plan: StepPlan, prepared: Prepared) -> None:
         """Connect, then serve and receive by a transport that uses the process group. On the quorum thread, to the end."""
@@ -315,6 +347,10 @@ class Steps:
         self._healing.has_arrived(limit.total_seconds())  # or not: then it is found at the vote
 
     def _configure(self, formed: QuorumFormed) -> None:
+        with record_function("torchft::manager::_pg::configure"):
+            self._connect_group(formed)
+
+    def _connect_group(self, formed: QuorumFormed) -> None:
         rank_config = self._rank_config
         prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{rank_config.group_rank}"
         try:
@@ -332,6 +368,7 @@ class Steps:
             logger.warning("%s cannot connect quorum %d: %s", self._client.replica_id, formed.quorum_id, why)
             self._client.note_collective_error(error)
         else:
+            name_dumps(formed.quorum_id, formed.replica_rank * rank_config.group_world_size + rank_config.group_rank)
             self._client.configured(formed)
             if formed.standby_store_address:
                 self._process_group.prepare_store(formed.standby_store_address)
@@ -342,7 +379,7 @@ class Steps:
         """See `Manager.allreduce`. Any thread."""
         client = self._client
         if client.error() is None:
-            self.wait_quorum()
+            self._wait_quorum()
         now = client.view()
         late = self._late if now.is_voted_on else None
         if late is not None:
@@ -440,7 +477,19 @@ class Steps:
             self._own.batches_committed += now.num_participants
             if not now.serves_learners:
                 self._serving.withdraw()  # a joiner that has not received this state by now was left behind
-        self._outcomes.ended(vote, outcome, reason, now, time.monotonic() - self._started_at)
+        took_s, name = time.monotonic() - self._started_at, self._client.replica_id
+        self._events.add(
+            StepCommitted(
+                step=vote.step,
+                quorum_id=vote.quorum_id,
+                replica_id=name,
+                num_participants=now.num_participants,
+                took_s=took_s,
+            )
+            if outcome is Outcome.COMMIT
+            else StepDiscarded(step=vote.step, quorum_id=vote.quorum_id, replica_id=name, reason=reason, took_s=took_s)
+        )
+        self._outcomes.ended(vote, outcome, reason, now, took_s)
 
     def shutdown(self, timeout_s: float) -> None:
         """End the threads; wait so long for each at most."""

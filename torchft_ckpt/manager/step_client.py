@@ -70,8 +70,10 @@ from torchft_ckpt.errors import (
     SourceLostError,
     TransferTimeoutError,
 )
+from torchft_ckpt.events import PeerLost
 from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
+from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.rank_config import Link, RankConfig, open_link
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class StepClient:
         replica_id, job: for log and errors.
         abort: called when collectives in flight cannot finish.
         cancel: called when what is being fetched is of no use any more.
+        events: gets the loss of groups that train with this one.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
     """
 
@@ -119,12 +122,14 @@ class StepClient:
         job: str,
         abort: Callable[[], None],
         cancel: Callable[[], None],
+        events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
     ) -> None:
         self.replica_id = replica_id
         self._job = job
         self._abort = abort
         self._cancel = cancel
+        self._events = events
         self._answer_leaves = answer_leaves
         self.lock = threading.Lock()
         self.replica = SharedReplica(settings)
@@ -520,6 +525,7 @@ class StepClient:
             if replica.phase is StepPhase.VOTED and self._answer is None:
                 self._answer = message
         elif isinstance(message, QuorumBroken):
+            self._note_loss(replica, message)
             if replica.broken(message):
                 first = self._error.original_exception if self._error is not None else None
                 if first is None or isinstance(first, CollectiveFailedError):  # a lost connection names nobody
@@ -564,3 +570,16 @@ class StepClient:
             )
             return message.reason, True
         return "", False
+
+    def _note_loss(self, replica: ReplicaState, broken: QuorumBroken) -> None:
+        formed, peer = replica.quorum, broken.replica_id
+        if broken.lost and peer != self.replica_id and formed is not None and formed.quorum_id == broken.quorum_id:
+            self._events.add(
+                PeerLost(
+                    step=replica.version.step,
+                    quorum_id=broken.quorum_id,
+                    replica_id=self.replica_id,
+                    peer=peer,
+                    reason=broken.reason,
+                )
+            )

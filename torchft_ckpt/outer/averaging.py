@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
+from torch.profiler import record_function
 
 from torchft_ckpt.threads import in_background
 
@@ -53,7 +54,8 @@ class RoundAverager:
         """
         exchange = self._round
         if exchange is not None:
-            concurrent.futures.wait([exchange])  # if that is interrupted, the round is still in flight
+            with record_function("torchft::local_sgd::wait"):
+                concurrent.futures.wait([exchange])  # if that is interrupted, the round is still in flight
             self._round = None
             exchange.result()
         if self._done is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.optimizer_settings import with_inner
@@ -95,8 +96,9 @@ class Fragment(ABC):
     @torch.no_grad()
     def restore_parameters(self) -> None:
         """Put the global parameters in place of the local ones."""
-        for name, param in self.params.items():
-            local_of(param).copy_(self.original_parameters[name], non_blocking=True)
+        with record_function("torchft::local_sgd::restore_parameters"):
+            for name, param in self.params.items():
+                local_of(param).copy_(self.original_parameters[name], non_blocking=True)
 
     def restore(self) -> None:
         """Go back to the backup, and the inner optimizer's state to what it was when the round began."""
@@ -117,8 +119,9 @@ class Fragment(ABC):
     @torch.no_grad()
     def save_parameters(self) -> None:
         """Make the parameters of now the global ones."""
-        for name, param in self.params.items():
-            self.original_parameters[name].copy_(local_of(param), non_blocking=True)
+        with record_function("torchft::local_sgd::save_parameters"):
+            for name, param in self.params.items():
+                self.original_parameters[name].copy_(local_of(param), non_blocking=True)
 
     @torch.no_grad()
     def global_parameters(self) -> dict[str, torch.Tensor]:

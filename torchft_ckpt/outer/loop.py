@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from torchft_ckpt.core.training.outer_schedule import Action, OuterSchedule, RoundOutcome, after_vote
@@ -283,6 +284,10 @@ class OuterLoop(Generic[F]):
 
     def _prepare(self) -> None:
         """Take the values of now and begin to average them."""
+        with record_function("torchft::local_sgd::prepare_sync"):
+            self._take_values()
+
+    def _take_values(self) -> None:
         if self._exchange.in_flight:
             self._exchange.wait()  # an exception came in the way of its end; its values are in the same memory
         self._left_out.warn()
@@ -303,6 +308,10 @@ class OuterLoop(Generic[F]):
 
     def _sync(self) -> None:
         """End the round that is in flight."""
+        with record_function("torchft::local_sgd::perform_sync"):
+            self._end_round()
+
+    def _end_round(self) -> None:
         retries_left = self._round_retries
         while True:
             verdict = self._finish(retries_left, merge=True)

@@ -1,0 +1,53 @@
+"""The events of a Manager on their way to the training thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from torchft_ckpt.events import Event
+
+logger = logging.getLogger(__name__)
+
+
+class EventQueue:
+    """Events that happened, until the training thread hands them over to `on_event`. Any thread may add one.
+
+    What `on_event` raises is logged the first time, and ends no step.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None] | None, party: str) -> None:
+        self._on_event = on_event
+        self._party = party
+        self._pending: deque[Event] = deque()
+        self._is_delivering = False
+        self._has_warned = False
+
+    def add(self, event: Event) -> None:
+        """Note that something happened. Waits for nothing."""
+        if self._on_event is not None:
+            self._pending.append(event)
+
+    def deliver(self) -> None:
+        """Hand over what happened, in order. On the training thread, under no lock."""
+        if self._on_event is None or self._is_delivering:  # the second: on_event began or ended a step itself
+            return
+        self._is_delivering = True
+        try:
+            while self._pending:
+                self._hand_over(self._on_event, self._pending.popleft())
+        finally:
+            self._is_delivering = False
+
+    def _hand_over(self, on_event: Callable[[Event], None], event: Event) -> None:
+        try:
+            on_event(event)
+        except Exception:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.exception(
+                    "%s: on_event raised for %s; training goes on, and what it raises from now on is not logged",
+                    self._party,
+                    event,
+                )
