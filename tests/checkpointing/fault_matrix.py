@@ -261,6 +261,9 @@ class Slot:
         """Receive as the mode says."""
         destination = self.destination(case.stall_s)
         destination._buffer_cache.clear()  # else what the case before brought is not asked for, and its fault not met
+        for other in self._destinations.values():
+            with other.lock.write():  # else it goes on to serve what it received, and blocks come past the gate
+                pass
         timeout = timedelta(seconds=case.timeout_s)
         if not mode.fetch:
             return destination.recv_checkpoint(0, self.gate.url, STEP, timeout)
@@ -382,8 +385,9 @@ class FaultBench:
                 state = slot.receive(mode, case)
         except Exception as raised:  # which one is what is judged
             error = raised
-        case.ran_out_of_time = isinstance(error, (TransferTimeoutError, TransferStalledError))
         took_s = time.monotonic() - started
+        slot.gate.hang_up()  # an answer that is late must not meet its fault while the case is judged
+        case.ran_out_of_time = isinstance(error, (TransferTimeoutError, TransferStalledError))
         tally.num_cases += 1
         tally.num_unfired += not case.num_fired
         if error is None:

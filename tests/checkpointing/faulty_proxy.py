@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
 import struct
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 Fault = Callable[["Connection", int, bytes], bytes]
 """Called with the connection, how many bytes were passed on before, and the next bytes; returns what to pass on."""
@@ -323,6 +328,10 @@ class Gate:
         """Close all connections and start the next case. From outside the proxy's loop."""
         self._proxy.run(self._arm(fault, request_fault))
 
+    def hang_up(self) -> None:
+        """Close all connections: the case is over. From outside the proxy's loop."""
+        self._proxy.run(self._end_tasks())
+
     async def _arm(self, fault: AnswerFault, request_fault: RequestFault | None) -> None:
         await self._end_tasks()
         self._fault, self._request_fault = fault, request_fault
@@ -434,4 +443,28 @@ class ScriptedProxy:
 
     def run(self, work: Coroutine[object, object, None]) -> None:
         """Run something on the loop, from outside of it."""
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(_TIMEOUT_S)
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop).result(_TIMEOUT_S)
+        except TimeoutError:
+            raise AssertionError(f"the proxy did nothing for {_TIMEOUT_S} s; busiest threads:\n{busiest()}") from None
+
+
+def busiest(*, num_threads: int = 3, during_s: float = 0.5) -> str:
+    """The threads of this process that run most of a short time, with their CPU seconds and where they are."""
+
+    def cpu_s() -> dict[threading.Thread, float]:
+        found = {}
+        for thread in threading.enumerate():
+            with contextlib.suppress(OSError):  # it has ended
+                times = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(") ")[2].split()
+                found[thread] = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+        return found
+
+    before = cpu_s()
+    time.sleep(during_s)
+    frames = sys._current_frames()
+    spent = {thread: after - before.get(thread, 0.0) for thread, after in cpu_s().items() if thread.ident in frames}
+    return "\n".join(
+        f"{thread.name} took {spent[thread]:.2f} s of {during_s} s\n{''.join(traceback.format_stack(frames[thread.ident or 0]))}"
+        for thread in sorted(spent, key=spent.__getitem__, reverse=True)[:num_threads]
+    )
