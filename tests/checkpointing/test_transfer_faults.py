@@ -345,13 +345,13 @@ def test_nothing_is_left_behind_after_good_and_bad_receives():
     def once() -> None:
         source, patient = make_transport(), make_transport(num_chunks=3)
         destination = make_transport(num_chunks=3, stall_timeout=timedelta(seconds=0.1))
-        source.send_checkpoint([1], 3, STATE, LONG)
+        source.send_checkpoint([1], 3, STATE, 6 * LONG)  # a bad receive may take its whole time
         with FaultyProxy(parse_metadata(source.metadata()).port) as proxy:
             faults = (faulty_proxy.cut_after, faulty_proxy.stall_after, faulty_proxy.flip_bit_at)
             for fault in faults:
                 proxy.fault = fault(100_000)
                 with contextlib.suppress(TransferError):  # a cut is mended where something had arrived
-                    receive(destination, proxy.url)
+                    receive(destination, proxy.url, timedelta(seconds=4))
             receive(patient, source.metadata())
         for transport in (source, patient, destination):
             transport.shutdown()

@@ -151,6 +151,10 @@ class Run:
         jobs = list(self.lighthouse._jobs.states.values())
         return manager is not None and any(manager.replica_id() in job._waiting for job in jobs)
 
+    def begun_by(self) -> int:
+        """Return the group whose weights the job began with: the first that contributed to the first step."""
+        return min(self.contributors[min(self.contributors)], default=0) if self.contributors else 0
+
     def plan(self) -> list[Iteration]:
         return [
             Iteration(
@@ -446,16 +450,17 @@ class NoCheckpointer:
 class PlainLife(Job):
     """One group of the plain loop."""
 
-    def __init__(self, hub: Hub, group: int, plan: list[Iteration], num_steps: int) -> None:
+    def __init__(self, hub: Hub, group: int, plan: list[Iteration], num_steps: int, begun_by: int = 0) -> None:
         super().__init__()
         self.group = group
+        self._seed = 100 + begun_by
         self.num_steps = num_steps
         self.current = PlainManager(hub, group, plan, on_begin=self.begin_step)
         self._state_dict: Callable[[], Any] | None = None
 
     def live(self, loop: Callable[[Job], None]) -> None:
         try:
-            self.begin(seed=100)  # all begin with the weights of group 0
+            self.begin(self._seed)  # all begin with the weights of one group
             loop(self)
             self.look()
         finally:
@@ -641,10 +646,12 @@ def run_groups(
     return Outcome(run, lives, [life.error for life in lives if life.error is not None])
 
 
-def run_plain(loop: Callable[[Job], None], plan: list[Iteration], num_groups: int, num_steps: int) -> list[PlainLife]:
-    """Run the plain loop as a plan says."""
+def run_plain(
+    loop: Callable[[Job], None], plan: list[Iteration], num_groups: int, num_steps: int, begun_by: int = 0
+) -> list[PlainLife]:
+    """Run the plain loop as a plan says, from the weights of the group that `Run.begun_by` names."""
     hub = Hub(num_groups)
-    lives = [PlainLife(hub, group, plan, num_steps) for group in range(num_groups)]
+    lives = [PlainLife(hub, group, plan, num_steps, begun_by) for group in range(num_groups)]
     errors: list[BaseException] = []
 
     def live(plain: PlainLife) -> None:
@@ -718,7 +725,7 @@ def check(entry: Idiom, *, dies: bool) -> Outcome:
     if entry.compare != "nothing":
         others = None
         if entry.compare == "plain":
-            others = run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps)
+            others = run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps, outcome.run.begun_by())
         _compare(entry, outcome, others)
     return outcome
 
@@ -741,7 +748,7 @@ def check_restart(entry: Idiom, directory: str) -> None:
         )
         _raise_errors(outcomes[-1])
         plan += outcomes[-1].run.plan()
-    plains = run_plain(entry.loop, plan, entry.num_groups, NUM_STEPS)
+    plains = run_plain(entry.loop, plan, entry.num_groups, NUM_STEPS, outcomes[0].run.begun_by())
     for outcome in outcomes:
         _compare(entry, outcome, plains)
 
