@@ -1,6 +1,7 @@
 """Fault-tolerant data-parallel training, written as for torchft 0.2.0: only the import line is another.
 
-Each replica group is started by torchrun on its own; a group that dies is started again and goes on where the others are.
+Each replica group is started by torchrun on its own; a group that dies is started again and goes on where the others are. One
+that gets SIGTERM ends its step with the others and leaves, which costs them nothing (torchft has no `leave_on`, `should_leave`).
 
     python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
     export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 NUM_REPLICA_GROUPS=2
@@ -17,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 
@@ -144,6 +146,7 @@ def main() -> None:
         timeout=timedelta(seconds=30),
         checkpoint_transport=HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0),
     )
+    manager.leave_on(signal.SIGTERM)
     model = DistributedDataParallel(manager, module)
     optimizer = Optimizer(manager, adamw)
 
@@ -169,6 +172,10 @@ def main() -> None:
                 f"groups {manager.num_participants()}",
                 flush=True,
             )
+        if manager.should_leave():
+            print(f"[{replica_group}] left at step {manager.current_step()}", flush=True)
+            manager.shutdown()
+            return
 
     digest = digest_of(
         module.state_dict()

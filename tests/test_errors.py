@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +43,7 @@ def test_an_error_is_also_one_of_pythons_and_survives_pickling(kind: type[Torchf
         (errors.ProcessGroupAbortedError, RuntimeError),
         (errors.ProcessGroupConfigureError, RuntimeError),
         (errors.GroupBrokenError, RuntimeError),
+        (errors.GroupLeftError, SystemExit),
         (errors.NoQuorumError, RuntimeError),
         (errors.QuorumTimeoutError, TimeoutError),
         (errors.LockTimeoutError, TimeoutError),
@@ -56,3 +59,9 @@ def test_an_error_is_also_one_of_pythons_and_survives_pickling(kind: type[Torchf
 )
 def test_it_is_what_one_expects_in_such_a_case(kind: type[TorchftCkptError], usual: type[Exception]) -> None:
     assert issubclass(kind, usual)
+
+
+@pytest.mark.processes
+def test_a_script_that_knows_nothing_of_a_group_that_left_ends_well() -> None:
+    script = "from torchft_ckpt.errors import GroupLeftError; raise GroupLeftError('it left')"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

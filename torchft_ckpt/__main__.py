@@ -3,6 +3,7 @@
 run               run a lighthouse and the replica groups of a job on this machine
 lighthouse        run a lighthouse until SIGTERM or Ctrl-C
 status            print what a lighthouse knows
+drain             have a replica group leave its job
 allow-step-loss   let a job whose newest state is lost go on from an older one
 inspect           print what a live peer serves
 pull              save the state of a live peer to a file

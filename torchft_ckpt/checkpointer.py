@@ -270,6 +270,9 @@ class Checkpointer:
     ) -> Future[SavedCheckpoint]:
         """Save the state of now, in the background. Every rank calls it between the same two steps.
 
+        Within the `save` of `Manager.leave_on` the ranks of the group that leaves call it, and write all of it; where all
+        groups leave after that step they share the work.
+
         Nothing is copied before the state is about to change: what has not been written by then is copied aside, and the
         trainer waits for that copy alone. Whatever goes wrong with the writing is in the future and the log, not raised.
 
@@ -312,6 +315,10 @@ class Checkpointer:
         save_id = identity.save_id if tier is Tier.STORAGE else f"{identity.save_id}-{tier.value}"
         name = checkpoint_name(identity.step, save_id)
         last_name, last = self._last.get(tier, (None, future))
+        if identity.is_alone and self._worker is not None:
+            self._worker.wait_written(
+                self._timeout.total_seconds()
+            )  # this rank's share in the save before is wanted too
         if self._manager is not None and last_name == name and (not last.done() or last.exception() is None):
             return last  # a step that was discarded since has not changed the state
         if self._worker is not None and self._is_busy() and not self._worker.leave():
@@ -357,7 +364,7 @@ class Checkpointer:
                     " step %d is being saved, the save is not of one moment",
                     identity.step,
                 )
-        thread = Thread(self._run, "torchft_ckpt-save", (worker, task))
+        thread = Thread(self._run, "torchft_ckpt-save", (worker, task, not identity.is_alone))
         self._worker, self._owner = worker, os.getpid()
         try:
             thread.start()
@@ -370,9 +377,9 @@ class Checkpointer:
         self._last[tier] = name, worker.future
         return worker.future
 
-    def _run(self, worker: SaveWorker, task: SaveTask) -> None:
+    def _run(self, worker: SaveWorker, task: SaveTask, removes: bool) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""
-        removes = not task.is_storage_shared or task.member == SavingRank(0, 0)
+        removes = removes and (not task.is_storage_shared or task.member == SavingRank(0, 0))
         leftovers = self._leftovers[Tier.STORAGE if task.is_storage_shared else Tier.LOCAL]
         if removes:
             with _logged("what is not whole stays for now"):
@@ -442,6 +449,8 @@ class Checkpointer:
         worker = self._worker
         if worker is not None and self._is_busy():
             if wait and worker.wait_written(self._timeout.total_seconds()):
+                if self._manager is not None and self._manager.is_leaving:
+                    worker.leave()  # the others see to it
                 self.wait((self._redundancy + 1) * self._fill_after + _TO_CLOSE)
             worker.cancel()
         if not self.wait(_TO_GIVE_UP):

@@ -15,6 +15,7 @@
     |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1) (a TimeoutError)
     |   |-- NoQuorumError               a call that needs a quorum came before the first `start_quorum`
     |   |-- GroupBrokenError            a rank of this replica group is gone: the group must be restarted as a whole
+    |   |-- GroupLeftError              this replica group has left its job, as it was asked to (a SystemExit, of status 0)
     |   |-- ReplicasDifferError         replica groups hold different states of a step, and `on_replicas_differ` is "stop"
     |   `-- CommitUnknownError          the vote was sent, its outcome is not known
     |-- CheckpointError                 moving or holding state (a RuntimeError)
@@ -142,6 +143,17 @@ class NoQuorumError(CoordinationError):
 
 class GroupBrokenError(CoordinationError):
     """A rank of this replica group is gone; the group has left and must be restarted as a whole."""
+
+
+class GroupLeftError(CoordinationError, SystemExit):
+    """This replica group has left its job, because it was asked to (`Manager.leave_on`, `drain`). Scripts end well on it.
+
+    It is a `SystemExit` as well: a script that does not catch it ends with status 0.
+    """
+
+    def __init__(self, message: str, party: str | None = None) -> None:
+        super().__init__(message, party)
+        self.code = 0
 
 
 class ReplicasDifferError(CoordinationError):

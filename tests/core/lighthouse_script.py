@@ -31,6 +31,7 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
+    Drain,
     FromLighthouse,
     Heartbeat,
     JoinerWaiting,
@@ -39,6 +40,7 @@ from torchft_ckpt.core.coordination.messages import (
     LeafDigests,
     Leave,
     LeavesWanted,
+    LeaveWish,
     LostTold,
     Outcome,
     QuorumBroken,
@@ -137,6 +139,9 @@ class Job:
 
     def operator_allows_loss(self) -> None:
         self.handle(Received("operator", AllowStepLoss()))
+
+    def operator_drains(self, group: str) -> None:
+        self.handle(Received("operator", Drain(replica_id=group)))
 
     def step(self, *members: Member) -> None:
         """A step of these members that ends well."""
@@ -273,6 +278,9 @@ class Member:
         quorum_id, step = self.formed.quorum_id, self.formed.version.step
         self.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=seconds, does=does))
 
+    def wishes_to_leave(self, *, is_told: bool = False) -> None:
+        self.says(LeaveWish(is_told=is_told, reason="SIGTERM"))
+
     def leaves(self) -> None:
         self.says(Leave("it was shut down"))
         self.connection = None
@@ -324,9 +332,12 @@ class Member:
 
 def _words(message: FromLighthouse) -> str:
     if isinstance(message, QuorumFormed):
+        if message.leaving:
+            return "no quorum, leaving"
         return f"quorum {message.quorum_id} step {message.version.step} {message.role.value}"
     if isinstance(message, CommitDecided):
-        return message.outcome.value
+        more = ", as all do" if message.all_leave else ""
+        return message.outcome.value + (f", leaving{more}" if message.leaving else "")
     if isinstance(message, QuorumBroken):
         return f"broken by {message.replica_id}" + (", lost" if message.lost else "")
     if isinstance(message, CollectiveCleared):

@@ -25,6 +25,10 @@ from torchft_ckpt.core.coordination.messages import (
     GiveUpWaiting,
     GroupBroken,
     Leave,
+    LeaveAt,
+    LeaveReady,
+    LeaveWish,
+    LetGo,
     Loading,
     LoadState,
     LocateState,
@@ -422,3 +426,86 @@ def test_a_group_that_has_finished_says_so_again_to_a_lighthouse_that_forgot() -
     assert up(group.handle(LighthouseUp())) == [asked]
     group.handle(RankMessage(0, request()))
     assert not any(isinstance(said, LocateState) for said in up(group.handle(LighthouseUp())))
+
+
+def leaving_group(world_size: int = 2) -> GroupState:
+    """A group that was told to leave with the decision on its step."""
+    group = voted_step(world_size)
+    group.handle(RankMessage(1, LeaveWish(reason="SIGTERM")))
+    out = group.handle(LighthouseMessage(msgspec.structs.replace(decided(), leaving=True)))
+    assert all(i.message.leaving for i in out if isinstance(i, SendToRank) and isinstance(i.message, CommitDecided))
+    return group
+
+
+def test_the_wish_of_one_rank_to_leave_is_the_groups_and_is_said_once() -> None:
+    group = open_step()
+    assert up(group.handle(RankMessage(1, LeaveWish(reason="SIGTERM")))) == [LeaveWish(reason="group rank 1: SIGTERM")]
+    assert group.handle(RankMessage(0, LeaveWish(reason="SIGTERM"))) == []
+
+
+def test_a_group_that_leaves_has_left_when_all_of_its_ranks_have() -> None:
+    group = leaving_group()
+    assert group.handle(RankMessage(0, Leave("SIGTERM", as_wished=True))) == []
+    out = group.handle(RankMessage(1, Leave("SIGTERM", as_wished=True)))
+    assert up(out) == [Leave("it left: group rank 1: SIGTERM")]
+    assert [i.message.has_left for i in out if isinstance(i, SendToRank) and isinstance(i.message, GroupBroken)] == [
+        True
+    ] * 2
+
+
+def test_a_rank_that_dies_while_its_group_leaves_takes_nobody_with_it() -> None:
+    group = leaving_group()
+    assert group.handle(RankLost(1, "its connection closed")) == []
+    assert up(group.handle(RankMessage(0, Leave()))) == [Leave("it left: group rank 1: SIGTERM")]
+
+
+def test_a_rank_whose_time_to_leave_is_over_takes_its_group_with_it() -> None:
+    group = open_step()
+    group.handle(RankMessage(0, LeaveWish(reason="SIGTERM")))
+    out = group.handle(RankMessage(0, Leave("it goes as it is", as_wished=True)))
+    assert up(out) == [Leave("group rank 0 left: it goes as it is")]
+    assert [i.message for i in out if isinstance(i, SendToRank)] == [
+        GroupBroken("group rank 0 left: it goes as it is", has_left=True)
+    ] * 2
+
+
+def test_a_rank_that_is_gone_before_its_group_is_told_to_leave_breaks_it() -> None:
+    group = open_step()
+    group.handle(RankMessage(0, LeaveWish(reason="SIGTERM")))
+    out = group.handle(RankLost(1, "its connection closed"))
+    reason = "group rank 1 is gone: its connection closed"
+    assert [i.message for i in out if isinstance(i, SendToRank)] == [GroupBroken(reason)] * 2
+
+
+def test_a_wish_is_said_again_to_a_new_lighthouse_before_the_vote_and_with_what_was_told() -> None:
+    group = voted_step()
+    group.handle(RankMessage(0, LeaveWish(reason="SIGTERM")))
+    wish, vote_again = up(group.handle(LighthouseUp()))
+    assert wish == LeaveWish(reason="group rank 0: SIGTERM")
+    assert isinstance(vote_again, CommitVote)
+    assert up(leaving_group().handle(LighthouseUp())) == [LeaveWish(is_told=True, reason="group rank 1: SIGTERM")]
+
+
+def test_a_rank_that_asks_for_a_step_of_a_group_that_leaves_gets_one_for_itself_alone() -> None:
+    [answer] = leaving_group().handle(RankMessage(1, request(7)))
+    assert isinstance(answer, SendToRank)
+    assert isinstance(answer.message, QuorumFormed)
+    assert (answer.rank, answer.message.request_id, answer.message.leaving) == (1, 7, True)
+    assert answer.message.role is Role.LEARNER
+
+
+def test_a_group_that_the_operator_has_leave_says_so_to_a_new_lighthouse() -> None:
+    group = voted_step()
+    group.handle(LighthouseMessage(msgspec.structs.replace(decided(), leaving=True)))
+    assert up(group.handle(LighthouseUp())) == [LeaveWish(is_told=True, reason="it was asked to leave")]
+
+
+def test_ranks_that_leave_between_two_steps_do_so_at_the_last_call_that_one_of_them_may_have_come_to() -> None:
+    group = voted_step()
+    group.handle(LighthouseMessage(decided()))
+    group.handle(RankMessage(0, LeaveWish(reason="SIGTERM")))
+    assert told(group.handle(LighthouseMessage(LetGo(reason="SIGTERM")))) == [(0, "LetGo"), (1, "LetGo")]
+    assert group.handle(RankMessage(1, LeaveReady(call=18))) == []
+    out = group.handle(RankMessage(0, LeaveReady(call=17)))
+    assert out == [SendToRank(0, LeaveAt(call=18)), SendToRank(1, LeaveAt(call=18))]
+    assert group.handle(RankMessage(0, Leave(as_wished=True))) == [], "the other one saves still"

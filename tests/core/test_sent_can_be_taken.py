@@ -165,8 +165,10 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
     epochs, ids = ["now.1", "old", "older", ""], [0]
     chatter = Chatter(rng, pools_of(rng, epochs, ids))
     kinds = [*get_args(ToLighthouse), Hello, QuorumRequest, QuorumRequest, QuorumRequest, CommitVote, LocateState]
-    # `LostAsked` is said below.
+    # `LostAsked` is said below. Where nobody is to leave, steps are committed often enough for it to be answered.
     kinds = [kind for kind in kinds if kind not in (messages.ForgetJob, messages.LostAsked)]
+    if seed == 0:
+        kinds = [kind for kind in kinds if kind not in (messages.Drain, messages.LeaveWish)]
     if of_callers:
         kinds = [messages.QuorumCall] * 3 + [messages.CallerHeartbeat, messages.CallGivenUp, messages.CallerHello]
     now, seen = 0.0, set[str]()
@@ -238,6 +240,7 @@ def test_what_a_group_sends_can_be_taken_whatever_its_ranks_and_the_lighthouse_s
     pools["checkpoint_addresses"] = lambda: ["x"] if rng.random() < 0.97 else ["\x01" * 4096]
     pools["quorum_id"] = lambda: rng.choice([1, 1, 1, 2**53 - 1])
     pools["step"] = lambda: rng.choice([0, 0, 1])
+    pools["leaving"] = lambda: rng.random() < 0.02
     pools["replica_rank"] = lambda: 0
     pools["contributor_rank"] = lambda: rng.choice([None, 0])
     chatter = Chatter(rng, pools)

@@ -18,11 +18,19 @@ from support.thoroughness import by_default
 from torchft_ckpt.core.coordination import equality, lighthouse, recovery
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.equality import Equality
-from torchft_ckpt.core.coordination.group import GroupState
+from torchft_ckpt.core.coordination.group import GroupInstruction, GroupState, SendToRank
 from torchft_ckpt.core.coordination.history import StateHistory
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction
-from torchft_ckpt.core.coordination.messages import Outcome, QuorumRequest, Role, StateLocated, StateVersion
+from torchft_ckpt.core.coordination.messages import (
+    CommitDecided,
+    FromLighthouse,
+    Outcome,
+    QuorumRequest,
+    Role,
+    StateLocated,
+    StateVersion,
+)
 from torchft_ckpt.core.coordination.patience import JoinAllowance
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds
 from torchft_ckpt.core.coordination.replica import Comparison, ReplicaState
@@ -105,6 +113,26 @@ def test_a_joiner_whose_transfers_all_fail_does_not_keep_the_others_from_trainin
     report = Simulation(3, plan, [(400, Fault.KILL_GROUP, 1)]).run()
     assert max(report.discarded.values()) <= 1
     assert report.num_commits > 7 * (plan.chaos_s + report.recovered_after_s)
+
+
+@pytest.mark.parametrize("num_late", [0, 2], ids=["", "collectives between two steps"])
+def test_groups_that_leave_cost_the_others_nothing(num_late: int) -> None:
+    num_left = 0
+    for seed in range(by_default(20, thorough=300)):
+        plan = Scenario(
+            num_groups=3,
+            group_world_size=2,
+            min_replicas=1 + seed % 3,
+            faults={Fault.DRAIN: 1.0},
+            fault_rate=0.003,
+            num_late=num_late,
+            join_budget_s=1.0,
+        )
+        report = Simulation(seed, plan).run()
+        num_left += report.num_faults
+        if not report.num_operator_words:  # else all holders left at once, and a fresh job began
+            assert max(report.discarded.values()) == 0, f"seed {seed}: {report}"
+    assert num_left > 20
 
 
 def test_lighthouse_crashes_alone_lose_no_step_of_a_quiet_job() -> None:
@@ -248,9 +276,23 @@ def broken_second_look(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LighthouseState, "_reconsider", reconsider)
 
 
+def broken_leaving_together(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone hears that its group leaves."""
+    right = GroupState._on_lighthouse_message
+
+    def tell_one(group: GroupState, message: FromLighthouse) -> Iterator[GroupInstruction]:
+        for done in right(group, message):
+            if isinstance(done, SendToRank) and done.rank and isinstance(done.message, CommitDecided):
+                done = SendToRank(done.rank, msgspec.structs.replace(done.message, leaving=False))
+            yield done
+
+    patch.setattr(GroupState, "_on_lighthouse_message", tell_one)
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
+        broken_leaving_together,
         broken_lineage,
         broken_left_behind,
         broken_quorum_id,

@@ -96,3 +96,40 @@ def test_too_few_gpus_are_an_error_before_anything_starts(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert main(["run", "--groups", "2", "--nproc", "2", "--", "train.py"]) == 2
     assert "2 groups of 2 ranks need 4 GPUs, and this machine has 3" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_asked", ["a rank", "its torchrun"])
+def test_a_group_that_leaves_is_not_started_again(tmp_path: Path, is_asked: str) -> None:
+    """As one whose ranks call `Manager.leave_on` does, this one ends with 0 when it gets SIGTERM."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import os, signal, sys, time
+from pathlib import Path
+has_left = Path({str(tmp_path)!r}) / "left"
+def leave(*_):
+    has_left.touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+life = Path({str(tmp_path)!r}) / (os.environ["REPLICA_GROUP_ID"] + os.environ["RANK"])
+with life.open("x") as file:
+    file.write(f"{{os.getpid()}} {{os.getppid()}} ")
+while not has_left.exists():
+    time.sleep(0.01)
+"""
+    )
+    launcher = start(
+        [*RUN, "--groups", "2", "--nproc", "2", "--min-replicas", "1", "--", str(script)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    lives = [tmp_path / name for name in ("00", "01", "10", "11")]
+    wait_until(lambda: all(life.exists() and life.read_text().endswith(" ") for life in lives), "all ranks run")
+    rank, torchrun = (int(number) for number in lives[2].read_text().split())
+    os.kill(rank if is_asked == "a rank" else torchrun, signal.SIGTERM)
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, said
+    assert "group 1 has finished" in said
+    assert "starts again" not in said

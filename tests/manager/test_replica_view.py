@@ -25,6 +25,7 @@ def client() -> StepClient:
         cancel=lambda: None,
         events=EventQueue(None, "group"),
         answer_leaves=no_leaves,
+        on_leaving=lambda message: None,
     )
 
 

@@ -18,6 +18,7 @@ class Fault(Enum):
     SILENCE = "a group's network swallows everything for a while"
     CRASH_LIGHTHOUSE = "kill the lighthouse; it comes back without memory"
     STOP_LIGHTHOUSE = "stop the lighthouse for a while"
+    DRAIN = "SIGTERM to a rank, or all ranks, of a group, or the operator has it leave"
 
 
 @dataclass(slots=True)
@@ -103,17 +104,24 @@ class Scenario:
 
 def draw_scenario(rng: Random) -> Scenario:
     """Draw a run."""
-    return replace(
+    plan = replace(
         _draw_scenario(rng),
         join_stall_limit_s=rng.choice((0.0, 0.5, 2.0, 60.0, None)),
         warm_up=rng.random() < 0.5,
         tells_reach=rng.random() < 0.7,
     )
+    return replace(plan, faults=_with_drains(plan))
+
+
+def _with_drains(plan: Scenario) -> dict[Fault, float]:
+    """Return a plan's faults, with drains in half of the plans: drawn from the plan, so that seeds of before keep their plans."""
+    rng = Random(repr(plan))
+    return {**plan.faults, Fault.DRAIN: rng.uniform(0.2, 1.0)} if rng.random() < 0.5 else plan.faults
 
 
 def _draw_scenario(rng: Random) -> Scenario:
     num_groups = rng.choice((1, 2, 3, 3, 3, 4, 5))
-    kinds = list(Fault)
+    kinds = [kind for kind in Fault if kind is not Fault.DRAIN]
     chosen = kinds if rng.random() < 0.4 else rng.sample(kinds, rng.randint(1, 4))
 
     def sometimes(rate: float, value: float) -> float:
@@ -158,6 +166,7 @@ def draw_outer_scenario(rng: Random) -> Scenario:
     plan = _draw_scenario(rng)
     return replace(
         plan,
+        faults=_with_drains(plan),
         num_groups=max(plan.num_groups, 2) if rng.random() < 0.9 else plan.num_groups,
         join_timeout_s=rng.choice((0.3, 2.0, 2.0)),
         transfer_s=rng.choice(((0.02, 0.15), (0.1, 0.5), (0.1, 2.0))),

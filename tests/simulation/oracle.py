@@ -14,6 +14,7 @@
 - Who is found not to hold the state that a strict majority of the compared groups holds does not commit, serves nobody and
   contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
+- The ranks of a group that leaves leave after the same step.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Oracle:
         self._know_apart: set[tuple[str, int]] = set()
         """Those of them that have heard of it."""
         self.num_apart = 0
+        self._left: dict[str, QuorumFormed] = {}
+        """By replica id: the quorum of the step after which the first of its ranks left."""
         self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
         """Called when a quorum is formed, with what its members had asked for, by replica id."""
 
@@ -126,6 +129,8 @@ class Oracle:
     def formed(self, trainer: Trainer, formed: QuorumFormed) -> None:
         """A rank is in a quorum."""
         key = (trainer.replica_id, trainer.rank)
+        if formed.leaving:
+            return
         if formed.quorum_id < self._seen_quorum_id[key]:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
@@ -161,6 +166,13 @@ class Oracle:
             self.known_equal(trainer)
         else:
             self._unknown.add((trainer.replica_id, trainer.rank))
+
+    def leaves(self, trainer: Trainer, last: QuorumFormed) -> None:
+        """A rank begins no step any more after that of a quorum."""
+        first = self._left.setdefault(trainer.replica_id, last)
+        is_same = (first.quorum_id, first.version.step) == (last.quorum_id, last.version.step)
+        if not (first.leaving or last.leaving or is_same):  # else one of them was in no step of the job at last
+            self.fail(f"{trainer.address} leaves after {last}, another rank of its group after {first}")
 
     def known_equal(self, trainer: Trainer) -> None:
         """A rank has compared its state with that of the sources."""
@@ -271,12 +283,12 @@ class Oracle:
             self.fail(f"quorum id fell from {life.highest_quorum_id} to {state.quorum_id}")
         life.highest_quorum_id = state.quorum_id
         if self.on_formed is not None and any(
-            isinstance(i, Send) and isinstance(i.message, QuorumFormed) for i in instructions
+            isinstance(i, Send) and isinstance(i.message, QuorumFormed) and not i.message.leaving for i in instructions
         ):
             self.on_formed(state, self._asked)
         for instruction in instructions:
             if isinstance(instruction, Send):
-                if isinstance(instruction.message, QuorumFormed):
+                if isinstance(instruction.message, QuorumFormed) and not instruction.message.leaving:
                     self._check_goes_on(state, life, event, instruction.message)
                     self._check_formed(state, life, instruction.message)
                 elif isinstance(instruction.message, Refused) and instruction.message.code == "finished":

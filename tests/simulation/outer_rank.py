@@ -20,6 +20,9 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     GiveUpWaiting,
     GroupToRank,
+    LeaveAt,
+    LeaveReady,
+    LetGo,
     Outcome,
     QuorumFormed,
     StateLocated,
@@ -85,6 +88,10 @@ class OuterRank(Trainer):
         else:
             self._offer()
             self._watch_round()
+
+    def _go_away(self) -> None:
+        self._number += 1  # of an inner step that is to come nothing follows
+        super()._go_away()
 
     def _leave(self) -> int:
         """Abandon what is open. Returns the turn that begins."""
@@ -187,6 +194,9 @@ class OuterRank(Trainer):
         self._sync()
 
     def _ask_as(self, *, contributes: bool) -> None:
+        if not self.replica.may_begin():
+            self._next()
+            return
         turn = self._leave()
         patience_s = self._patience_s if contributes else 0.0
         request = self.replica.begin(
@@ -294,6 +304,9 @@ class OuterRank(Trainer):
 
     def _go_on(self, is_committed: bool) -> None:
         self._answer, self._is_exchanged = None, False
+        if self.replica.is_leaving:
+            self._next()
+            return
         if not self.is_at_work:
             if is_committed:
                 self._begin_phase()
@@ -320,6 +333,12 @@ class OuterRank(Trainer):
         """Take a message of the group."""
         if isinstance(message, StateLocated):
             self._hears_where(message)
+        elif isinstance(message, LetGo) and self.is_alone:  # groups of several are as loops that do not ask
+            self._send(LeaveReady(call=1))
+        elif isinstance(message, LeaveAt) and self.replica.is_between_steps:
+            self._turn += 1
+            self.replica.left_between_steps()
+            self._go_away()
         elif isinstance(message, CommitDecided):
             if self.replica.is_open(message):
                 self._answer = message

@@ -2,8 +2,9 @@
 
 - Who did not train for a step is not counted in it, unless those who trained are too few for one that counts.
 - Spectators alone form no quorum while a member that is known to hold their state, or a later one, is connected and at work.
-- A member that is merely slow is not left out: its phase is at most `SLOWEST` times as long as anybody's who is counted, it
-  was in the last quorum, began no later, and nothing happened to it since but that its connection broke and came up again.
+- A member that is merely slow, and was not let go on purpose, is not left out: its phase is at most `SLOWEST` times as long as
+  anybody's who is counted, it was in the last quorum, began no later, and nothing happened to it since but that its connection
+  broke and came up again.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class OuterWatch:
         for group in self._groups():
             ranks = [trainer for trainer in group.trainers if isinstance(trainer, OuterRank)]
             if group.replica_id not in state.members or group.replica_id in state.round.tally.roles:
+                continue
+            if state.members[group.replica_id].is_let_go:
                 continue
             if all(rank.process.is_alive and rank.is_at_work and not rank.replica.is_behind for rank in ranks) and all(
                 rank.replica.version == version or rank.replica.version.step > version.step for rank in ranks

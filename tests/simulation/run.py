@@ -29,7 +29,7 @@ from simulation.outer_watch import SLOWEST, OuterWatch
 from simulation.trainer import Trainer, TrainerSettings
 from simulation.transfers import Transfers
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Received
-from torchft_ckpt.core.coordination.messages import AllowStepLoss, OnReplicasDiffer
+from torchft_ckpt.core.coordination.messages import AllowStepLoss, Drain, OnReplicasDiffer
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
 
 logger = logging.getLogger(__name__)
@@ -270,6 +270,13 @@ class Simulation:
             duration_s = rng.choice((0.02, rng.uniform(0.05, 3.0)))
             self._note_trouble(range(len(self.groups)), duration_s)
             clock.after(duration_s, None, self._restart_lighthouse)
+        elif fault is Fault.DRAIN:
+            who = rng.choice(("operator", "rank", "all"))
+            if who == "operator" and self.lighthouse.process.is_alive:
+                self.lighthouse.handle(Received("operator", Drain(replica_id=group.replica_id)))
+            else:
+                for trainer in [rng.choice(group.trainers)] if who == "rank" else group.trainers:
+                    clock.after(rng.uniform(0.0, 0.2), trainer.process, trainer.wish_to_leave)
         elif fault is Fault.STOP_LIGHTHOUSE:
             process = self.lighthouse.process
             clock.stop(process)

@@ -30,7 +30,9 @@ from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     Leaf,
     LeafDigests,
+    Leave,
     LeavesWanted,
+    LeaveWish,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -62,6 +64,8 @@ VALUE_BITS = 64
 REPORT_WAIT_S = 0.5
 """A collective between two steps that takes longer is reported."""
 _SAY_S = 0.25
+LEAVE_WITHIN_S = 3.0
+"""So long after the wish to leave a rank goes as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,7 @@ class Trainer:
         self._after_load: Callable[[], None] | None = None
         self._watch = StallWatch()
         self._said_finished_at = StateVersion()
+        self._goes_away = False
         self._digest = ""
         """Of the state that the open step was asked for with, where it is to be compared."""
 
@@ -154,6 +159,9 @@ class Trainer:
 
     def begin(self) -> None:
         """Begin a step; one that is open is abandoned."""
+        if not self.replica.may_begin():
+            self._next()
+            return
         self._turn += 1
         turn = self._turn
         if self._finishes():
@@ -354,7 +362,27 @@ class Trainer:
 
     def _next(self) -> None:
         self._turn += 1
-        self._reduce_late(self._turn)
+        if self.replica.is_leaving:
+            self._go_away()
+        else:
+            self._reduce_late(self._turn)
+
+    # -------------------------------------------------------------------------------------------------------- leaving
+
+    def wish_to_leave(self) -> None:
+        """SIGTERM."""
+        self._send(LeaveWish(reason="SIGTERM"))
+        self._later(LEAVE_WITHIN_S, lambda: self._send(Leave(as_wished=True)))
+
+    def _go_away(self) -> None:
+        """The last step is over, as it is for all ranks of the group: save, and leave."""
+        if self._goes_away:
+            return
+        self._goes_away = True
+        if self._plan is not None:
+            self._oracle.leaves(self, self._plan.formed)
+        self._send(LeaveWish(is_told=True, collectives_by_rank=[len(self._results) + self._num_late]))
+        self._later(self._rng.uniform(0.0, 1.0), lambda: self._send(Leave(as_wished=True)))
 
     def _reduce_late(self, turn: int) -> None:
         """Between two steps: average something for the log, unless this loop does not care for it now; then begin the next."""

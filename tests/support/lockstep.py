@@ -111,6 +111,7 @@ class ScriptedManager:
         return True
 
     is_counted = is_participating
+    is_leaving = False
 
     def current_step(self) -> int:
         return self._step

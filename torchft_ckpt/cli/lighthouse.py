@@ -1,4 +1,4 @@
-"""The commands about the lighthouse: run one, ask one, let a job go on, forget one. None of them imports torch.
+"""The commands about the lighthouse: run one, ask one, have a group leave, let a job go on, forget one. None imports torch.
 
 `lighthouse` takes its options in torchft's spelling too, with underscores.
 """
@@ -10,6 +10,7 @@ import asyncio
 import json
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from torchft_ckpt import config
@@ -18,15 +19,19 @@ from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnre
 from torchft_ckpt.network import join_host_port, max_descriptors
 
 if TYPE_CHECKING:
-    from torchft_ckpt.core.coordination.messages import AllowStepLoss, ForgetJob
+    from torchft_ckpt.core.coordination.messages import AllowStepLoss, Drain, ForgetJob
 
 _DESCRIPTORS = 8192  # twice as many as a lighthouse takes connections
+_SIGNALS_APART_S = 0.5
+"""What ends a whole job, as Slurm and Kubernetes do, sends SIGTERM to the lighthouse and to its groups within this time."""
+_LEAVE_PATIENCE_S = 28.0
+"""Beyond the deadline of `Manager.leave_on`, and before SIGKILL comes."""
 MAX_STATUS_BYTES = 64 << 20
 """Ten times what one needs of a job with 20,000 groups."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `lighthouse`, `status`, `allow-step-loss` and `forget-job`; each sets `run`, which returns the exit status."""
+    """Add `lighthouse`, `status`, `drain`, `allow-step-loss` and `forget-job`; each sets `run`, which returns the exit status."""
     lighthouse = commands.add_parser("lighthouse", help="run a lighthouse until SIGTERM or Ctrl-C")
     lighthouse.add_argument(
         "--min-replicas", "--min_replicas", type=int, required=True, help="the fewest replica groups that may train"
@@ -65,6 +70,15 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_job(status, "print all of this job (default: all jobs in short)")
     status.set_defaults(run=_run_status)
 
+    drain = commands.add_parser(
+        "drain",
+        help="have a replica group leave its job at the end of its step, as after SIGTERM with Manager.leave_on",
+    )
+    drain.add_argument("group", metavar="GROUP", help="its replica id, or what stands before the last colon of it")
+    _add_lighthouse(drain)
+    _add_job(drain, "the job; needed where there are several")
+    drain.set_defaults(run=_run_drain)
+
     allow = commands.add_parser(
         "allow-step-loss", help="let a job whose newest state is lost go on from an older one, this once"
     )
@@ -92,9 +106,9 @@ def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
 def _run_lighthouse(options: argparse.Namespace) -> int:
     from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
 
-    stop = threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
     max_descriptors(_DESCRIPTORS)
     server = LighthouseServer(
         bind=options.bind,
@@ -107,6 +121,10 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
     )
     print(f"lighthouse at {server.address()}", flush=True)
     stop.wait()
+    until = time.monotonic() + _LEAVE_PATIENCE_S
+    hurry.wait(_SIGNALS_APART_S)
+    while server.groups_leaving() and time.monotonic() < until and not hurry.wait(0.05):
+        pass  # they are on their way out, and need its word
     server.shutdown()
     return 0
 
@@ -120,6 +138,19 @@ def _run_allow_step_loss(options: argparse.Namespace) -> int:
     from torchft_ckpt.core.coordination.messages import AllowStepLoss
 
     print(asyncio.run(_tell(*_lighthouse(options), options.job, AllowStepLoss())))
+    return 0
+
+
+def _run_drain(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from torchft_ckpt.core.coordination.messages import Drain
+
+    try:
+        word = msgspec.convert({"type": "Drain", "replica_id": options.group}, Drain)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"GROUP {options.group[:80]!r} is no name of a replica group: {error}", "group") from error
+    print(asyncio.run(_tell(*_lighthouse(options), options.job, word)))
     return 0
 
 
@@ -177,7 +208,7 @@ async def _get_status(address: str, headers: dict[str, str], job: str | None) ->
         raise _no_lighthouse(address, f"its status cannot be read: {error}") from error
 
 
-async def _tell(address: str, headers: dict[str, str], job: str | None, word: AllowStepLoss | ForgetJob) -> str:
+async def _tell(address: str, headers: dict[str, str], job: str | None, word: AllowStepLoss | Drain | ForgetJob) -> str:
     """Say the operator's word; return what follows from it."""
     import aiohttp
 

@@ -122,6 +122,10 @@ class LighthouseServer:
         """Return the address that replica groups connect to, `http://host:port`."""
         return self._address
 
+    def groups_leaving(self) -> list[str]:
+        """Return the replica groups that are here and were asked to leave (`Manager.leave_on`, `drain`)."""
+        return self._thread.run(self._groups_leaving())
+
     def shutdown(self) -> None:
         """Close all connections and the port, end the thread. May be called twice."""
         self._thread.finish(self._stop)
@@ -142,6 +146,10 @@ class LighthouseServer:
         )
         self._front = Front(app, listeners, name="the lighthouse", token=self._token, limits=_LIMITS)
         await self._front.start()
+
+    async def _groups_leaving(self) -> list[str]:
+        members = [member for state in self._jobs.states.values() for member in state.members.values()]
+        return [member.replica_id for member in members if member.wishes_to_leave]
 
     async def _stop(self) -> None:
         if self._timer is not None:
@@ -242,6 +250,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
             "reason": member.notified_reason if member.request else "",
             "silent_s": round(now - member.last_seen, 3),
+            "leaving": member.wishes_to_leave,
         }
         for member in state.members.values()
     ] + [
@@ -251,6 +260,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "waiting_s": round(now - caller.called_at, 3) if caller.call else None,
             "reason": "",
             "silent_s": round(now - caller.last_seen, 3),
+            "leaving": "",
         }
         for replica_id, caller in state.callers.members.items()
     ]

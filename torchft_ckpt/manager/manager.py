@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
-from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome, StateVersion
+from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
@@ -46,6 +46,7 @@ from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.leaving import DEADLINE, Leaving
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
@@ -274,7 +275,9 @@ class Manager:
             cancel=self._cancel_fetch,
             events=self.events,
             answer_leaves=self._check.answer,
+            on_leaving=self._told_to_leave,
         )
+        self._leaving = Leaving(self._client, lambda: self._steps.num_collectives)
         try:
             self._client.connect(
                 rank_config,
@@ -344,6 +347,10 @@ class Manager:
         because it has this method, so that at exit the group leaves the job instead of vanishing from it.
         """
         self._healing.cancel()
+
+    def _told_to_leave(self, message: GroupToRank) -> None:
+        """For the connection, as `_cancel_fetch`."""
+        self._leaving.heard(message)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
@@ -502,6 +509,7 @@ class Manager:
 
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
+            GroupLeftError: it was asked to leave (see `leave_on`), and has left.
             QuorumTimeoutError: with `quorum_retries` set, no quorum in that many attempts.
             CheckpointError: see `should_commit`.
         """
@@ -513,7 +521,8 @@ class Manager:
             patience_s=patience.total_seconds(),
             waits=wait,
         )
-        self._steps.start(wishes, max(config.not_negative(timeout) or self._timeouts.quorum, patience))
+        limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience)
+        self._steps.start(wishes, limit, check=self._leaving.check)
 
     def ensure_step(self) -> None:
         """Begin a step as the last one was begun where a state may have to be loaded first; on the training thread.
@@ -880,6 +889,51 @@ class Manager:
         self.events.deliver()
         return is_finished
 
+    # -------------------------------------------------------------------------------------------------------- leaving
+
+    def leave_on(self, signal: int, save: Callable[[], object] | None = None, deadline: timedelta = DEADLINE) -> None:
+        """Leave the job when a signal comes, so that the other replica groups lose nothing. Call it on the main thread.
+
+        A signal at one rank is enough. The group makes its step to the end, with the others, and all of its ranks leave after it:
+        `should_leave` is True from then on. Where the others do not come to a step the group leaves without it. In an outer loop
+        a step is a round; where none is being exchanged the group leaves between two inner steps, within a few seconds.
+
+        `python -m torchft_ckpt drain GROUP` asks for the same from outside, also where `leave_on` was not called.
+
+        Args:
+            signal: as `signal.SIGTERM`. Further signals change nothing. A handler that was there is called too; that of Ctrl-C
+                from the second signal on.
+            save: called on the training thread when the group leaves, in the first `should_leave` that is True, or in
+                `start_quorum`; not where this group does not hold the newest state. If it returns a `Future`, that is waited for.
+                A `Checkpointer.save` in it writes a whole checkpoint by this group alone; by all groups where all of them leave
+                after this step. What it raises is logged.
+            deadline: so long after the signal the group goes as it is, whatever hangs: calls of this Manager then raise
+                `GroupLeftError`, and it is raised on the main thread, wherever that is.
+
+        Raises:
+            ConfigError: not on the main thread; the signal cannot be handled; the deadline is not positive.
+        """
+        self._leaving.leave_on(signal, save, deadline)
+
+    def should_leave(self) -> bool:
+        """Return whether this replica group has left, as it was asked to: end the training loop, then call `shutdown`.
+
+        Call it between two steps, on the training thread of every rank. The first call that returns True saves, says that the
+        group leaves, and waits until all of its ranks have done so. All ranks see it after the same step. Without this call
+        the next `start_quorum` does the same, and raises.
+        """
+        return self._leaving.should_leave()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this group has made its last step, because it was asked to leave."""
+        return self._client.view().is_leaving
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether the `save` of `leave_on` runs, and the other groups do not save this step, because they stay."""
+        return self._leaving.is_saving and not self._client.view().all_leave
+
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
 
@@ -887,15 +941,16 @@ class Manager:
 
         Args:
             wait: return when threads and sockets are gone.
-            finished: call `finish` before.
+            finished: call `finish` before, unless this group has left.
         """
         if self._is_shut_down or os.getpid() != self._owner:
             return
-        if finished:
+        if finished and not self._client.has_left:
             try:
                 self.finish()
             except CoordinationError as error:  # it is to be shut down in any case
                 logger.warning("%s could not say that it has finished: %s", self.replica_id(), error)
+        self._leaving.shutdown()
         self._client.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
         self._client.link.shutdown("it was shut down")
         self._pg.abort()

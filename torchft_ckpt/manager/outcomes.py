@@ -80,7 +80,7 @@ class StepOutcomes:
     def _warn_if_too_few(self, vote: CommitVote, now: ReplicaView) -> None:
         """Say now and then that steps are discarded for want of replica groups, and for how long already."""
         at = time.monotonic()
-        if now.num_participants >= self._min_replica_size:
+        if now.is_leaving or now.num_participants >= self._min_replica_size:
             self._too_few_since = self._too_few_logged_at = None
             return
         self._too_few_since = since = self._too_few_since or at

@@ -31,6 +31,8 @@ class SaveIdentity(NamedTuple):
     """Name of the group, without its incarnation."""
     state: StateVersion | None = None
     """The state's name, if the lighthouse knows the writers by the numbers of this save; None without a Manager."""
+    is_alone: bool = False
+    """This group writes all of it: the others do not save this step."""
 
 
 class NotSaving(NamedTuple):
@@ -45,9 +47,21 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
     version = now.version
     if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
+    epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
+    if manager.saves_alone:
+        who = hashlib.sha256(manager.replica_id().encode()).hexdigest()[:8]
+        return SaveIdentity(
+            step=version.step,
+            save_id=f"q{version.quorum_id:08d}--{epoch}-{who}",  # sorts before that of all groups, which holds more
+            replica=0,
+            num_replicas=1,
+            rank=manager.group_rank,
+            num_ranks=manager.group_world_size,
+            replica_id=group_name(manager),
+            is_alone=True,
+        )
     if now.quorum is None or now.participating_rank is None or not now.num_participants:
         return NotSaving("it did not contribute to the last step")
-    epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
     return SaveIdentity(
         step=version.step,
         save_id=f"q{version.quorum_id:08d}-{epoch}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,15 +127,16 @@ class Steps:
 
     # --------------------------------------------------------------------------------------------------- a step begins
 
-    def start(self, wishes: StepWishes, limit: timedelta) -> None:
+    def start(self, wishes: StepWishes, limit: timedelta, *, check: Callable[[], None]) -> None:
         """Begin a step, or go on with the open one where nothing has happened in it. See `Manager.start_quorum`.
 
-        `limit` is that of one attempt at a quorum.
+        `limit` is that of one attempt at a quorum. `check` is called before a step begins.
         """
         self._last_wishes = wishes
         if self._may_keep(wishes):
             self._settle(has_to_wait=self._client.wants()[0])
             return
+        check()
         self.leave()
         self._events.deliver()  # between two steps, so what a listener saves is whole
         if self._store_prepared is not None:
@@ -374,6 +376,11 @@ class Steps:
                 self._process_group.prepare_store(formed.standby_store_address)
 
     # ---------------------------------------------------------------------------------------------------- collectives
+
+    @property
+    def num_collectives(self) -> int:
+        """How many were issued since the last step began."""
+        return self._clearing.count
 
     def allreduce(self, tensor: torch.Tensor, codec: Codec | None, reduce_op: ReduceOp.RedOpType) -> Work:
         """See `Manager.allreduce`. Any thread."""

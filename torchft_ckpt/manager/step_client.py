@@ -29,7 +29,10 @@ from torchft_ckpt.core.coordination.messages import (
     Hello,
     JoinerWaiting,
     LeafDigests,
+    Leave,
+    LeaveAt,
     LeavesWanted,
+    LetGo,
     Loading,
     LoadState,
     LocateState,
@@ -62,6 +65,7 @@ from torchft_ckpt.errors import (
     CommitUnknownError,
     CoordinationError,
     GroupBrokenError,
+    GroupLeftError,
     JobFinishedError,
     ProcessGroupError,
     QuorumTimeoutError,
@@ -112,6 +116,7 @@ class StepClient:
         cancel: called when what is being fetched is of no use any more.
         events: gets the loss of groups that train with this one.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
+        on_leaving: called with what says that this group is to leave, or has left; it must not block.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class StepClient:
         cancel: Callable[[], None],
         events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
+        on_leaving: Callable[[GroupToRank], None],
     ) -> None:
         self.replica_id = replica_id
         self._job = job
@@ -131,6 +137,7 @@ class StepClient:
         self._cancel = cancel
         self._events = events
         self._answer_leaves = answer_leaves
+        self._on_leaving = on_leaving
         self.lock = threading.Lock()
         self.replica = SharedReplica(settings)
         self._changed = threading.Condition(self.lock)
@@ -195,6 +202,11 @@ class StepClient:
         with self.lock, self.replica as replica:
             self._raise_if_fatal()
             return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
+
+    def may_begin(self) -> bool:
+        """See `ReplicaState.may_begin`."""
+        with self.lock, self.replica as replica:
+            return replica.may_begin()
 
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
@@ -415,6 +427,38 @@ class StepClient:
             self._fatal = self._fatal or error
             self._changed.notify_all()
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this group has left its job on purpose."""
+        return isinstance(self._fatal, GroupLeftError)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this group cannot go on, or has left."""
+        return self._fatal is not None
+
+    def leave_between_steps(self) -> None:
+        """This rank leaves as if its last step had ended with that."""
+        with self.lock, self.replica as replica:
+            replica.left_between_steps()
+
+    def leave(self, reason: str, until: float) -> None:
+        """Say that this rank has nothing more to do in its job, and wait until all ranks of the group have said so."""
+        self.send(Leave(reason, as_wished=True))
+        with self._changed:
+            while self._fatal is None and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+        self.end(self._left_error(reason))
+
+    def go(self, reason: str) -> None:
+        """Leave now: whoever waits here, now or later, gets a `GroupLeftError`, and what is in flight is aborted."""
+        self.send(Leave(reason, as_wished=True))
+        self.end(self._left_error(reason))
+        self._abort()
+
+    def _left_error(self, reason: str) -> GroupLeftError:
+        return GroupLeftError(f"replica group {self.replica_id} has left its job: {reason}", self.replica_id)
+
     def _note_error(self, replica: ReplicaState, error: Exception) -> None:
         lines = str(error).splitlines()
         replica.fail(f"{type(error).__name__}: {lines[0] if lines else ''}")
@@ -506,6 +550,9 @@ class StepClient:
             self._abort()
         if cancel:
             self._cancel()
+        is_told = isinstance(message, CommitDecided | QuorumFormed) and message.leaving
+        if is_told or isinstance(message, LetGo | LeaveAt | GroupBroken):
+            self._on_leaving(message)
         if isinstance(message, LeavesWanted):
             self.send(self._answer_leaves(message))
         elif isinstance(message, ReplicasDiffer) and not message.stops:
@@ -562,6 +609,9 @@ class StepClient:
             )
         elif isinstance(message, ReplicasDiffer) and message.stops:
             self._fatal = self._fatal or ReplicasDifferError(message.reason, self.replica_id)
+            return message.reason, True
+        elif isinstance(message, GroupBroken) and (message.has_left or replica.is_leaving):
+            self._fatal = self._fatal or self._left_error(message.reason)
             return message.reason, True
         elif isinstance(message, GroupBroken):
             self._fatal = self._fatal or GroupBrokenError(

@@ -328,6 +328,8 @@ class OuterLoop(Generic[F]):
         self._exchange.wait()
         fragment = self._fragment_of(self._manager.quorum_step())
         committed = self._manager.should_commit()
+        if self._manager.is_leaving:  # there is no other round
+            retries_left = 0
         verdict = after_vote(committed=committed, is_behind=self._manager.is_behind, retries_left=retries_left)
         if verdict is RoundOutcome.APPLY:
             self._apply(fragment, merge=merge and not self._was_loaded)

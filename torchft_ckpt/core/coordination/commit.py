@@ -20,6 +20,7 @@ from enum import Enum
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitVote,
+    LeaveWish,
     Outcome,
     QuorumRequest,
     Role,
@@ -199,10 +200,12 @@ class Tally:
         self.broken = self.broken or broken
 
 
-def num_issued(said: CommitVote | QuorumRequest, group_rank: int) -> int:
+def num_issued(said: CommitVote | QuorumRequest | LeaveWish, group_rank: int) -> int:
     """Return how many collectives a rank of a group had issued when the group said this."""
     by_rank = said.collectives_by_rank
-    return by_rank[group_rank] if group_rank < len(by_rank) else said.num_collectives
+    if group_rank < len(by_rank):
+        return by_rank[group_rank]
+    return 0 if isinstance(said, LeaveWish) else said.num_collectives
 
 
 def decide_forgotten(

@@ -15,6 +15,10 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
 - Ranks that fetch a state load it at one place of their programs, or none of them does (`Arrivals`).
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
+- The wish of one rank to leave is the group's. What the lighthouse answers goes to all ranks with the end of one step, so all of
+  them leave after the same one. From then on a rank that goes takes nobody with it, and the group has left when all have.
+- Where the group leaves between two steps, all ranks leave at one call of `should_leave`: each says in which one it waits at the
+  latest, and they leave at the last of these.
 - What was asked or voted and is not answered is said again when a connection to a lighthouse comes up anew.
 - Whatever the ranks say, the lighthouse can take what becomes of it. Ranks whose addresses are together more than it takes
   of one group end the group, with a reason that says so: without them nobody could be healed by it.
@@ -48,7 +52,11 @@ from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     LeafDigests,
     Leave,
+    LeaveAt,
+    LeaveReady,
     LeavesWanted,
+    LeaveWish,
+    LetGo,
     Loading,
     LoadState,
     LocateState,
@@ -132,7 +140,18 @@ class GroupState:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.broken: str | None = None
-        """Why the group cannot go on, once a rank is gone."""
+        """Why the group cannot go on, once a rank is gone, or all have left."""
+        self._wish: LeaveWish | None = None
+        """Of one of the ranks."""
+        self._is_told_to_leave = False
+        """All ranks have been told after which step, or that no other step begins."""
+        self._calls: dict[int, int] = {}
+        """Of ranks that may leave between two steps: the call of `should_leave` in which each waits."""
+        self._last_collectives: dict[int, int] = {}
+        """Of ranks that save, or have saved: how many they issued in their last step."""
+        self._ranks_left: set[int] = set()
+        self._has_left = False
+        """It is broken because it has left on purpose."""
         self._addresses: dict[int, str] = {}
         self._announced_addresses: list[str] | None = None
         self._announced_layout: str | None = None
@@ -165,7 +184,7 @@ class GroupState:
         if isinstance(event, RankMessage):
             return list(self._on_rank_message(event.rank, event.message))
         if isinstance(event, RankLost):
-            return list(self._break(f"group rank {event.rank} is gone: {event.reason}"))
+            return list(self._loses(event.rank, f"group rank {event.rank} is gone: {event.reason}"))
         if isinstance(event, LighthouseUp):
             return list(self._say_again())
         return list(self._on_lighthouse_message(event.message))
@@ -188,7 +207,7 @@ class GroupState:
 
     def _on_rank_message(self, rank: int, message: RankToGroup) -> Iterator[GroupInstruction]:
         if self.broken is not None:
-            yield SendToRank(rank, GroupBroken(self.broken))
+            yield SendToRank(rank, self._broken_message())
         elif isinstance(message, QuorumRequest):
             yield from self._asks(rank, message)
         elif isinstance(message, LocateState):
@@ -213,8 +232,39 @@ class GroupState:
                 yield from self._receives(rank, message)
         elif isinstance(message, StateArrived | StateLate):
             yield from self._fetches(rank, message)
+        elif isinstance(message, LeaveReady):
+            self._calls[rank] = message.call
+            if len(self._calls) == self.world_size:
+                for other in range(self.world_size):
+                    yield SendToRank(other, LeaveAt(call=max(self._calls.values())))
+        elif isinstance(message, LeaveWish) and message.is_told:
+            self._last_collectives[rank] = max(message.collectives_by_rank, default=0)
+            if len(self._last_collectives) == self.world_size:
+                yield SendToLighthouse(self._wish_now())
+        elif isinstance(message, LeaveWish):
+            if self._wish is None:
+                reason = f"group rank {rank}: {message.reason}" if self.world_size > 1 else message.reason
+                self._wish = LeaveWish(reason=clip(reason))
+                yield SendToLighthouse(self._wish_now())
         elif isinstance(message, Leave):
-            yield from self._break(f"group rank {rank} left: {message.reason or 'it was shut down'}")
+            self._has_left = message.as_wished
+            yield from self._loses(rank, f"group rank {rank} left: {message.reason or 'it was shut down'}")
+
+    def _wish_now(self) -> LeaveWish:
+        wish = self._wish or LeaveWish(reason="it was asked to leave")
+        counts = self._last_collectives
+        by_rank = [counts[rank] for rank in range(self.world_size)] if len(counts) == self.world_size else []
+        return msgspec.structs.replace(wish, is_told=self._is_told_to_leave, collectives_by_rank=by_rank)
+
+    def _loses(self, rank: int, reason: str) -> Iterator[GroupInstruction]:
+        """A rank is gone. Before the group was told to leave nobody goes on without it."""
+        if not self._is_told_to_leave:
+            yield from self._break(reason)
+            return
+        self._ranks_left.add(rank)
+        if len(self._ranks_left) == self.world_size:
+            self._has_left = True
+            yield from self._break(f"it left: {self._wish_now().reason}")
 
     def refusal(self, rank: int, hello: RankHello) -> Refused | None:
         """Whether a rank may connect as `rank`."""
@@ -232,6 +282,9 @@ class GroupState:
                 reason = f"the checkpoint addresses of its ranks are {num_bytes} bytes, at most {MAX_ADDRESSES_BYTES} are sent"
                 yield from self._break(f"group rank {rank} cannot be taken: {reason}")
                 return
+        if self._is_told_to_leave:
+            yield SendToRank(rank, self._last_step(request))
+            return
         if self._asked is not None:
             # It does not wait for the answer any longer: the group's question becomes a new one.
             self._asked_by[rank] = request
@@ -253,6 +306,33 @@ class GroupState:
         self._voted = None
         self._stall_reported = False
         yield SendToLighthouse(self._asked)
+
+    def _begin_no_step(self) -> Iterator[GroupInstruction]:
+        """The group leaves: ranks that have asked, while others have not, are answered now."""
+        self._is_told_to_leave = True
+        waiting, self._requests = self._requests, {}
+        for rank, request in waiting.items():
+            yield SendToRank(rank, self._last_step(request))
+
+    def _last_step(self, request: QuorumRequest) -> QuorumFormed:
+        """Return what a rank is told that asks for a step although its group leaves; it has missed the answer to the others."""
+        last = self._quorum
+        return QuorumFormed(
+            request_id=request.request_id,
+            quorum_id=0 if last is None else last.quorum_id,
+            epoch="" if last is None else last.epoch,
+            version=request.version,
+            role=Role.LEARNER,
+            replica_rank=0,
+            replica_world_size=0,
+            contributor_rank=None,
+            num_contributors=0,
+            num_voters=0,
+            store_address="",
+            warms_up=True,
+            leaving=True,
+            reason="this replica group leaves",
+        )
 
     def _locates(self, rank: int, message: LocateState) -> Iterator[GroupInstruction]:
         if self._asked is not None:
@@ -462,10 +542,13 @@ class GroupState:
     def _break(self, reason: str) -> Iterator[GroupInstruction]:
         if self.broken is not None:
             return
-        self.broken = reason = clip(reason)
-        yield SendToLighthouse(Leave(reason))
+        self.broken = clip(reason)
+        yield SendToLighthouse(Leave(self.broken))
         for rank in range(self.world_size):
-            yield SendToRank(rank, GroupBroken(reason))
+            yield SendToRank(rank, self._broken_message())
+
+    def _broken_message(self) -> GroupBroken:
+        return GroupBroken(self.broken or "", has_left=self._has_left)
 
     # ------------------------------------------------------------------------------------------------------ lighthouse
 
@@ -490,6 +573,12 @@ class GroupState:
                 yield from self._break_off(message.quorum_id, clip(message.reason))
             for rank in range(self.world_size):
                 yield SendToRank(rank, message)
+            if message.leaving:
+                yield from self._begin_no_step()
+        elif isinstance(message, LetGo):
+            for rank in range(self.world_size):
+                yield SendToRank(rank, message)
+            yield from self._begin_no_step()
         elif isinstance(message, CollectiveCleared | LeavesWanted):
             if message.group_rank < self.world_size:
                 yield SendToRank(message.group_rank, message)
@@ -511,6 +600,8 @@ class GroupState:
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             yield SendToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
+        if formed.leaving:
+            yield from self._begin_no_step()
 
     def _located(self, located: StateLocated) -> Iterator[GroupInstruction]:
         if self._located_for is None or located.request_id != self._located_for.request_id:
@@ -526,6 +617,8 @@ class GroupState:
 
     def _say_again(self) -> Iterator[GroupInstruction]:
         self._announced_addresses = self._all_addresses()
+        if self.broken is None and (self._wish is not None or self._is_told_to_leave):
+            yield SendToLighthouse(self._wish_now())
         if self.broken is not None:
             yield SendToLighthouse(Leave(self.broken))
         elif self._asked is not None:

@@ -31,7 +31,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.coordination.messages import AllowStepLoss, Done, ForgetJob, Refused, clip, name_some
+from torchft_ckpt.core.coordination.messages import AllowStepLoss, Done, Drain, ForgetJob, Refused, clip, name_some
 from torchft_ckpt.core.text import printable
 
 DEFAULT_JOB = "default"
@@ -86,7 +86,7 @@ class Jobs:
             return self._tell(name, event, now) if name in self.states else []
         if event.connection not in self._job_of:
             return []  # it was closed
-        if isinstance(event.message, AllowStepLoss | ForgetJob):
+        if isinstance(event.message, AllowStepLoss | ForgetJob | Drain):
             return list(self._obey(event.connection, event.message, job, now))
         name = job or DEFAULT_JOB
         if name not in self.states:
@@ -160,7 +160,7 @@ class Jobs:
     # --------------------------------------------------------------------------------------------- the operator's word
 
     def _obey(
-        self, connection: str, message: AllowStepLoss | ForgetJob, job: str | None, now: float
+        self, connection: str, message: AllowStepLoss | ForgetJob | Drain, job: str | None, now: float
     ) -> Iterator[Instruction]:
         here = sorted(self.states)
         if job is None and len(here) != 1:
@@ -181,6 +181,8 @@ class Jobs:
                 connection, Done(text=f"job {name}: the next quorum may go on from an older step than the newest")
             )
             yield from told
+        elif isinstance(message, Drain):
+            yield from self._drain(connection, message, name, now)
         elif state is not None and not state.is_deserted:
             groups = name_some(sorted([*state.members, *state.callers.members]))
             yield from self._refuse(
@@ -192,3 +194,17 @@ class Jobs:
             self.finished.pop(name, None)
             yield Log(f"job {name}: forgotten, because the operator asked for it", is_warning=True)
             yield Send(connection, Done(text=f"job {name} is forgotten: its next group starts it over"))
+
+    def _drain(self, connection: str, drain: Drain, name: str, now: float) -> Iterator[Instruction]:
+        state = self.states.get(name)
+        here = [] if state is None else [member.replica_id for member in state.named(drain.replica_id)]
+        if not here:
+            groups = name_some(sorted(state.members)) if state is not None else ""
+            reason = (
+                f"job {name} has no replica group {clip(drain.replica_id, 200)} here now; groups: {groups or 'none'}"
+            )
+            yield from self._refuse(connection, reason)
+            return
+        told = self._tell(name, Received(connection, drain), now)
+        yield Send(connection, Done(text=f"job {name}: {name_some(here)} is to leave at the end of its step"))
+        yield from told

@@ -58,6 +58,7 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitDecided,
     CommitVote,
+    Drain,
     Dropped,
     Heartbeat,
     Hello,
@@ -65,6 +66,8 @@ from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     LeafDigests,
     Leave,
+    LeaveWish,
+    LetGo,
     LocateState,
     LostAsked,
     Outcome,
@@ -92,6 +95,10 @@ from torchft_ckpt.core.coordination.restart import RestartRecovery, StepKey
 from torchft_ckpt.core.coordination.roster import Roster
 
 PENDING_NOTICE_S = 1.0
+LEAVES_BETWEEN_STEPS_AFTER_S = 2.0
+"""A group that is to leave, and then has no step open, leaves between two steps: in an outer loop they are far apart."""
+LAST_HOLDER_STAYS_S = 10.0
+"""A group that is to leave and alone holds the newest state stays so long for others to get it. Then the time is for its save."""
 OWN_ID = (
     "If that is another replica group, and not this one started again: each group needs a replica id of its own"
     " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
@@ -141,6 +148,10 @@ class LighthouseState:
         """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
         self._left_at_step = -1
         """The latest step that a group held which left on purpose. Never falls."""
+        self._drained: dict[str, str] = {}
+        """Members that the operator had leave, with the reason: their groups do not know of it before they are told."""
+        self._leaving: dict[str, float | None] = {}
+        """Exactly the members that are to leave: when to look whether one can do so between two steps. None: it was let go."""
         self._equality = Equality(self.members)
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._contributors = RecentContributors()
@@ -176,6 +187,7 @@ class LighthouseState:
             deadlines.append(self.round.look_again_at)
         if self._waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
+        deadlines += [at for at in self._leaving.values() if at is not None]
         for deadline in (self._restart.deadline(self._now), self.callers.next_deadline()):
             if deadline is not None:
                 deadlines.append(deadline)
@@ -201,7 +213,7 @@ class LighthouseState:
         step = self._finished_at_step
         if step is None or step != self.newest_step:
             return None
-        goes_on = any(not m.has_finished and self._may_go_on(m, step) for m in self.members.values())
+        goes_on = any(self._may_go_on(m, step) for m in self._staying())
         return None if goes_on or self._history.on_their_way(step, self.settings.join_timeout_s, self._now) else step
 
     @property
@@ -250,9 +262,13 @@ class LighthouseState:
             raise RuntimeError(f"the next quorum waits for some of {list(self._quorum_members)} that are not here")
         if self._waiting and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._waiting)} wait, and nothing looks at them again")
+        if self._leaving.keys() != {replica_id for replica_id, m in self.members.items() if m.wishes_to_leave}:
+            raise RuntimeError(f"{list(self._leaving)} are to leave, and others wish to")
         for member in self.members.values():
             if member.request is not None and member.is_excused:
                 raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")
+            if member.is_let_go and (member.replica_id in self._quorum_members or not member.wishes_to_leave):
+                raise RuntimeError(f"{member.replica_id} was told to leave, and is waited for: {member}")
             if member.request is None and member.notified_reason:
                 raise RuntimeError(f"{member.replica_id} waits for nothing, and has a reason for it")
         if self.round is not None:
@@ -278,6 +294,8 @@ class LighthouseState:
     def _on_message(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, AllowStepLoss):
             yield from self._on_allow_step_loss(now)
+        elif isinstance(message, Drain):
+            yield from self._on_drain(message, now)
         elif isinstance(message, Hello):
             yield from self._on_hello(connection, message, now)
         elif isinstance(message, CallerHello) or self.callers.speaks_on(connection):
@@ -312,6 +330,8 @@ class LighthouseState:
         elif isinstance(message, LostAsked):
             if (lost := self._contributors.answer(message, self.epoch, self.members)) is not None:
                 yield Send(member.connection, lost)
+        elif isinstance(message, LeaveWish):
+            yield from self._on_leave_wish(member, message, now)
         elif isinstance(message, Leave):
             reason = clip(message.reason) or "it left"
             yield from self._on_member_lost(member.replica_id, reason, now, is_on_purpose=True)
@@ -379,8 +399,11 @@ class LighthouseState:
             has_warmed_up=hello.warms_up,
             has_left_step=hello.warms_up,
             is_excused=hello.warms_up,
+            wishes_to_leave=self._drained.get(replica_id, ""),
         )
         self._roster.add(member)
+        if member.wishes_to_leave:
+            self._leaving[replica_id] = now + LEAVES_BETWEEN_STEPS_AFTER_S
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             epoch=self.epoch,
@@ -515,6 +538,10 @@ class LighthouseState:
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, request.version, now)
         self._waiting[replica_id] = None
+        yield from self._answer_leaving(now)
+        if member.request is None:
+            yield from self._reconsider(now)
+            return
         if self.round is not None and self._should_warm_up(member):
             member.has_warmed_up = True
             why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
@@ -540,6 +567,110 @@ class LighthouseState:
         """Return how many groups that hold the state can train a step that counts."""
         return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
 
+    # --------------------------------------------------------------------------------------------------------- leaving
+
+    def _on_drain(self, drain: Drain, now: float) -> Iterator[Instruction]:
+        for member in self.named(drain.replica_id):
+            self._drained[member.replica_id] = "the operator asked for it"
+            yield from self._on_leave_wish(member, LeaveWish(reason="the operator asked for it"), now)
+
+    def named(self, group: str) -> list[Member]:
+        """Return the members of a replica id, or of the group of that name."""
+        return [m for m in self.members.values() if group in (m.replica_id, group_name(m.replica_id))]
+
+    def _on_leave_wish(self, member: Member, wish: LeaveWish, now: float) -> Iterator[Instruction]:
+        if not member.wishes_to_leave:
+            member.wishes_to_leave, member.wished_at = clip(wish.reason) or "it was asked to leave", now
+            self._leaving[member.replica_id] = now + LEAVES_BETWEEN_STEPS_AFTER_S
+            yield Log(f"{member.replica_id} is to leave at the end of its step: {member.wishes_to_leave}")
+        if wish.is_told and member.request is None:
+            self._let_go(member)
+            if wish.collectives_by_rank:
+                member.farewell = wish
+                yield from self._on_step_left(member)
+        yield from self._answer_leaving(now)
+        yield from self._reconsider(now)
+
+    def _answer_leaving(self, now: float) -> Iterator[Instruction]:
+        """Answer the members that wait for a quorum and are to leave, if the others do not count on them, or do not come."""
+        for member in [self.members[replica_id] for replica_id in self._leaving if replica_id in self._waiting]:
+            waits_briefly = member.replica_id in self._quorum_members and now - member.asked_at < PENDING_NOTICE_S
+            if member.asked.gathers or not (member.is_let_go or (self._may_go(member, now) and not waits_briefly)):
+                continue
+            request = self._take_request(member)
+            self._let_go(member)
+            member.has_left_step = True
+            formed = QuorumFormed(
+                request_id=request.request_id,
+                quorum_id=self.quorum_id,
+                epoch=self.epoch,
+                version=request.version,
+                role=Role.LEARNER,
+                replica_rank=0,
+                replica_world_size=0,
+                contributor_rank=None,
+                num_contributors=0,
+                num_voters=0,
+                store_address="",
+                warms_up=True,
+                newest_step=self.newest_step,
+                rolled_back_to=self._history.rolled_back_to,
+                leaving=True,
+                reason=f"this replica group leaves: {member.wishes_to_leave}",
+            )
+            yield Send(member.connection, formed)
+            yield self._say_who_stays(member)
+
+    def _let_go_between_steps(self, now: float) -> Iterator[Instruction]:
+        """Let members go that are to leave, and are between two steps since a while."""
+        for replica_id in [m for m, at in self._leaving.items() if at is not None and now >= at]:
+            if self._leaving.get(replica_id) is None:
+                continue  # it has gone, or was let go, on account of the one before
+            self._leaving[replica_id] = now + LEAVES_BETWEEN_STEPS_AFTER_S
+            member, current = self.members[replica_id], self.round
+            tally = None if current is None or current.tally.decided else current.tally
+            is_in_open_step = tally is not None and replica_id in tally.roles and replica_id not in tally.lost
+            if member.request is None and not is_in_open_step and self._may_go(member, now):
+                self._let_go(member)
+                yield Send(member.connection, LetGo(reason=clip(member.wishes_to_leave)))
+                yield self._say_who_stays(member)
+                yield from self._reconsider(now)
+
+    def _may_go(self, member: Member, now: float) -> bool:
+        """Whether a member is to leave now: it wishes to, and others have its state, or do not come to have it."""
+        if not member.wishes_to_leave:
+            return False
+        staying = [other for other in self._staying() if not other.wishes_to_leave]
+        is_last = self._holds_newest(member.version) and not any(self._holds_newest(m.version) for m in staying)
+        return not is_last or not staying or now - member.wished_at >= LAST_HOLDER_STAYS_S
+
+    def _staying(self) -> list[Member]:
+        return [member for member in self.members.values() if not (member.is_let_go or member.has_finished)]
+
+    def _let_go(self, member: Member) -> None:
+        """A member has been told to leave, or is told now: nobody waits for it."""
+        member.is_excused = member.is_let_go = True
+        self._quorum_members.pop(member.replica_id, None)
+        self._leaving[member.replica_id] = None
+
+    def _say_who_stays(self, member: Member) -> Log:
+        staying = self._staying()
+        step = member.version.step
+        line = (
+            f"{member.replica_id} leaves at step {step}: {member.wishes_to_leave}; {len(staying)} replica groups stay"
+        )
+        least = self._min_trainers(staying)
+        is_short = 0 < len(staying) < least
+        more = f", at least {least} have to train: they wait until another one comes" if is_short else ""
+        return Log(line + more, is_warning=is_short)
+
+    def _as_told(self, member: Member, decided: CommitDecided, now: float, *, all_leave: bool = False) -> CommitDecided:
+        """Return the decision on a member's step as that member is told it: with it goes who is to leave."""
+        if not member.is_in_step or not self._may_go(member, now):
+            return decided
+        self._let_go(member)
+        return msgspec.structs.replace(decided, leaving=True, all_leave=all_leave)
+
     def _on_locate_state(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
         """Tell a member, between two steps, where the newest state is. Unless it holds that, nobody waits for it from now on."""
         replica_id = member.replica_id
@@ -556,7 +687,7 @@ class LighthouseState:
         if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
             self._finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
-        member.is_excused = message.has_finished or not located.is_held
+        member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._quorum_members.pop(replica_id, None)
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
@@ -599,6 +730,7 @@ class LighthouseState:
 
     def _evaluate(self, now: float) -> Iterator[Instruction]:
         self._evaluate_at = now + PENDING_NOTICE_S
+        yield from self._answer_leaving(now)
         if not self._waiting:
             return
         hold = self._restart.hold(now)
@@ -1083,7 +1215,7 @@ class LighthouseState:
                 )
             yield from self._advance_step(current, now)
         elif self._history.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
-            yield Send(member.connection, self._answer_late(member, vote))
+            yield Send(member.connection, self._answer_late(member, vote, now))
         else:
             yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten_steps(now)
@@ -1098,16 +1230,16 @@ class LighthouseState:
             # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
             tally.votes.setdefault(member.replica_id, vote)
             return
-        answer = self._answer_late(member, vote)
-        if answer.outcome is Outcome.COMMIT and member.is_in_step:
+        answer = self._answer_late(member, vote, now)
+        if answer.outcome is Outcome.COMMIT and member.is_in_step and not member.is_let_go:
             self._quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
         yield Send(member.connection, answer)
 
-    def _answer_late(self, member: Member, vote: CommitVote) -> CommitDecided:
+    def _answer_late(self, member: Member, vote: CommitVote, now: float) -> CommitDecided:
         answer = self._history.answer_late(member.replica_id, vote)
         if answer.outcome is Outcome.COMMIT:
             self._note_held([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
-        return answer
+        return self._as_told(member, answer, now)
 
     def _note_held(self, replica_ids: Iterable[str], key: StepKey) -> None:
         """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now."""
@@ -1195,6 +1327,12 @@ class LighthouseState:
             vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
             if vote is not None and vote.approve:
                 self._joining.joined(replica_id)
+        contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
+        all_leave = (
+            committed
+            and bool(contributors)
+            and all(m in followers and self._may_go(self.members[m], now) for m in contributors)
+        )
         for replica_id in tally.roles:
             member = self.members.get(replica_id)
             if member is None:
@@ -1219,7 +1357,10 @@ class LighthouseState:
                     differs=replica_id in tally.apart,
                     reason=clip(tally.reason),
                 )
+                decided = self._as_told(member, decided, now, all_leave=all_leave)
                 yield Send(member.connection, decided)
+                if decided.leaving:
+                    yield self._say_who_stays(member)
         yield from self._end_late_waits(current)
 
     def _is_listening(self, replica_id: str) -> bool:
@@ -1288,7 +1429,10 @@ class LighthouseState:
         apart = current.why_late_collectives_never_complete()
         if apart is not None:
             current.tally.broken = True
-            yield from self._break_collectives(current, apart[0], lost=False, reason=apart[1])
+            culprit, reason = apart
+            if (member := self.members.get(culprit)) is not None and member.is_let_go:
+                reason = f"{culprit} leaves its job, and issues no collective of step {current.step} any more"
+            yield from self._break_collectives(current, culprit, lost=False, reason=reason)
 
     def _on_stall_report(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
         current = self.round
@@ -1341,6 +1485,9 @@ class LighthouseState:
             self._left_at_step = max(self._left_at_step, member.version.step)
         self._stop_waiting(member)
         self._quorum_members.pop(replica_id, None)
+        self._leaving.pop(replica_id, None)
+        if is_on_purpose:
+            self._drained.pop(replica_id, None)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
         current = self.round
@@ -1395,7 +1542,8 @@ class LighthouseState:
                     decided = CommitDecided(
                         quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, broken=True, reason=reason
                     )
-                    yield Send(self.members[replica_id].connection, decided)
+                    member = self.members[replica_id]
+                    yield Send(member.connection, self._as_told(member, decided, now))
         if was_held and self._waiting and self._restart.hold(now) is None:
             yield from self._evaluate(now)
 
@@ -1421,6 +1569,7 @@ class LighthouseState:
             current.look_again_at = None
             if not current.tally.decided:
                 yield from self._advance_step(current, now)
+        yield from self._let_go_between_steps(now)
         yield from self.callers.tick(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)

@@ -9,6 +9,7 @@ from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, num_iss
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     Hello,
+    LeaveWish,
     QuorumRequest,
     Receives,
     Role,
@@ -56,8 +57,16 @@ class Member:
     has_finished: bool = False
     """It has made its last step, and has not asked for another since."""
     is_excused: bool = False
-    """Nobody waits for it before it asks for a quorum: it warms up, is about to fetch the newest state, or has finished.
-    Never while it waits for a quorum."""
+    """Nobody waits for it before it asks for a quorum: it warms up, is about to fetch the newest state, has finished, or was told
+    to leave. Never while it waits for a quorum."""
+    wishes_to_leave: str = ""
+    """Why it is to leave at the end of its step, or before the next one; empty: it stays."""
+    wished_at: float = 0.0
+    """Since when it is to leave."""
+    is_let_go: bool = False
+    """It was told to leave: it begins no step with the others any more, and is excused."""
+    farewell: LeaveWish | None = None
+    """Set once it issues no collective of its last step any more."""
     asked_at: float = 0.0
     """Since when it waits for a quorum; where it does not, since when it waited for the last one."""
     notified_reason: str = ""
@@ -79,6 +88,8 @@ class Member:
 
         0 where its process group cannot be used, or it looks for a state.
         """
+        if self.farewell is not None:
+            return num_issued(self.farewell, group_rank)
         request = self.request
         return 0 if request is None or request.needs_new_quorum else num_issued(request, group_rank)
 

@@ -334,10 +334,27 @@ class LostAsked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: StateVersion
 
 
+class LeaveWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The sender wants to leave, and to lose nothing by it: after the step that is open, or the next one.
+
+    From a rank it is the wish of its group. The lighthouse answers by `leaving` in the group's next decision, or in the answer to
+    a request that would wait: only it knows whether the others count on this group.
+    """
+
+    is_told: bool = False
+    """It was answered before, and the sender begins no step any more."""
+    collectives_by_rank: CollectivesByRank = []
+    """With `is_told`, where the sender issues no collective of its last step any more: how many it issued. Of a group: each of
+    its ranks."""
+    reason: Text = ""
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """The sender goes on purpose."""
 
     reason: Text = ""
+    as_wished: bool = False
+    """After a `LeaveWish` of its group, and for all of it."""
 
 
 class AllowStepLoss(msgspec.Struct, frozen=True, tag=True):
@@ -349,6 +366,13 @@ class AllowStepLoss(msgspec.Struct, frozen=True, tag=True):
 
 class ForgetJob(msgspec.Struct, frozen=True, tag=True):
     """The operator's word that nobody of this job comes back. Answered by `Done`."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The operator's word that a replica group is to leave, as after a `LeaveWish` of its own. Answered by `Done`."""
+
+    replica_id: ReplicaId
+    """With or without what stands behind its last colon."""
 
 
 # ---------------------------------------------------------------------------------------------- lighthouse -> group
@@ -431,6 +455,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
+    leaving: bool = False
+    """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone, then it leaves."""
     reason: Text = ""
 
     def __post_init__(self) -> None:
@@ -485,6 +511,16 @@ class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The collectives of this quorum cannot be used any more, not even between this step and the next one."""
     differs: bool = False
     """The state that this member began the step with is not that of most members: it has no name any more."""
+    leaving: bool = False
+    """This member leaves after this step, as it wished or was asked to: the others do not wait for it any more."""
+    all_leave: bool = False
+    """So do all that contributed to the step, and all of these commit it."""
+    reason: Text = ""
+
+
+class LetGo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The receiver may leave as it wished: it has no step open, has not asked for one for a while, and nobody waits for it."""
+
     reason: Text = ""
 
 
@@ -583,10 +619,25 @@ class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: Text = ""
 
 
+class LeaveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `LetGo`: in this call of `Manager.should_leave` the rank waits for `LeaveAt`, if it comes so far before."""
+
+    call: Count
+
+
+class LeaveAt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Tells all ranks of the group at which call of `Manager.should_leave` they leave, or at the first one after it that is
+    between two steps."""
+
+    call: Count
+
+
 class GroupBroken(msgspec.Struct, frozen=True, tag=True):
     """A rank is gone: the group has left the quorum and must be restarted as a whole."""
 
     reason: Text
+    has_left: bool = False
+    """It has left on purpose, with all of its ranks."""
 
 
 # ---------------------------------------------------------------------------------------------- callers of quorums
@@ -780,9 +831,11 @@ ToLighthouse: TypeAlias = (
     | CollectiveWait
     | LeafDigests
     | LostAsked
+    | LeaveWish
     | Leave
     | AllowStepLoss
     | ForgetJob
+    | Drain
     | CallerHello
     | QuorumCall
     | CallerHeartbeat
@@ -800,6 +853,7 @@ FromLighthouse: TypeAlias = (
     | CommitDecided
     | QuorumBroken
     | CollectiveCleared
+    | LetGo
     | LeavesWanted
     | ReplicasDiffer
     | Dropped
@@ -820,6 +874,8 @@ RankToGroup: TypeAlias = (
     | LostAsked
     | StateArrived
     | StateLate
+    | LeaveWish
+    | LeaveReady
     | Leave
 )
 GroupToRank: TypeAlias = (
@@ -833,6 +889,8 @@ GroupToRank: TypeAlias = (
     | CommitUnknown
     | QuorumBroken
     | CollectiveCleared
+    | LetGo
+    | LeaveAt
     | LeavesWanted
     | ReplicasDiffer
     | LoadState

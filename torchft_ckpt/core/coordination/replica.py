@@ -20,6 +20,9 @@ simulation drives it in the same way.
                                                       group of several ranks none may decide that alone: `GiveUpWaiting`
     any        begin                      ASKING      the step that was open is abandoned; ask `may_keep_step` before
     any        locate                     IDLE        likewise; send the returned `LocateState`
+    VOTED      decided(leaving)           IDLE        and no other step begins: it `is_leaving`
+    TRAINING   learned (leaving)          IDLE        likewise
+    IDLE       left_between_steps         IDLE        likewise
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
 
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
@@ -159,6 +162,8 @@ class ReplicaView(NamedTuple):
     is_checked: bool
     is_learner: bool
     warms_up: bool
+    is_leaving: bool
+    all_leave: bool
     is_in_step: bool
     is_between_steps: bool
     is_voted_on: bool
@@ -211,6 +216,10 @@ class ReplicaState:
         """That of the last comparison, where it left the state unverified."""
         self._is_exact = False
         """The open step began with the state that the quorum names, to the bit."""
+        self.is_leaving = False
+        """The last step has ended, and the group leaves with it: no other one begins."""
+        self.all_leave = False
+        """So do all groups that contributed to that step."""
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
@@ -413,6 +422,9 @@ class ReplicaState:
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
         self.phase = StepPhase.TRAINING
         self.quorum = formed
+        if formed.leaving:
+            self.fail(formed.reason)
+            return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
         self._is_cold = False
         self.newest_step = formed.newest_step
         self._go_back(formed.rolled_back_to)
@@ -572,7 +584,18 @@ class ReplicaState:
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts."""
         self.phase = StepPhase.IDLE
+        self.is_leaving = self.quorum is not None and self.quorum.leaving
         return Outcome.LEFT_BEHIND
+
+    def may_begin(self) -> bool:
+        """Whether a step may begin. One that is open and the last one ends with that."""
+        if self.phase is StepPhase.TRAINING and self.quorum is not None and self.quorum.leaving:
+            self.learned()
+        return not self.is_leaving
+
+    def left_between_steps(self) -> None:
+        """No other step begins."""
+        self.is_leaving = True
 
     def is_open(self, decided: CommitDecided) -> bool:
         """Whether this decision is about the step that was voted on."""
@@ -595,6 +618,7 @@ class ReplicaState:
             outcome = Outcome.LEFT_BEHIND
         self.phase = StepPhase.IDLE
         self._last_outcome = outcome
+        self.is_leaving, self.all_leave = decided.leaving, decided.leaving and decided.all_leave
         if decided.broken:
             self.collectives_failed()
         if outcome is Outcome.COMMIT:

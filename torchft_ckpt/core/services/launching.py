@@ -96,7 +96,8 @@ class _State(Enum):
 class LaunchedJob:
     """The groups of a launcher, as they ended so far: it says which start again, and how the job ends. One thread uses it.
 
-    A group that ends with a status other than 0 starts again, up to `max_restarts` times, after 1, 2, 4, ... 30 s. A group
+    A group that ends with status 0 has finished, or has left its job as it was asked to (`Manager.leave_on`), and stays away. One
+    that ends with a status other than 0 starts again, up to `max_restarts` times, after 1, 2, 4, ... 30 s. A group
     that has no restart left has failed. Once fewer than `min_replicas` groups are left, or `stop` was called, the job stops:
     no group starts again, and the launcher ends those that run. Groups of other machines count as left.
     """

@@ -1,0 +1,216 @@
+"""Replica groups that are preempted: real processes get SIGTERM, save and go; the others discard nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.thoroughness import by_default
+from support.waiting import wait_until
+
+from torchft_ckpt import checkpoints_in
+from torchft_ckpt.__main__ import main
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+TRAINER = {"trainer": "leaving_trainer.py", "pause_s": 0.03, "min_replica_size": 1}
+NAMES = ("group_0", "group_1", "group_2")
+WITHIN_S = 60.0
+LONG_S = 600.0
+
+
+@contextmanager
+def job_of(directory: Path, *, least: int = 1, **options: Any) -> Iterator[tuple[Job, LighthouseProcess]]:
+    """A job whose lighthouse wants so many groups at least, and has patience with a busy machine."""
+    lighthouse = LighthouseProcess(min_replicas=least, heartbeat_timeout_ms=20_000)
+    (directory / "job").mkdir()
+    with running_job(directory / "job", lighthouse=lighthouse, **{**TRAINER, **options}) as job:
+        yield job, lighthouse
+
+
+def start_groups(job: Job, names: Sequence[str] = NAMES, ranks: int = 2, **options: Any) -> dict[str, list[Rank]]:
+    groups = {name: job.start(name, ranks=ranks, **options) for name in names}
+    for rank in [rank for started in groups.values() for rank in started]:
+        in_step_of(len(names), rank)
+    return groups
+
+
+def in_step_of(num_groups: int, rank: Rank) -> None:
+    rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == num_groups)
+
+
+def staying(groups: dict[str, list[Rank]], *leaving: str) -> list[Rank]:
+    return [rank for name, ranks in groups.items() if name not in leaving for rank in ranks]
+
+
+def left_at(ranks: Sequence[Rank]) -> int:
+    """Return the step after which all ranks of a group left, each of them with status 0."""
+    for rank in ranks:
+        assert rank.end(WITHIN_S) == 0, f"{rank.name} ended with {rank.process.returncode}\n{rank.log()}"
+    reports = [next(e for e in rank.events if e["event"] == "left") for rank in ranks]
+    assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+    return int(reports[0]["step"])
+
+
+def assert_lost_nothing(ranks: Sequence[Rank], since: float, ahead: int = 3) -> None:
+    """See that groups go on, and have discarded nothing."""
+    newest = max(rank.steps()[-1]["step"] for rank in ranks)
+    for rank in ranks:
+        rank.wait_for_step(newest + ahead)
+    lost = [(rank.name, step) for rank in ranks for step in rank.steps(since) if not step["committed"]]
+    assert not lost, f"{lost}\n{ranks[0].log()}"
+
+
+def test_groups_that_are_preempted_at_any_moment_save_and_go_and_the_others_lose_nothing(tmp_path: Path) -> None:
+    """A signal may come to one rank, to both, or to both at different moments; and again while the group leaves."""
+    storage = tmp_path / "storage"
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    chance = random.Random(seed)
+    with job_of(tmp_path, storage=str(storage), logs_loss=True) as (job, _):
+        groups = start_groups(job)
+        for _ in range(by_default(3, thorough=20)):
+            name = chance.choice(NAMES)
+            others = staying(groups, name)
+            time.sleep(chance.uniform(0.0, 0.5))
+            asked_at = time.monotonic()
+            for rank in chance.choice([groups[name][:1], groups[name][1:], groups[name], groups[name][::-1]]):
+                rank.signal(signal.SIGTERM)
+                time.sleep(chance.choice([0.0, 0.0, 0.02, 0.1]))
+            if chance.random() < 0.3 and groups[name][0].process.poll() is None:
+                groups[name][0].process.send_signal(signal.SIGTERM)
+            step = left_at(groups[name])
+            print(f"{name} left at step {step} within {time.monotonic() - asked_at:.2f} s")
+            assert_lost_nothing(others, asked_at)
+            assert step in checkpoints_in(storage), groups[name][0].log()
+            groups[name] = job.start(name, ranks=2)
+            for rank in groups[name]:
+                in_step_of(len(NAMES), rank)
+        ends = job.finish()
+    assert len({(end["step"], end["digest"]) for end in ends}) == 1, ends
+
+
+def test_a_loop_that_does_not_ask_is_ended_with_status_0(tmp_path: Path) -> None:
+    with job_of(tmp_path, storage=str(tmp_path / "storage"), asks=False) as (job, _):
+        groups = start_groups(job, NAMES[:2])
+        asked_at = time.monotonic()
+        groups["group_0"][1].signal(signal.SIGTERM)
+        for rank in groups["group_0"]:
+            assert rank.end(WITHIN_S) == 0, rank.log()
+        [step] = {next(e["step"] for e in rank.events if e["event"] == "saving") for rank in groups["group_0"]}
+        assert step in checkpoints_in(tmp_path / "storage")
+        assert_lost_nothing(groups["group_1"], asked_at)
+
+
+@pytest.mark.parametrize("where", ["save", "loop"])
+def test_after_the_deadline_a_group_that_hangs_goes_as_it_is(tmp_path: Path, where: str) -> None:
+    """The others wait for a loop that hangs, as for any slow group, and not for a save."""
+    with job_of(tmp_path, hangs_in=where, deadline_s=2.0) as (job, _):
+        groups = start_groups(job, NAMES[:2])
+        if where == "loop":
+            (job.control("group_0") / "hang").touch()
+            groups["group_0"][0].wait_for_event("hanging")
+        asked_at = time.monotonic()
+        groups["group_0"][0].signal(signal.SIGTERM)
+        if where == "save":
+            groups["group_0"][0].wait_for_event("saving")
+            assert_lost_nothing(groups["group_1"], asked_at)
+        for rank in groups["group_0"]:
+            assert rank.end(WITHIN_S) == 0, rank.log()
+        assert time.monotonic() - asked_at >= 2.0
+        assert_lost_nothing(groups["group_1"], asked_at)
+
+
+def test_the_operator_has_a_group_leave_that_gets_no_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with job_of(tmp_path, handles=False) as (job, _):
+        groups = start_groups(job, NAMES[:2])
+        asked_at = time.monotonic()
+        assert main(["drain", "group_0", "--lighthouse", job.lighthouse]) == 0
+        assert "group_0" in capsys.readouterr().out
+        left_at(groups["group_0"])
+        assert_lost_nothing(groups["group_1"], asked_at)
+        assert main(["drain", "group_0", "--lighthouse", job.lighthouse]) == 1
+
+
+def test_a_group_that_waits_for_others_goes_without_a_step(tmp_path: Path) -> None:
+    with job_of(tmp_path, least=2) as (job, _):
+        ranks = job.start("alone", ranks=2)
+        wait_until(lambda: "for a quorum at step 0" in ranks[0].log(), "it waits for a quorum", WITHIN_S)
+        ranks[1].signal(signal.SIGTERM)
+        left_at(ranks)
+
+
+def test_a_group_leaves_although_the_lighthouse_restarts_in_between(tmp_path: Path) -> None:
+    with job_of(tmp_path) as (job, lighthouse):
+        groups = start_groups(job, NAMES[:2])
+        lighthouse.kill()
+        groups["group_0"][0].signal(signal.SIGTERM)
+        lighthouse.restart()
+        left_at(groups["group_0"])
+        assert_lost_nothing(groups["group_1"], time.monotonic())
+
+
+def test_too_few_that_stay_wait_for_another_group_and_the_lighthouse_says_so(tmp_path: Path) -> None:
+    with job_of(tmp_path, least=2) as (job, lighthouse):
+        groups = start_groups(job, NAMES[:2])
+        asked_at = time.monotonic()
+        groups["group_0"][0].signal(signal.SIGTERM)
+        left_at(groups["group_0"])
+        groups["group_0"] = job.start("group_0", ranks=2)
+        for rank in groups["group_0"]:
+            in_step_of(2, rank)
+        assert_lost_nothing(groups["group_1"], asked_at)
+    assert "1 replica groups stay, at least 2 have to train" in "".join(lighthouse.log)
+
+
+def test_a_job_that_is_ended_as_a_whole_saves_what_it_has(tmp_path: Path) -> None:
+    """As by Slurm at the end of its time. Groups that leave after one step share the save."""
+    storage = tmp_path / "storage"
+    with job_of(tmp_path, storage=str(storage), pause_s=0.3) as (job, _):
+        groups = start_groups(job)
+        for rank in staying(groups):
+            rank.signal(signal.SIGTERM)
+        left = [left_at(ranks) for ranks in groups.values()]
+        assert set(left) <= set(checkpoints_in(storage)), left
+        num_saves = sum(1 for _ in storage.glob("step-*"))
+        assert num_saves == len(set(left)) or len(set(left)) > 1, "those that leave together save once"
+
+
+def test_a_lighthouse_that_is_ended_with_its_groups_lets_them_leave_first(tmp_path: Path) -> None:
+    with job_of(tmp_path, storage=str(tmp_path / "storage")) as (job, lighthouse):
+        groups = start_groups(job, NAMES[:2])
+        lighthouse.process.terminate()
+        for rank in staying(groups):
+            rank.signal(signal.SIGTERM)
+        left = [left_at(ranks) for ranks in groups.values()]
+        assert lighthouse.process.wait(WITHIN_S) == 0
+        assert set(left) <= set(checkpoints_in(tmp_path / "storage"))
+
+
+@pytest.mark.parametrize("inner_steps", [8, 100], ids=["after its round", "between two inner steps"])
+def test_an_outer_loop_leaves(tmp_path: Path, inner_steps: int) -> None:
+    storage = tmp_path / "storage"
+    with job_of(tmp_path, storage=str(storage), outer=inner_steps) as (job, _):
+        groups = start_groups(job, NAMES[:2])
+        asked_at = time.monotonic()
+        groups["group_0"][1].signal(signal.SIGTERM)
+        assert left_at(groups["group_0"]) in checkpoints_in(storage)
+        assert_lost_nothing(groups["group_1"], asked_at, ahead=1)
+
+
+def test_a_group_that_leaves_in_the_middle_of_a_save_of_all_writes_its_share_too(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    with job_of(tmp_path, storage=str(storage), save_every=2) as (job, _):
+        groups = start_groups(job, NAMES[:2])
+        asked_at = time.monotonic()
+        groups["group_0"][0].signal(signal.SIGTERM)
+        step = left_at(groups["group_0"])
+        assert_lost_nothing(groups["group_1"], asked_at, ahead=4)
+        wait_until(lambda: step - step % 2 in checkpoints_in(storage), "the save of both groups is whole")
+        assert step in checkpoints_in(storage)
