@@ -24,17 +24,18 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from sharded.launcher import end_with_launcher
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -49,6 +50,7 @@ from torchft_ckpt import (
     ProcessGroupGloo,
     checkpoints_in,
 )
+from torchft_ckpt.launcher.orphans import signal_at_parents_death
 
 NUM_CHARACTERS = 200_000
 PATIENCE_S = 120.0
@@ -133,7 +135,6 @@ class Diary:
 
 def train(options: argparse.Namespace) -> None:
     """Be one replica group until the job has committed its steps."""
-    end_with_launcher()
     group = int(os.environ.get("REPLICA_GROUP_ID", "0"))
     num_groups = int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{group}] %(name)s %(levelname)s %(message)s")
@@ -260,12 +261,17 @@ class Life:
 
     def _start(self, name: str, command: list[str], variables: dict[str, str]) -> subprocess.Popen[Any]:
         common = {
-            "TORCHFT_EXAMPLE_LAUNCHER": str(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]),
         }
         with (self.folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(command, env=os.environ | common | variables, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command,
+                env=os.environ | common | variables,
+                stdout=log,
+                stderr=log,
+                preexec_fn=partial(signal_at_parents_death, signal.SIGKILL),
+            )
         self._processes.append((name, process))
         return process
 

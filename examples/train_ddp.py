@@ -1,12 +1,9 @@
 """Fault-tolerant data-parallel training, written as for torchft 0.2.0: only the import line is another.
 
-Each replica group is started by torchrun on its own; a group that dies is started again and goes on where the others are. One
-that gets SIGTERM ends its step with the others and leaves, which costs them nothing (torchft has no `leave_on`, `should_leave`).
+A group that dies is started again, and goes on where the others are. One that gets SIGTERM ends its step with the others and
+leaves, which costs them nothing (torchft has no `leave_on`, `should_leave`).
 
-    python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
-    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 NUM_REPLICA_GROUPS=2
-    REPLICA_GROUP_ID=0 torchrun --standalone --nnodes=1 --nproc-per-node=1 examples/train_ddp.py &
-    REPLICA_GROUP_ID=1 torchrun --standalone --nnodes=1 --nproc-per-node=1 examples/train_ddp.py
+    python -m torchft_ckpt run --groups 2 -- examples/train_ddp.py
 
 The task: guess the next character of the source of Python's standard library from the 24 before it.
 """

@@ -6,12 +6,9 @@
 The links are network namespaces, which need Linux, root, `ip` and `tc`; without them it says so and runs on loopback. The
 demo's GPT learns Python's standard library; `pip install torchft_ckpt[demo]` brings what the picture needs.
 
-What a replica group does is `train` below. Each may be started by torchrun, or by anything that starts it again when it dies:
+What a replica group does is `train` below. Groups without links and kills:
 
-    python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
-    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510
-    REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node=1 examples/train_diloco.py --groups 2 &
-    REPLICA_GROUP_ID=1 torchrun --standalone --nproc-per-node=1 examples/train_diloco.py --groups 2
+    python -m torchft_ckpt run --groups 2 -- examples/train_diloco.py --groups 2
 """
 
 from __future__ import annotations

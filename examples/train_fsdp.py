@@ -1,9 +1,6 @@
 """FSDP2 with tensor parallelism, in replica groups that come and go.
 
-    python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
-    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510
-    REPLICA_GROUP_ID=0 python examples/train_fsdp.py --group-size 4 &
-    REPLICA_GROUP_ID=1 python examples/train_fsdp.py --group-size 4
+    python -m torchft_ckpt run --groups 2 --nproc 4 -- examples/train_fsdp.py
 
 A group of 4 is a mesh of 2 x 2: two ranks share each matrix product, and each such pair holds half of the parameters. Groups of
 1, 2 and 3 shard without tensor parallelism, unless `--tensor-parallel` says otherwise. Groups that train at the same time have
@@ -12,11 +9,9 @@ the same size, because gradients are averaged shard by shard.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import torch.distributed as dist
-from sharded.launcher import end_with_launcher, is_rank, launch
 from sharded.loop import Place, train
 from sharded.options import Options, parse
 from sharded.task import Model
@@ -42,9 +37,6 @@ def shard(model: Model, options: Options) -> Place:
 
 def main() -> None:
     options = parse(__doc__, tensor_parallel=True)
-    if not is_rank():
-        sys.exit(launch(options.group_size, options.max_restarts))
-    end_with_launcher()
     train(options, partial(shard, options=options))
 
 

@@ -1,13 +1,6 @@
 """HSDP that survives its replicas: FSDP2 shards the model inside a replica group, groups come and go.
 
-Each replica group is started on its own, here or on another machine; it starts its processes itself:
-
-    python -m torchft_ckpt lighthouse --min-replicas 2 --bind 127.0.0.1:29510
-    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510
-    REPLICA_GROUP_ID=0 python examples/train_hsdp.py --group-size 2 &
-    REPLICA_GROUP_ID=1 python examples/train_hsdp.py --group-size 2
-
-or by torchrun: `REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/train_hsdp.py`.
+    python -m torchft_ckpt run --groups 2 --nproc 2 -- examples/train_hsdp.py
 
 Kill one process: its group ends as a whole and starts again, each rank fetches its own shards from its counterpart in another
 group, and training goes on there without a pause in the others.
@@ -15,10 +8,7 @@ group, and training goes on there without a pause in the others.
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
-from sharded.launcher import end_with_launcher, is_rank, launch
 from sharded.loop import Place, train
 from sharded.options import parse
 from sharded.task import Model
@@ -38,11 +28,7 @@ def shard(model: Model) -> Place:
 
 
 def main() -> None:
-    options = parse(__doc__)
-    if not is_rank():
-        sys.exit(launch(options.group_size, options.max_restarts))
-    end_with_launcher()
-    train(options, shard)
+    train(parse(__doc__), shard)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ long, ends the run with an error that names the group and shows its last lines.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import shutil
@@ -16,11 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco.links import Network
 from diloco.records import BEGIN, Finished, Reader, Record, Step, sent_bytes
+from torchft_ckpt.launcher.orphans import signal_at_parents_death
 
 _RESTART_DELAY_S = 0.5
 _LOOK_EVERY_S = 0.05
@@ -30,7 +31,7 @@ _LAST_KILL_AT = 0.9
 _OVERDUE = 0.1
 """After so much more progress a kill is not put off any longer until all groups train; one other has to."""
 _NUM_LAST_LINES = 15
-_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
+_end_with_this_process = partial(signal_at_parents_death, signal.SIGKILL)
 
 
 class JobFailedError(Exception):
@@ -206,7 +207,7 @@ class Job:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_end_with_this_process,
             )
         said = self._lighthouse.stdout.readline() if self._lighthouse.stdout is not None else ""
         if not said.startswith("lighthouse at "):
@@ -235,7 +236,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_end_with_this_process,
             )
 
     def _ended(self, group: int, process: subprocess.Popen[bytes]) -> None:
@@ -298,9 +299,3 @@ class Job:
 
     def _all_last_lines(self) -> str:
         return "".join(self._last_lines(group) for group in range(self._plan.num_groups))
-
-
-def _die_with_parent() -> None:
-    """In a child, on Linux: be killed when the launcher is."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)

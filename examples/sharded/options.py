@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -11,12 +12,10 @@ from pathlib import Path
 class Options:
     """See `--help`."""
 
-    group_size: int
     tensor_parallel: int
     steps: int
     batch_size: int
     min_replica_size: int
-    max_restarts: int
     same_batch: bool
     seed: int
     report: Path | None
@@ -30,9 +29,6 @@ def parse(description: str | None, *, tensor_parallel: bool = False) -> Options:
         tensor_parallel: whether the script has that option.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--group-size", type=int, default=2, help="processes of this replica group; under torchrun it says so itself"
-    )
     if tensor_parallel:
         parser.add_argument(
             "--tensor-parallel",
@@ -43,7 +39,6 @@ def parse(description: str | None, *, tensor_parallel: bool = False) -> Options:
     parser.add_argument("--steps", type=int, default=100, help="committed steps to train")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a rank in a step")
     parser.add_argument("--min-replica-size", type=int, default=1, help="commit only with this many groups")
-    parser.add_argument("--max-restarts", type=int, default=3, help="how often a group is started again")
     parser.add_argument(
         "--same-batch",
         action="store_true",
@@ -54,6 +49,8 @@ def parse(description: str | None, *, tensor_parallel: bool = False) -> Options:
     chosen = vars(parser.parse_args())
     chosen.setdefault("tensor_parallel", 1)
     options = Options(**{field.name: chosen[field.name] for field in fields(Options)})
-    if options.group_size < 1 or options.batch_size < 1:
-        parser.error("a group has at least one process, and a batch one sample")
+    if options.batch_size < 1:
+        parser.error("a batch has at least one sample")
+    if "RANK" not in os.environ:
+        parser.error(f"start it by `python -m torchft_ckpt run --groups 2 --nproc 2 -- {parser.prog}`, or by torchrun")
     return options

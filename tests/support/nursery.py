@@ -77,16 +77,15 @@ class ForkedIntoFile(Forked):
 def popen(command: list[str], **options: Any) -> Any:
     """Stand in for `subprocess.Popen` in a launcher that runs within a test: fork whatever is a Python script of its own.
 
-    It has to write all of its output to one file. Nobody is its launcher, as its parent is another process than this.
+    It has to write all of its output to one file. Its parent is another process than this.
     """
     if command[0] != sys.executable or not command[1].endswith(".py"):
         return subprocess.Popen(command, **options)
-    environment = {name: value for name, value in options["env"].items() if name != "TORCHFT_EXAMPLE_LAUNCHER"}
     from support.processes import note  # not above: the nursery's own process has no such package
 
     log = options["stdout"]
     assert options["stderr"] is log
-    process = ForkedIntoFile(Path(command[1]), command[2:], environment, log.fileno())
+    process = ForkedIntoFile(Path(command[1]), command[2:], options["env"], log.fileno())
     note(Path(log.name).name, process, Path(log.name))
     return process
 

@@ -6,9 +6,15 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], what: str = "what was waited for", timeout_s: float = 60.0) -> None:
+def wait_until(
+    condition: Callable[[], bool],
+    what: str = "what was waited for",
+    timeout_s: float = 60.0,
+    *,
+    look_every_s: float = 0.002,
+) -> None:
     """Return once the condition holds; the test fails, and says `what` did not happen, where it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.002)
+        time.sleep(look_every_s)
