@@ -296,11 +296,14 @@ class Checkpointer:
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
-            ConfigError: an argument is missing or cannot be used.
+            ConfigError: an argument is missing or cannot be used, or a scheduler has not followed the last step
+                (`Manager.scheduler`).
             CheckpointError: `shutdown` was called.
         """
         if self._is_over:
             raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
+        if self._manager is not None:
+            self._manager.check_followed("the state is to be saved")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
         step = _plain_step(step)

@@ -36,6 +36,7 @@ class OptimizerWrapper(Optimizer):
         self.optim = optim
         self.manager = manager
         manager.guard_optimizer(optim)
+        manager.wraps_optimizer(optim)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)
@@ -56,8 +57,14 @@ class OptimizerWrapper(Optimizer):
             self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: object | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: object | None = None) -> bool:  # type: ignore[override]
         """End the step; step the wrapped optimizer if it counts. In a state dict function, step it and no more.
+
+        What belongs to a step that counts, an average of the weights say, is one line: `if optimizer.step(): ...`.
+
+        Returns:
+            whether the step counts, and the wrapped optimizer has taken it. False in a state dict function: torch steps there to
+            make state, and nothing was trained.
 
         If the wrapped optimizer raises, the step is committed for the others and half done here: who catches the error
         and goes on heals from them at the next step.
@@ -70,17 +77,36 @@ class OptimizerWrapper(Optimizer):
             raise ConfigError("optimizers that use closures are not supported", party="closure")
         if self.manager.is_in_state_dict_fn:
             self.optim.step()  # as torch's get_optimizer_state_dict does, to make state
-            return
+            return False
         self.manager.takes_step(self)
         if not self.manager.should_commit():
-            return
+            return False
         try:
             self.optim.step()
+            self.manager.took_step(self.optim)
         except BaseException:
             self.manager.report_torn_state()
             raise
         finally:
             self.manager.allow_state_dict_read()
+        return True
+
+    def skip_step(self) -> bool:
+        """End the step as `step` does, and leave the weights as they are: for averaged gradients that are of no use.
+
+        All groups find that alike. A scaler of `Manager.grad_scaler` calls it where they have overflowed. Schedulers do not
+        follow such a step.
+
+        Returns:
+            whether the step counts.
+
+        Raises: as `Manager.should_commit`.
+        """
+        self.manager.takes_step(self)
+        counts = self.manager.should_commit()
+        if counts:
+            self.manager.took_step(self.optim, has_stepped=False)
+        return counts
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return self.optim.register_step_pre_hook(hook)

@@ -21,25 +21,36 @@ Five rules are behind nearly all of them:
 
 1. **`zero_grad` begins a step, `step` ends it.** Collectives of the groups belong in between, the same ones in all groups.
 2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay. What belongs to a step (a
-   schedule, an average of the weights, a count) you do where `manager.current_step()` has changed.
+   schedule, an average of the weights, a count) you do where `optimizer.step()` has returned True.
 3. **What your loop remembers and computes with, you register**, with the model and the optimizer. A group that returns gets it.
 4. **What all groups have to decide alike, decide by what they have alike**: the step, averaged gradients, an averaged loss.
 5. **A group that returns does not know the step before its first `step()`.** What it computes in that step adds nothing.
 """
 
-COUNTED = """\
-```python
-before = manager.current_step()
-optimizer.step()
-if manager.current_step() > before:
-    {call}
-```"""
-
 NOTES = {
-    Category.RATE: "Register a scheduler with model and optimizer, and step it where a step has counted:\n\n"
-    + COUNTED.format(call="scheduler.step()"),
-    Category.WEIGHTS: "Register averaged weights, and update them where a step has counted:\n\n"
-    + COUNTED.format(call="average.update_parameters(model)"),
+    Category.RATE: """\
+Give a scheduler to the Manager, and write the loop that you know. [The training loop](guides/training-loop.md) says more.
+
+```python
+scheduler = manager.scheduler(CosineAnnealingLR(optimizer, 1000))
+...
+optimizer.step()
+scheduler.step()  # does nothing where the step was discarded
+```
+
+One that steps otherwise you register with model and optimizer, and step it where a step has counted:
+
+```python
+if optimizer.step() and manager.current_step() % 1000 == 0:
+    scheduler.step()
+```""",
+    Category.WEIGHTS: """\
+Register averaged weights, and update them where a step has counted:
+
+```python
+if optimizer.step():
+    average.update_parameters(model)
+```""",
 }
 
 NOT_ALLOWED = """\

@@ -80,6 +80,7 @@ class PlainManager:
         self._is_open = False
         self.sharing = SharedStep()
         self._batches_committed = 0
+        self._has_skipped = False
         self.extras: dict[str, Callable[[], Any]] = {}
         self.state_dict_lock = StateDictLock()
 
@@ -107,10 +108,37 @@ class PlainManager:
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
 
+    def scheduler(self, scheduler: Any, name: str = "scheduler") -> Any:
+        """Have a scheduler step only in iterations that are committed and in which weights have changed."""
+        step = scheduler.step
+        self.extras[name] = lambda: {key: value for key, value in scheduler.state_dict().items() if key != "step"}
+        scheduler.step = lambda *metric: step(*metric) if self._counts and not self._has_skipped else None
+        return scheduler
+
+    def grad_scaler(self, scaler: Any, name: str = "grad_scaler") -> Any:
+        """Have a scaler change its scale only in iterations that are committed; one that overflows is one too."""
+        step, update = scaler.step, scaler.update
+        self.extras[name] = scaler.state_dict
+
+        def step_or_skip(optimizer: Any) -> bool:
+            has_stepped = step(optimizer)
+            if has_stepped is None:
+                self.sharing.steps(optimizer)
+                self._has_skipped = self.should_commit()
+            return bool(has_stepped)
+
+        scaler.step = step_or_skip
+        scaler.update = lambda: update() if self._counts else update(scaler.get_scale())
+        return scaler
+
+    @property
+    def _counts(self) -> bool:
+        return not self._is_open and self.iteration.committed
+
     def start_quorum(self, **_: Any) -> None:
         if self._is_open and not self.iteration.committed:
             self._place += 1  # nobody voted here on what the others discarded
-        self._is_open = True
+        self._is_open, self._has_skipped = True, False
         self._on_begin()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -203,12 +231,14 @@ def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> 
         zero_grad(set_to_none)
 
     @functools.wraps(step)
-    def end(_: torch.optim.Optimizer, closure: None = None) -> None:
+    def end(_: torch.optim.Optimizer, closure: None = None) -> bool:
         manager.sharing.steps(optimizer)
         if manager.iteration.committed:
             drop_unused(manager, [p for group in optimizer.param_groups for p in group["params"]])
-        if manager.should_commit():
+        counts = manager.should_commit()
+        if counts:
             step()
+        return counts
 
     optimizer.zero_grad = types.MethodType(begin, optimizer)  # type: ignore[method-assign]
     optimizer.step = types.MethodType(end, optimizer)  # type: ignore[method-assign]

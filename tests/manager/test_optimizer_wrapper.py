@@ -32,10 +32,14 @@ class Votes:
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         guard_steps(optimizer, lambda: self.said.append("locked"), self.allow_state_dict_read)
 
+    def wraps_optimizer(self, optimizer: object) -> None: ...
+
     def begins_step(self, optimizer: object) -> bool:
         return True
 
     def takes_step(self, optimizer: object) -> None: ...
+
+    def took_step(self, optimizer: object, *, has_stepped: bool = True) -> None: ...
 
     def start_quorum(self) -> None: ...
 

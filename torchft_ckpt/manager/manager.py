@@ -44,6 +44,7 @@ from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.cold_start import ColdStartGroup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
 from torchft_ckpt.manager.event_queue import EventQueue
+from torchft_ckpt.manager.followers import Followers, G, S
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.leaving import DEADLINE, Leaving
@@ -250,6 +251,7 @@ class Manager:
         self._registry = StateRegistry(lock)
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
+        self._followers = Followers(self._registry)
         self._own = OwnState()
         self.events = EventQueue(on_event, party)
         """What happens on its way to `on_event`, for what adds to it."""
@@ -322,6 +324,7 @@ class Manager:
             recovery=self._recovery,
             check=self._check,
             outcomes=self._outcomes,
+            followers=self._followers,
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
@@ -404,6 +407,64 @@ class Manager:
         """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
+    def scheduler(self, scheduler: S, name: str = "scheduler") -> S:
+        """Register a learning-rate scheduler, whose `step()` then does nothing where the step was discarded.
+
+            scheduler = manager.scheduler(CosineAnnealingLR(optimizer, 1000))
+            ...
+            optimizer.step()
+            scheduler.step()
+
+        It moves once for each step of its optimizer that counts, a `ReduceLROnPlateau` too: `scheduler.step(metric)`. Call `step`
+        after `optimizer.step()`, before the next `zero_grad` or save. These refuse a scheduler that has not followed: a group
+        that joins there would get the weights of one step with the learning rate of another. A group that heals gets its state.
+
+        What moves otherwise, once an epoch say, is not for this method: register it by `register_state_dict_fn`, and step it
+        where `optimizer.step()` has returned True.
+
+        Args:
+            scheduler: of torch, or a class derived from its `LRScheduler`; of the optimizer or of the `Optimizer` that wraps it.
+                Of several that are parts of one, give that one.
+            name: under which its state is registered, as by `register_state_dict_fn`; each of several has its own.
+
+        Returns:
+            the same object. A copy of it follows nothing.
+
+        Raises:
+            ConfigError: the name is taken, it is given a second time, or it is no scheduler of torch. Later `start_quorum`,
+                `hand_over` and `Checkpointer.save` raise it, where its `step()` is missing; and its `step()` does, where a plain
+                loop would move it and here that would be wrong: before the first step, twice after one, or where its optimizer
+                has not stepped.
+        """
+        return self._followers.scheduler(scheduler, name)
+
+    def grad_scaler(self, scaler: G, name: str = "grad_scaler") -> G:
+        """Register a `torch.amp.GradScaler`, whose scale then changes only in steps that count, as in all groups.
+
+            scaler = manager.grad_scaler(torch.amp.GradScaler())
+            ...
+            scaler.step(optimizer)
+            scaler.update()
+
+        `scaler.step(optimizer)` returns what `Optimizer.step` returns. Where the averaged gradients have overflowed it returns
+        False: the step counts, `current_step` goes on, and the weights stay. Where the step is discarded `scaler.update()` keeps
+        the scale: the gradients were perhaps not averaged, and one group would have found an overflow that others have not. Call
+        `update` before the next `zero_grad` or save, as `scheduler` says of `step`.
+
+        A scaler that is not enabled stays as it is.
+
+        Args:
+            scaler: give its `unscale_` and its `step` the `Optimizer`; they refuse the optimizer in it.
+            name: under which its state is registered, as by `register_state_dict_fn`.
+
+        Returns:
+            the same object. A copy of it follows nothing.
+
+        Raises:
+            ConfigError: as `scheduler`.
+        """
+        return self._followers.grad_scaler(scaler, name)
+
     def disallow_state_dict_read(self) -> None:
         """The state is about to change: take the write lock, once what is being served has been copied aside.
 
@@ -466,6 +527,7 @@ class Manager:
             ConfigError: it is no manager's state.
         """
         step = self._own.take_saved(state_dict)
+        self._followers.forget()
         with self._client.lock, self._client.replica as replica:
             replica.restore(step)
 
@@ -512,6 +574,7 @@ class Manager:
             GroupLeftError: it was asked to leave (see `leave_on`), and has left.
             QuorumTimeoutError: with `quorum_retries` set, no quorum in that many attempts.
             CheckpointError: see `should_commit`.
+            ConfigError: a scheduler has not followed the last step (`scheduler`); no step was begun.
         """
         patience = patience or timedelta(0)
         wishes = StepWishes(
@@ -552,6 +615,22 @@ class Manager:
             ConfigError: it steps again before all that share its last step have stepped.
         """
         self._steps.takes(optimizer)
+
+    def wraps_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An `Optimizer` wraps this one, and calls `took_step` when it has stepped. `Optimizer` says so when it is made."""
+        self._followers.wraps(optimizer)
+
+    def took_step(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = True) -> None:
+        """A wrapped optimizer has taken the step that counts, or has skipped it: its schedulers follow, or do not."""
+        self._followers.optimizer_ended(optimizer, has_stepped=has_stepped)
+
+    def check_followed(self, event: str) -> None:
+        """See that all that follows the last step has followed it. `event` says in a clause what comes now.
+
+        Raises:
+            ConfigError: as `scheduler` says.
+        """
+        self._followers.check(event)
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and the process group is connected.
@@ -702,7 +781,9 @@ class Manager:
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
             GroupBrokenError, RefusedError: this group cannot go on.
+            ConfigError: a scheduler has not followed the last step.
         """
+        self.check_followed("the state is to be handed over")
         return self._between_steps.hand_over(config.not_negative(timeout) or self._timeouts.transfer)
 
     def take_over(self, timeout: timedelta | None = None) -> bool:

@@ -95,6 +95,11 @@ class StateRegistry:
         """Whether guarded optimizers change nothing of the state."""
         return not self._moving
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether every group trains by itself between two steps of the Manager, as in an outer loop."""
+        return bool(self._agreed_on)
+
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
         with self._noted("get"):

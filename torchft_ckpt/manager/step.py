@@ -31,6 +31,7 @@ from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.flight_recorder import name_dumps
+from torchft_ckpt.manager.followers import Followers
 from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.outcomes import StepOutcomes
@@ -78,6 +79,7 @@ class Steps:
         recovery: Recovery,
         check: EqualityCheck,
         outcomes: StepOutcomes,
+        followers: Followers,
         events: EventQueue,
         use_async_quorum: bool,
         quorum_retries: int | None,
@@ -94,6 +96,7 @@ class Steps:
         self._recovery = recovery
         self._check = check
         self._outcomes = outcomes
+        self._followers = followers
         self._events = events
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
@@ -137,6 +140,7 @@ class Steps:
             self._settle(has_to_wait=self._client.wants()[0])
             return
         check()
+        self._followers.begins(is_torn=self._client.view().torn)
         self.leave()
         self._events.deliver()  # between two steps, so what a listener saves is whole
         if self._store_prepared is not None:
@@ -479,6 +483,7 @@ class Steps:
     def _end(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         now = self._client.view()
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
+        self._followers.decided(counts=outcome is Outcome.COMMIT)
         self._has_computed = False
         if outcome is Outcome.COMMIT:
             self._own.batches_committed += now.num_participants

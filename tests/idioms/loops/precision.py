@@ -69,6 +69,74 @@ def grad_scaler_overflow(job: Job) -> None:
         scaler.update()
 
 
+@idiom(
+    "manager.grad_scaler, with clipping",
+    PRECISION,
+    "It is registered, and its scale changes only in steps that count.",
+)
+def followed_scaler(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    scaler = manager.grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        scaler.scale(error(ddp, job.batch())).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@idiom(
+    "manager.grad_scaler that finds an overflow, with manager.scheduler",
+    PRECISION,
+    "The step counts, the weights and the schedule stay, and the scale is halved in all groups.",
+)
+def followed_overflow(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    scaler = manager.grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3))
+    scheduler = manager.scheduler(torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        scaler.scale(loss * (torch.inf if job.step % 3 == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+
+@idiom(
+    "manager.grad_scaler where one group overflows in a step that another one's error discards",
+    PRECISION,
+    "The scale stays as it was, in all groups.",
+    was="with a scaler that was registered by hand the one group halved its scale, and all trained apart from then on",
+)
+def overflow_in_a_discarded_step(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    scaler = manager.grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    has_failed = False
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        if job.step == 1 and not has_failed:
+            has_failed = True
+            if job.group == 0:
+                manager.report_error(RuntimeError("a bad batch"))
+            else:
+                loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @idiom("All of the model in bfloat16", PRECISION)
 def pure_bf16(job: Job) -> None:
     model = mlp().bfloat16()

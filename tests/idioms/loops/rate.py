@@ -19,14 +19,12 @@ def train(job: Job, make_scheduler: Callable[[torch.optim.Optimizer], Any]) -> N
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = make_scheduler(sgd)
-    manager = job.manager(*states(model=model, sgd=sgd, scheduler=scheduler))
+    job.manager(*states(model=model, sgd=sgd, scheduler=scheduler))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
     while job.goes_on():
-        before = manager.current_step()
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() > before:
+        if optimizer.step():
             scheduler.step()
 
 
@@ -114,6 +112,146 @@ def scheduler_of_wrapper(job: Job) -> None:
 
 
 @idiom(
+    "manager.scheduler: warm-up, then cosine, stepped after each optimizer.step()",
+    RATE,
+    "It is registered, and its `step` does nothing where the step was discarded.",
+)
+def followed(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    scheduler = manager.scheduler(
+        schedules.SequentialLR(
+            adamw,
+            [schedules.LinearLR(adamw, 0.1, total_iters=3), schedules.CosineAnnealingLR(adamw, 9)],
+            milestones=[3],
+        )
+    )
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@idiom("manager.scheduler, with zero_grad at the end of the iteration", RATE, "After `scheduler.step()`.")
+def followed_before_zero_grad(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = manager.scheduler(schedules.OneCycleLR(optimizer, max_lr=0.2, total_steps=300))
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+@idiom(
+    "manager.scheduler(ReduceLROnPlateau), stepped after each optimizer.step()",
+    RATE,
+    "Give it a loss that is averaged over the groups (`manager.allreduce`).",
+)
+def followed_plateau(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = manager.scheduler(schedules.ReduceLROnPlateau(sgd, patience=0, threshold=0.5))
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        average = loss.detach().clone()
+        manager.allreduce(average).wait()
+        optimizer.step()
+        scheduler.step(average)
+
+
+@idiom(
+    "manager.scheduler of each of two optimizers that share a step",
+    RATE,
+    "Each has a name of its own, and follows its own optimizer.",
+)
+def followed_twice(job: Job) -> None:
+    model = mlp()
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    sgd, adamw = torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(vectors, lr=1e-2)
+    manager = job.manager(*states(model=model, sgd=sgd, adamw=adamw))
+    ddp, first, second = job.ddp(model), job.optimizer(sgd), job.optimizer(adamw)
+    halves = manager.scheduler(schedules.StepLR(sgd, 2, gamma=0.5), "halves")
+    decays = manager.scheduler(schedules.ExponentialLR(adamw, 0.9), "decays")
+    while job.goes_on():
+        first.zero_grad()
+        second.zero_grad()
+        error(ddp, job.batch()).backward()
+        first.step()
+        second.step()
+        halves.step()
+        decays.step()
+
+
+@idiom("manager.scheduler without the Optimizer wrapper: start_quorum, should_commit", RATE)
+def followed_by_hand(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    manager.guard_optimizer(sgd)
+    ddp, scheduler = job.ddp(model), manager.scheduler(schedules.ExponentialLR(sgd, 0.9))
+    while job.goes_on():
+        manager.start_quorum()
+        sgd.zero_grad()
+        error(ddp, job.batch()).backward()
+        if manager.should_commit():
+            sgd.step()
+        scheduler.step()
+
+
+@idiom(
+    "manager.scheduler, stepped after the next zero_grad",
+    RATE,
+    "A group that joins would get the weights of one step with the learning rate of another.",
+    refused="ConfigError",
+    says="the next step begins, and the scheduler 'scheduler' has not followed",
+)
+def followed_too_late(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = manager.scheduler(schedules.ExponentialLR(sgd, 0.9))
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+@idiom(
+    "manager.scheduler, stepped once an epoch",
+    RATE,
+    "It follows each step. Register one of epochs with model and optimizer, and step it where `optimizer.step()` has returned"
+    " True and an epoch is over.",
+    refused="ConfigError",
+    says=r"once an epoch, in turns with another one\) the Manager cannot follow",
+)
+def followed_each_epoch(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = manager.scheduler(schedules.ExponentialLR(sgd, 0.9))
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.current_step() % 3 == 0:
+            scheduler.step()
+
+
+@idiom(
     "A scheduler that is stepped in every iteration",
     RATE,
     "It counts discarded iterations too, in all groups alike, if it is registered.",
@@ -139,11 +277,9 @@ def every_epoch(job: Job) -> None:
     manager = job.manager(*states(model=model, adamw=adamw, scheduler=scheduler))
     ddp, optimizer = job.ddp(model), job.optimizer(adamw)
     while job.goes_on():
-        before = manager.current_step()
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() > before and manager.current_step() % 3 == 0:
+        if optimizer.step() and manager.current_step() % 3 == 0:
             scheduler.step()
 
 

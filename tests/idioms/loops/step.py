@@ -10,6 +10,7 @@ from idioms.harness import Job, states
 from idioms.models import error, mlp
 from idioms.table import Category, idiom
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 STEP = Category.STEP
 
@@ -521,3 +522,31 @@ def gan_with_one_vote(job: Job) -> None:
         if manager.should_commit():
             for adam in adams:
                 adam.step()
+
+
+@idiom(
+    "All together: accumulation, GradScaler, clipping, schedule, averaged weights, evaluation",
+    STEP,
+    "Nothing asks whether the step counts, but the average of the weights.",
+)
+def all_together(job: Job) -> None:
+    model = mlp()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, average=average, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    scaler = manager.grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
+    scheduler = manager.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 9))
+    while job.goes_on():
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            scaler.scale(error(ddp, job.batch()) / 2).backward()
+        scaler.scale(error(ddp, job.batch()) / 2).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if scaler.step(optimizer):
+            average.update_parameters(model)
+        scaler.update()
+        scheduler.step()
+        with torch.no_grad():
+            error(average, job.batch())

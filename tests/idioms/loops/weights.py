@@ -55,14 +55,12 @@ def averaged_model(job: Job) -> None:
     model = mlp()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, average=average, sgd=sgd))
+    job.manager(*states(model=model, average=average, sgd=sgd))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
     while job.goes_on():
-        before = manager.current_step()
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() > before:
+        if optimizer.step():
             average.update_parameters(model)
 
 
