@@ -12,7 +12,7 @@ none.) And all groups start the same collectives in the same order: the gradient
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _MAX_CARRIER_BYTES = 4 << 20
 """The size of a last bucket that is copied together with the map."""
+_MAX_BUCKET_BYTES = 25 << 20
+"""As in PyTorch's DDP."""
 _ONLY_REPLICAS = "it averages over the manager's replica groups alone; for several ranks in a group use fully_shard"
 _OWN_BUFFERS = "buffers are each group's own; put what must be equal into the state dict"
 _REFUSED = {
@@ -236,6 +238,131 @@ def _tensors_in(output: object) -> Iterator[torch.Tensor]:
     return (tensor for tensor in parallel.distributed._find_tensors(output))
 
 
+class BackwardAverage:
+    """Averages what a module has accumulated, at the end of each backward pass through it.
+
+    Who owns one calls `watch` after each forward pass. The average is the last that happens in the backward pass: PyTorch's DDP,
+    where that wraps the module or is in it, has then written its own result into the gradients.
+
+    Args:
+        module: whose gradients are averaged.
+        average: does it, on a thread of autograd's. It is not called where no parameter got a gradient since the last time.
+        is_wanted: whether the backward pass that ends is one to average after, and not one that only accumulates.
+    """
+
+    def __init__(self, module: nn.Module, average: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        self._average = average
+        self._is_wanted = is_wanted
+        self._graph_task: int | None = None
+        self._has_accumulated = False
+        self._not_watched = list(module.parameters())
+
+    def watch(self, output: object) -> None:
+        """A forward pass has ended with this output; find the end of the backward pass through it."""
+        self._graph_task = None
+        for parameter in [p for p in self._not_watched if p.requires_grad]:
+            parameter.register_post_accumulate_grad_hook(self._note_accumulated)
+        self._not_watched = [p for p in self._not_watched if not p.requires_grad]
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._enter_backward)
+
+    def _enter_backward(self, *_: torch.Tensor) -> None:
+        """The backward pass reached an output: average at its end. A pass within it, of a checkpoint, has an end of its own."""
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            # What DDP queues in this pass comes before what is queued when the pass is over.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._leave_backward))
+
+    def _note_accumulated(self, _: torch.Tensor) -> None:
+        self._has_accumulated = True
+        if self._graph_task is None:  # the output is in nothing that could be searched for tensors
+            self._enter_backward()
+
+    def _leave_backward(self) -> None:
+        self._graph_task = None
+        if self._has_accumulated and self._is_wanted():
+            self._has_accumulated = False
+            self._average()
+
+
+class GradientAverage:
+    """The average of a module's gradients over the replica groups, beside this group's own, from which it can be had again.
+
+    All groups have the same parameters that require a gradient, and call `take` and `again` in the same order. It costs the
+    memory of the gradients once more, as the buckets of PyTorch's DDP do.
+
+    Args:
+        manager: of this rank.
+        module: whose gradients, in `grad`, are averaged.
+    """
+
+    def __init__(self, manager: "Manager", module: nn.Module) -> None:
+        self._manager = manager
+        self._module = module
+        self._own: list[torch.Tensor | None] = []
+
+    def take(self) -> None:
+        """Put the averages in place of the gradients that are there, and keep these until `forget`."""
+        self._own = [parameter.grad for parameter in self._parameters()]
+        self.again()
+
+    def again(self) -> None:
+        """Average what `take` has found once more, in another step; nothing where it was not called in this one."""
+        parameters, own = self._parameters(), self._own
+        if not own:
+            return
+        device = parameters[0].device if parameters else None
+        counts = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=device)
+        works, averages = [], []
+        for bucket in _buckets(parameters):
+            flat = torch.cat([_flat_gradient(parameters[number], own[number]) for number in bucket])
+            works.append(self._manager.allreduce(flat))
+            averages += flat.split([parameters[number].numel() for number in bucket])
+        works.append(self._manager.allreduce(counts, reduce_op=ReduceOp.SUM))
+        for work in works:
+            work.wait()
+        for parameter, average, count in zip(parameters, averages, counts.tolist(), strict=True):
+            parameter.grad = average.view_as(parameter) if count else None
+
+    def take_no_part(self) -> None:
+        """Start what the other groups start, for a step in which this one has computed nothing; leave no gradients."""
+        self._own = [None for _ in self._parameters()]
+        self.again()
+        self.forget()
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Let go of the group's own gradients: the step is decided."""
+        self._own = []
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+    """Group neighbours of one dtype and device, by number: one parameter, or as many as have `_MAX_BUCKET_BYTES`."""
+    bucket: list[int] = []
+    num_bytes, kind = 0, None
+    for number, parameter in enumerate(parameters):
+        is_another = (parameter.dtype, parameter.device) != kind
+        if bucket and (is_another or num_bytes + parameter.nbytes > _MAX_BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(number)
+        num_bytes += parameter.nbytes
+        kind = parameter.dtype, parameter.device
+    if bucket:
+        yield bucket
+
+
+def _flat_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
+    return (torch.zeros_like(parameter) if gradient is None else gradient).detach().reshape(-1)
+
+
 class PureDistributedDataParallel(nn.Module):
     """One allreduce per gradient at the end of the backward pass, without DDP's reducer.
 
@@ -253,9 +380,7 @@ class PureDistributedDataParallel(nn.Module):
         self._manager = manager
         self._averages_next = True
         self._averages = True
-        self._graph_task: int | None = None
-        self._has_accumulated = False
-        self._not_watched = list(module.parameters())
+        self._backward = BackwardAverage(module, self._average, is_wanted=lambda: self._averages)
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,12 +389,9 @@ class PureDistributedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         if self.training:
             self._manager.ensure_step()
-        self._averages, self._graph_task = self._averages_next, None
-        self._watch()
+        self._averages = self._averages_next
         output = self.module(*args, **kwargs)
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._enter_backward)
+        self._backward.watch(output)
         return output
 
     @contextlib.contextmanager
@@ -280,29 +402,6 @@ class PureDistributedDataParallel(nn.Module):
             yield
         finally:
             self._averages_next = before
-
-    def _watch(self) -> None:
-        for parameter in [p for p in self._not_watched if p.requires_grad]:
-            parameter.register_post_accumulate_grad_hook(self._note_accumulated)
-        self._not_watched = [p for p in self._not_watched if not p.requires_grad]
-
-    def _enter_backward(self, *_: torch.Tensor) -> None:
-        """The backward pass reached an output: average at its end. A pass within it, of a checkpoint, has an end of its own."""
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._graph_task = task
-            Variable._execution_engine.queue_callback(self._leave_backward)
-
-    def _note_accumulated(self, _: torch.Tensor) -> None:
-        self._has_accumulated = True
-        if self._graph_task is None:  # the output is in nothing that could be searched for tensors
-            self._enter_backward()
-
-    def _leave_backward(self) -> None:
-        self._graph_task = None
-        if self._averages and self._has_accumulated:
-            self._has_accumulated = False
-            self._average()
 
     def _average(self) -> None:
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

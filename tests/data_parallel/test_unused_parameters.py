@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import parallel
 from torch.utils.checkpoint import checkpoint
 
 from torchft_ckpt import DistributedDataParallel
-from torchft_ckpt.ddp import PureDistributedDataParallel
+from torchft_ckpt.ddp import BackwardAverage, GradientAverage, PureDistributedDataParallel
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.testing.fake_process_group import FakeFabric
 
@@ -78,7 +78,33 @@ def pure(manager: Averaging, module: nn.Module) -> nn.Module:
     return PureDistributedDataParallel(manager, module)
 
 
-WRAPS = [ours, as_views, in_batches, in_small_buckets, with_a_map_apart, pure]
+class Averaged(nn.Module):
+    """Averages after the backward pass, as what cannot wrap a module does."""
+
+    def __init__(self, manager: Averaging, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.average = GradientAverage(manager, module)
+        self._is_last = True
+        self._backward = BackwardAverage(module, self.average.take, is_wanted=lambda: self._is_last)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        output = self.module(*args)
+        self._backward.watch(output)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._is_last = False
+        yield
+        self._is_last = True
+
+
+def in_its_own_time(manager: Averaging, module: nn.Module) -> nn.Module:
+    return Averaged(manager, module)
+
+
+WRAPS = [ours, as_views, in_batches, in_small_buckets, with_a_map_apart, pure, in_its_own_time]
 
 
 def train(
@@ -156,7 +182,7 @@ def test_a_group_that_adds_zeros_ends_as_the_others_do_and_changes_nothing(wrap:
     assert managers[2].asked == managers[0].asked
 
 
-@pytest.mark.parametrize("wrap", [ours, as_views, with_a_map_apart, pure])
+@pytest.mark.parametrize("wrap", [ours, as_views, with_a_map_apart, pure, in_its_own_time])
 def test_a_group_without_gradients_has_zeros_where_the_others_kept_zeros(wrap: Wrap) -> None:
     """As after `zero_grad(set_to_none=False)`, in the first step of one that comes back: optimizers step what has zeros."""
     fabric, made = FakeFabric(), models(2)
@@ -173,7 +199,7 @@ def test_a_group_without_gradients_has_zeros_where_the_others_kept_zeros(wrap: W
     assert None not in first
 
 
-@pytest.mark.parametrize("wrap", [ours, as_views, with_a_map_apart, pure])
+@pytest.mark.parametrize("wrap", [ours, as_views, with_a_map_apart, pure, in_its_own_time])
 def test_a_step_that_failed_leaves_nothing_for_the_next(wrap: Wrap) -> None:
     fabric, made = FakeFabric(), models(2)
 
@@ -188,7 +214,7 @@ def test_a_step_that_failed_leaves_nothing_for_the_next(wrap: Wrap) -> None:
     assert run_replicas(2, run) == train_groups(wrap, PLAN, [True, True])[0]
 
 
-@pytest.mark.parametrize("wrap", [ours, pure])
+@pytest.mark.parametrize("wrap", [ours, pure, in_its_own_time])
 def test_two_averaged_backward_passes_add_up(wrap: Wrap) -> None:
     fabric, made = FakeFabric(), models(2)
 
@@ -210,7 +236,7 @@ def test_two_averaged_backward_passes_add_up(wrap: Wrap) -> None:
             torch.testing.assert_close(tensor, parameter.grad)
 
 
-@pytest.mark.parametrize("wrap", [ours, pure])
+@pytest.mark.parametrize("wrap", [ours, pure, in_its_own_time])
 def test_layers_that_are_unfrozen_are_averaged_from_then_on(wrap: Wrap) -> None:
     fabric, made = FakeFabric(), models(2)
 
@@ -260,6 +286,59 @@ def test_without_the_reducer_gradients_of_inputs_alone_average_nothing() -> None
     batch = torch.ones(1, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(pure(manager, model)(batch, 0).sum(), batch)
     assert (gradient.shape, manager.asked) == (batch.shape, [])
+
+
+def test_gradients_that_were_kept_are_averaged_again_after_a_step_that_failed() -> None:
+    """As many backward passes as it likes may have come before; what was done to the average since is not in it."""
+    fabric, made = FakeFabric(), models(2)
+
+    def run(rank: int) -> tuple[Bits, Bits]:
+        manager = connect(fabric, rank, [True, True])
+        wrapped = Averaged(manager, made[rank])
+        with wrapped.no_sync():
+            wrapped(torch.full((1, 4), rank + 1.0), 0).sum().backward()
+        wrapped(torch.full((1, 4), rank + 2.0), rank).sum().backward()
+        first = bits(parameter.grad for parameter in made[rank].parameters())
+        nn.utils.clip_grad_norm_(made[rank].parameters(), 1e-3)
+        manager.errors.append(CollectiveFailedError("a peer was lost"))
+        wrapped.average.again()
+        manager.errors.clear()
+        wrapped.average.again()
+        return first, bits(parameter.grad for parameter in made[rank].parameters())
+
+    first, second = run_replicas(2, run)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def test_a_parameter_alone_and_many_in_a_bucket_have_the_same_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = train_groups(in_its_own_time, PLAN, [True, True])[0]
+    monkeypatch.setattr("torchft_ckpt.ddp._MAX_BUCKET_BYTES", 1)
+    assert train_groups(in_its_own_time, PLAN, [True, True])[0] == together
+
+
+@pytest.mark.parametrize("wrap", [pure, in_its_own_time])
+def test_the_average_comes_after_that_of_torchs_ddp_within(wrap: Wrap) -> None:
+    """torch's DDP of the ranks of a group writes into the gradients when the backward pass is over."""
+    fabric, store, made = FakeFabric(), dist.HashStore(), models(2)
+
+    def run(rank: int) -> Bits:
+        group = dist.ProcessGroup(store, 0, 1)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore(str(rank), store), 0, 1, timedelta(seconds=20))
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        inner = parallel.DistributedDataParallel(
+            made[rank], process_group=group, find_unused_parameters=True, init_sync=False
+        )
+        wrapped = wrap(connect(fabric, rank, [True, True]), inner)
+        wrapped(torch.full((1, 4), rank + 1.0), 0).sum().backward()
+        del wrapped, inner
+        return bits(parameter.grad for parameter in made[rank].parameters())
+
+    plain = models(1)[0]
+    sum(plain(torch.full((1, 4), rank + 1.0), 0).sum() / 2 for rank in (0, 1)).backward()
+    first, second = run_replicas(2, run)
+    assert first == second == bits(parameter.grad for parameter in plain.parameters())
 
 
 class Holder:

@@ -214,6 +214,7 @@ class Manager:
         stall_limit_s = None if stall_limit is None else stall_limit.total_seconds()
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
         self._pg = pg
+        self._min_replica_size = min_replica_size
         self._owner = os.getpid()
         self._is_shut_down = False
         self._has_warned_of_steps = False
@@ -877,6 +878,11 @@ class Manager:
         """
         formed = self._client.view().quorum
         return formed is not None and formed.contributor_rank is not None
+
+    @property
+    def min_replica_size(self) -> int:
+        """The fewest contributing replica groups with which a step counts."""
+        return self._min_replica_size
 
     @property
     def has_live_state(self) -> bool:

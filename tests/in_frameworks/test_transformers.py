@@ -1,0 +1,198 @@
+"""Hugging Face's Trainer in two replica groups: one is killed and comes back, and everything ends equal, bit by bit.
+
+`scripts/test-integrations transformers` runs this in an environment that has transformers; elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from framework_jobs import FrameworkJob, Group, assert_equal_states
+from support.launched import REPO
+
+if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
+    pytest.skip("transformers is not installed; scripts/test-integrations runs this", allow_module_level=True)
+
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import SequentialSampler
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.integrations.transformers import ContinuedSampler, FaultToleranceCallback
+
+SCRIPT = Path(__file__).with_name("trainer_group.py")
+STEPS, SAMPLES, BATCH, ACCUMULATED = 40, 34, 4, 2
+PER_EPOCH = 5  # 9 batches, of which the last is smaller, and the last update has but one
+FOUND_THE_JOB = r"samples further in the data, at step (\d+)$"
+
+
+def read(group: Group) -> list[list[int]]:
+    """Return the numbers of what a group trained on, batch by batch; of its first rank where it has several."""
+    return [json.loads(line) for line in re.findall(r"READ (\[.*?\])", group.log())]
+
+
+def evaluated(group: Group) -> list[int]:
+    return [int(step) for step in re.findall(r"EVALUATED (\d+)", group.log())]
+
+
+def order_of(group: int, num_samples: int) -> list[int]:
+    """Return the numbers that a group reads if nothing happens to it, in order."""
+    sampler = SeedableRandomSampler(range(SAMPLES), data_seed=7)
+    found: list[int] = []
+    while len(found) < num_samples:
+        found += [100 * group + number for number in sampler]
+    return found[:num_samples]
+
+
+def logged(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+@pytest.mark.parametrize("nproc", [None, 2], ids=["a process each", "two ranks each, by torchrun"])
+def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: int | None) -> None:
+    """The other one waits for it at step 2. It trains on alone later, speaks meanwhile, and waits again at step 24."""
+    is_there, is_back = tmp_path / "is there", tmp_path / "is back"
+    # What comes back may be as slow as it likes.
+    slow = {"TORCHFT_CKPT_JOIN_BUDGET_SEC": "60"}
+    options = [f"--folder={tmp_path}", f"--steps={STEPS}"]
+    with FrameworkJob(tmp_path, SCRIPT, *options, nproc=nproc, environment=slow) as job:
+        survivor = job.start(1, "--wait", "2", str(is_there), "--wait", "24", str(is_back))
+        survivor.wait_for_step(2)
+        first = job.start(0)
+        first.wait_for(FOUND_THE_JOB)
+        is_there.touch()
+        first.wait_for_step(12, participants=2)
+        first.kill()
+        survivor.wait_for_step(24, participants=1)
+        again = job.start(0)
+        again.wait_for(FOUND_THE_JOB)
+        is_back.touch()
+        ends = [survivor.end(), again.end()]
+
+    assert_equal_states(*survivor.states(), *again.states())
+    assert ends[0]["step"] == STEPS
+    assert any(participants == 2 for _, participants in again.steps())
+    # Nobody paid more than one step, and that one was tried again with the same batches.
+    num_ranks = nproc or 1
+    assert len(survivor.steps("discard")) <= num_ranks
+    if nproc is None:
+        assert [number for batch in read(survivor) for number in batch] == order_of(1, 8 * SAMPLES)
+        assert len(survivor.steps()) == STEPS
+        # What came back reads on from where the job was when it came.
+        passed = 4 * SAMPLES + 4 * ACCUMULATED * BATCH  # step 24 is 4 epochs and 4 updates
+        assert read(again)[0] == order_of(0, passed + BATCH)[passed:]
+    # Each evaluation, log and checkpoint once, at the same steps in all groups, by one of them.
+    per_epoch = PER_EPOCH if nproc is None else 3
+    assert evaluated(survivor)[::num_ranks] == [*range(per_epoch, STEPS + 1, per_epoch)]
+    assert set(evaluated(again)) <= set(evaluated(survivor)) and evaluated(again)[-1] == STEPS // per_epoch * per_epoch
+    saved = [line["step"] for line in logged(tmp_path, "save")]
+    assert saved == [10, 20, 30, 40]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {f"checkpoint-{step}" for step in saved}
+    assert [path.name for path in tmp_path.glob("saved by *")] == ["saved by 0"]
+    assert [line["step"] for line in logged(tmp_path, "log")] == list(range(4, STEPS + 1, 4))
+    assert {line["group"] for line in logged(tmp_path, "log")} == {0, 1}
+    assert all(line["loss"] < 6 for line in logged(tmp_path, "log"))
+
+
+def test_too_few_groups_wait_and_lose_no_step(tmp_path: Path) -> None:
+    """The one that is left tries its step again and again, with the same batches, until the other is back.
+
+    That one loads an older checkpoint first, as scripts do that always resume: the state of the one that lives wins.
+    """
+    options = [f"--folder={tmp_path}", "--steps=20", "--min-replicas=2", "--schedule=reduce_lr_on_plateau"]
+    with FrameworkJob(tmp_path, SCRIPT, *options) as job:
+        survivor, killed = job.start(0), job.start(1)
+        killed.wait_for_step(13)
+        killed.kill()
+        again = job.start(1, f"--resume={tmp_path / 'checkpoints' / 'checkpoint-10'}")
+        assert_equal_states(survivor.end(), again.end())
+
+    assert len(survivor.steps()) == 20
+    assert all(participants == 2 for _, participants in [*survivor.steps(), *again.steps()])
+    assert [number for batch in read(survivor) for number in batch] == order_of(0, 4 * SAMPLES)
+    assert [line["step"] for line in logged(tmp_path, "save")] == [10, 20]
+
+
+def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    """All groups go on from a checkpoint of the Trainer's: weights, optimizer, schedule and data are those of before."""
+    folder = tmp_path / "again"
+    folder.mkdir()
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--steps=20", "--min-replicas=2") as job:
+        whole = [job.start(group) for group in range(2)]
+        ends = [group.end() for group in whole]
+    resume = f"--resume={tmp_path / 'checkpoints' / 'checkpoint-10'}"
+    with FrameworkJob(folder, SCRIPT, f"--folder={folder}", "--steps=20", "--min-replicas=2", resume) as job:
+        resumed = [job.start(group) for group in range(2)]
+        ends += [group.end() for group in resumed]
+
+    assert_equal_states(*ends)
+    for before, after in zip(whole, resumed, strict=True):
+        assert read(before)[-len(read(after)) :] == read(after)
+        assert [step for step, _ in after.steps()] == list(range(10, 20))
+
+
+def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> None:
+    """Its epochs would end at other steps, or its training."""
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--min-replicas=2") as job:
+        job.start(0)
+        other = job.start(1, "--samples=50")
+        ended = other.process.wait(timeout=120)
+
+    assert (ended, "the groups train for different lengths" in other.log()) == (1, True)
+
+
+def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> None:
+    arguments = ["--steps=30", "--min-replica-size=2", f"--output={tmp_path / 'out'}"]
+    with FrameworkJob(tmp_path, REPO / "examples" / "train_transformers.py", *arguments) as job:
+        survivor, killed = job.start(0), job.start(1)
+        killed.wait_for_step(5)
+        killed.kill()
+        groups = [survivor, job.start(1)]
+        assert [group.process.wait(timeout=240) for group in groups] == [0, 0]
+
+    (digest,) = {re.findall(r"finished at step 30 with state (\w+)", group.log())[0] for group in groups}
+    assert len(digest) == 64
+    assert (tmp_path / "out" / "checkpoint-30" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("num_passed", [0, 1, 33, 34, 35, 100])
+@pytest.mark.parametrize("sampler", [SeedableRandomSampler, SequentialSampler], ids=["shuffled", "in order"])
+def test_a_continued_sampler_reads_on_over_the_ends_of_epochs(num_passed: int, sampler: type[Any]) -> None:
+    def make() -> Any:
+        return sampler(range(SAMPLES), data_seed=7) if sampler is SeedableRandomSampler else sampler(range(SAMPLES))
+
+    def epochs(of: Any, count: int) -> list[int]:
+        found: list[int] = []
+        for epoch in range(count):
+            if hasattr(of, "set_epoch"):
+                of.set_epoch(epoch)
+            found += list(of)
+        return found
+
+    continued = ContinuedSampler(make(), num_passed)
+    assert len(continued) == SAMPLES
+    assert epochs(continued, 3) == epochs(make(), 7)[num_passed : num_passed + 3 * SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 500}, "load_best_model_at_end"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy"),
+        ({"report_to": "tensorboard"}, "loggers="),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_would_leave_groups_apart_are_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), **changes)
+    with pytest.raises(ConfigError, match=named):
+        FaultToleranceCallback(manager=None).on_init_end(args, TrainerState(), TrainerControl())

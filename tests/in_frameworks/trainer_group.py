@@ -1,0 +1,158 @@
+"""A replica group of Hugging Face's Trainer with all switched on: accumulation, clipping, evaluation, checkpoints, loggers.
+
+It prints what happens, a line each: `READ [ids]` for each batch that the model trains on, `EVALUATED step`; its logger appends
+to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists, and is slow
+from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from fingerprints import print_state
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from torchft_ckpt import Manager, ProcessGroupGloo
+from torchft_ckpt.integrations.transformers import FaultToleranceCallback
+
+LENGTH = 8
+
+
+class Numbered(Dataset):
+    """Random texts whose first token is their number."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.texts = torch.randint(0, 64, (count, LENGTH), generator=torch.Generator().manual_seed(first))
+        self.texts[:, 0] = torch.arange(count) + first
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.texts[index], "labels": self.texts[index]}
+
+
+class Recorder(TrainerCallback):
+    """Says what the Trainer does, and waits where it was told to."""
+
+    def __init__(self, waits: list[tuple[str, str]]) -> None:
+        self._waits = waits
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        print("EVALUATED", state.global_step, flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for step, file in self._waits:
+            while state.global_step >= int(step) and not Path(file).exists():
+                time.sleep(0.05)
+        if self._waits:
+            time.sleep(0.2)
+
+
+class Logger(TrainerCallback):
+    """Writes where all groups would write."""
+
+    def __init__(self, group: int, path: Path) -> None:
+        self._group, self._path = group, path
+
+    def _write(self, event: str, step: int, loss: float | None = None) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"event": event, "group": self._group, "step": step, "loss": loss}) + "\n")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write("begin", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._write("log", state.global_step, logs["loss"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write("save", state.global_step)
+
+
+def note_what_is_read(model: torch.nn.Module) -> None:
+    def note(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if module.training:
+            print("READ", named["input_ids"][:, 0].tolist(), flush=True)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--samples", type=int, default=34, help="of each group")
+    parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--schedule", default="cosine")
+    parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--wait", nargs=2, action="append", default=[])
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    group = int(os.environ["REPLICA_GROUP_ID"])
+    manager = Manager(
+        ProcessGroupGloo(), None, None, min_replica_size=options.min_replicas, replica_id=f"group_{group}"
+    )
+    torch.manual_seed(group)  # weights differ until the groups are made equal
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=LENGTH,
+        )
+    )
+    note_what_is_read(model)
+    fault_tolerance = FaultToleranceCallback(manager, loggers=[Logger(group, options.folder / "log.jsonl")])
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(options.folder / "checkpoints"),
+            max_steps=options.steps,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.1,
+            learning_rate=1e-2,
+            lr_scheduler_type=options.schedule,
+            eval_strategy="epoch",
+            metric_for_best_model="eval_loss",
+            logging_steps=4,
+            save_steps=10,
+            disable_tqdm=False,
+            report_to="none",
+            use_cpu=True,
+            seed=7,
+        ),
+        train_dataset=Numbered(100 * group, options.samples),
+        eval_dataset=Numbered(200, 8),
+        callbacks=[
+            Recorder(options.wait),
+            fault_tolerance,
+        ],
+    )
+    trainer.train(resume_from_checkpoint=options.resume)
+    if fault_tolerance.speaks:
+        trainer.save_model(str(options.folder / f"saved by {group}"))
+    print_state(
+        step=manager.current_step(),
+        model=trainer.model.state_dict(),
+        optimizer=trainer.optimizer.state_dict(),
+        lr_scheduler=trainer.lr_scheduler.state_dict(),
+        trainer={"global_step": trainer.state.global_step, "epoch": trainer.state.epoch},
+    )
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""Replica groups of Hugging Face's `Trainer`, by one of its callbacks.
+
+Each group runs a Trainer of its own, on data of its own. One optimizer step of the Trainer is one step of the job:
+
+    on_step_begin       `start_quorum`, before the first of the batches that are accumulated
+    the last backward   the accumulated gradients are averaged over the groups, before the Trainer clips them
+    optimizer.step      asks whether the step counts, and steps if it does
+    on_optimizer_step   `global_step` becomes that of the job; the Trainer then steps the schedule
+    on_step_end         says which group speaks for the job: it alone saves, and its loggers alone log
+
+**A discarded step is tried again within the same iteration**, with the same batches: the group's own gradients are averaged
+and clipped once more, in another step of the job. A Trainer makes as many iterations as it was set to. One that were let go by
+would be missing at the end: `max_steps` not reached, the last checkpoint not written. Position in the data, schedule and logs
+then follow from the Trainer's own loop.
+
+**An iteration goes by without a step** only where the group's gradients are not of the state that the job trains from: it has
+come back and computes its first iteration, or the others went on without it. It then has more iterations than it needs, as the
+job's steps before it came were not among them. Where it has not, it does without the first one.
+
+**A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.utils.data import BatchSampler, Sampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
+
+from torchft_ckpt.ddp import BackwardAverage, GradientAverage
+from torchft_ckpt.errors import ConfigError, GroupBrokenError
+from torchft_ckpt.optimizer import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+KEY = "transformers"
+"""Names the Trainer's state among all that is registered with the Manager."""
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 0.5
+_REFUSED: dict[str, str] = {
+    "auto_find_batch_size": "it begins the training anew in the middle of the job",
+    "load_best_model_at_end": "only the group that speaks for the job has the best one; load it after train()",
+    "enable_jit_checkpoint": "all groups would write one checkpoint",
+}
+"""Arguments of the Trainer that cannot be used, and why."""
+
+
+class FaultToleranceCallback(TrainerCallback):
+    """Makes a `Trainer` one replica group of a job.
+
+    Pass it as the last of the Trainer's `callbacks`, and neither a wrapped model nor a wrapped optimizer. It registers the
+    state of model, optimizer and schedule with the manager. All groups have the same arguments, and data sets of one size.
+    `train()` raises `JobFinishedError` in a group that comes when the others have made the last step. At its end it calls
+    `Manager.finish`. It serves one `train()`.
+
+    One group speaks for the job: it alone writes checkpoints. `TrainerState.is_world_process_zero` is False in the others
+    from the end of the first step on, so what looks at that, as progress bars do, is silent there.
+
+    Args:
+        manager: of this rank. It has no state functions of its own for what the Trainer trains.
+        loggers: callbacks that write where all groups would write, as TensorBoard's and W&B's do. Rank 0's hear of steps, logs,
+            evaluations and saves while their group speaks, and of `on_train_begin` before. Leave them out of `report_to`.
+
+    Raises:
+        ConfigError: an argument of the Trainer's would leave the groups apart; the message says why.
+        GroupBrokenError: from `train()`: the loop has ended before the job's last step; start the group again.
+        Also, from `train()`, as `Manager.start_quorum` and `Manager.should_commit`.
+    """
+
+    def __init__(self, manager: Manager, loggers: Sequence[TrainerCallback] = ()) -> None:
+        self._manager = manager
+        self._loggers = list(loggers)
+        self._loggers_began = False
+        self._average: GradientAverage | None = None
+        self._clips: Callable[[], object] = lambda: None
+        self._is_open = False
+        self._is_committed = False
+        self._speaks = False
+        self._updates_per_epoch: int | None = None
+        self._resumed_at = 0
+        self._num_iterations = 0
+        self._num_loaded = 0
+        """States that were loaded before the gradients were computed."""
+        self._logged_at = 0
+        """The step of the last log of the loss, and how many iterations were made since."""
+        self._num_unlogged = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this group speaks for the job, as of the last step that ended: what all groups would write, it writes."""
+        return self._speaks
+
+    # ------------------------------------------------------------------------------------------------ training begins
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse what would leave the groups apart."""
+        _refuse(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Register the state, take the optimizer's step over, and go to where the job is in the data."""
+        model, optimizer, scheduler = kwargs["model"], kwargs["optimizer"], kwargs["lr_scheduler"]
+        loader = kwargs["train_dataloader"]
+        self._take_over(args, model, optimizer)
+        accumulation = args.gradient_accumulation_steps
+        num_batches = len(loader) if has_length(loader) else None
+        self._updates_per_epoch = None if num_batches is None else max(1, math.ceil(num_batches / accumulation))
+        fixed = {"max_steps": state.max_steps, "steps_per_epoch": self._updates_per_epoch}
+
+        def state_dict() -> dict[str, Any]:
+            return {
+                "model": model.state_dict(),
+                "optimizer": optimizer.optimizer.state_dict(),
+                "lr_scheduler": scheduler.state_dict(),
+                "trainer": dict(fixed),
+            }
+
+        def load_state_dict(loaded: dict[str, Any]) -> None:
+            if loaded["trainer"] != fixed:
+                raise ConfigError(
+                    f"the groups train for different lengths: this one has {fixed}, another one {loaded['trainer']}. Give all of"
+                    " them the same arguments, and data sets of the same size",
+                    party="train_dataset",
+                )
+            model.load_state_dict(loaded["model"])
+            optimizer.optimizer.load_state_dict(loaded["optimizer"])
+            scheduler.load_state_dict(loaded["lr_scheduler"])
+
+        self._manager.register_state_dict_fn(KEY, load_state_dict, state_dict)
+        resumed_at = self._resumed_at = self._logged_at = state.global_step
+        if resumed_at and not self._manager.current_step():
+            self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0})
+        newest = max(self._manager.newest_step_of_peers() or 0, self._manager.current_step())
+        if newest > resumed_at:
+            self._continue_data(loader, resumed_at, newest, accumulation)
+
+    def _take_over(self, args: TrainingArguments, model: torch.nn.Module, optimizer: Any) -> None:
+        _refuse(args)  # who adds a callback later is not called at the end of __init__
+        if self._average is not None:
+            raise ConfigError("a FaultToleranceCallback serves one train(); make a Manager and a Trainer for another")
+        kind = AcceleratorState().distributed_type
+        if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+            raise ConfigError(f"FaultToleranceCallback does not know how to train with {kind.value}", party=kind.value)
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            raise ConfigError(
+                f"the Trainer's optimizer is a {type(optimizer).__name__}, not accelerate's", party="optimizer"
+            )
+        inner = optimizer.optimizer
+        if isinstance(inner, OptimizerWrapper):
+            raise ConfigError("pass the Trainer the optimizer itself, not torchft_ckpt.Optimizer", party="optimizers")
+        if (ranks := self._manager.group_world_size) != args.world_size:
+            raise ConfigError(
+                f"the group has {ranks} ranks, and the Trainer works with {args.world_size} processes: all would train on the"
+                " same data. On CPUs TrainingArguments(use_cpu=True) makes the Trainer one of torchrun's processes",
+                party="world_size",
+            )
+        if optimizer.scaler is not None:
+            raise ConfigError("fp16 scales the gradients of each group by a factor of its own; use bf16", party="fp16")
+        self._average = GradientAverage(self._manager, model)
+        gradients = optimizer.gradient_state
+        backward = BackwardAverage(
+            model, self._take_average, is_wanted=lambda: self._is_open and gradients.sync_gradients
+        )
+
+        @torch.compiler.disable
+        def watch(module: torch.nn.Module, inputs: object, output: object) -> None:
+            if self._is_open and module.training and torch.is_grad_enabled():
+                backward.watch(output)
+
+        model.register_forward_hook(watch)
+        if args.max_grad_norm > 0:
+            self._clips = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        self._manager.guard_optimizer(inner)
+        steps = inner.step
+
+        def step(closure: object = None) -> None:
+            if closure is not None:
+                raise ConfigError("optimizers that use closures are not supported", party="closure")
+            self._is_committed = self._vote()
+            # The Trainer does not step its schedule then.
+            optimizer._is_overflow = not self._is_committed
+            if self._is_committed:
+                self._step(steps)
+
+        inner.step = step
+
+    def _continue_data(self, loader: Any, resumed_at: int, newest: int, accumulation: int) -> None:
+        """Let the loader go on where the job is, `newest - resumed_at` updates from where it would begin."""
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
+        sampler: Any = getattr(batch_sampler, "sampler", None)
+        if type(batch_sampler) is not BatchSampler or not has_length(sampler) or self._updates_per_epoch is None:
+            logger.warning(
+                "%s: the job is at step %d, and the order of the data begins anew: the data set has no sampler that could go on",
+                self._manager.replica_id(),
+                newest,
+            )
+            return
+        num_samples, per_epoch = len(sampler), self._updates_per_epoch
+
+        def read_until(update: int) -> int:
+            epochs, updates = divmod(update, per_epoch)
+            return epochs * num_samples + min(updates * accumulation * loader.total_batch_size, num_samples)
+
+        passed = read_until(newest) - read_until(resumed_at)
+        loader.set_sampler(ContinuedSampler(sampler, passed))
+        logger.info("%s goes on %d samples further in the data, at step %d", self._manager.replica_id(), passed, newest)
+
+    # ------------------------------------------------------------------------------------------------------- one step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin a step of the job in which an iteration of the Trainer's is worth its while."""
+        manager, average = self._manager, self._average
+        assert average is not None
+        may_load = manager.is_behind
+        manager.start_quorum()
+        while may_load and self._is_in_vain() and not self._has_iterations_to_spare():
+            average.take_no_part()
+            if manager.should_commit():  # the others have a smaller min_replica_size
+                manager.report_torn_state()
+            manager.start_quorum()
+        self._is_open = True
+
+    def _is_in_vain(self) -> bool:
+        """Whether no step can come of this iteration: the group computes it for itself, or loads a state that too few hold.
+
+        The next one is not in vain, as the group has the state then.
+        """
+        manager = self._manager
+        is_short = manager.num_participants() < manager.min_replica_size
+        return manager.view().warms_up or (is_short and manager.participating_rank() is None)
+
+    def _has_iterations_to_spare(self) -> bool:
+        """Whether the Trainer's loop reaches the job's last step also if this iteration goes by without a step."""
+        return self._manager.quorum_step() > self._resumed_at + self._num_iterations
+
+    def _take_average(self) -> None:
+        assert self._average is not None
+        self._num_loaded = self._count_loads()
+        self._average.take()
+
+    def _vote(self) -> bool:
+        """Return whether the iteration's gradients count, in this step of the job or in one after it.
+
+        False: they are not of the state that is here, or not of the newest one. A step that is open then goes on in the next
+        iteration.
+        """
+        manager, average = self._manager, self._average
+        assert average is not None
+        self._is_open = False
+        pause_s = 0.0
+        try:
+            while not manager.should_commit():
+                if manager.is_behind or self._has_loaded():
+                    return False
+                time.sleep(pause_s)  # where groups are missing
+                pause_s = min(_MAX_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+                manager.start_quorum()
+                if self._has_loaded():
+                    return False
+                average.again()
+                self._clips()
+        finally:
+            average.forget()
+        return True
+
+    def _has_loaded(self) -> bool:
+        """Whether a state was loaded since the gradients were computed."""
+        return self._count_loads() != self._num_loaded
+
+    def _count_loads(self) -> int:
+        counts = self._manager.statistics()
+        return counts.num_healed + counts.num_corrected
+
+    def _step(self, steps: Callable[[], Any]) -> None:
+        try:
+            steps()
+        except BaseException:
+            self._manager.report_torn_state()
+            raise
+        finally:
+            self._manager.allow_state_dict_read()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the job's step; the Trainer adds one to it."""
+        state.global_step = self._manager.current_step() - 1
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Say what is due, and whether it is this group's to do."""
+        per_epoch = self._updates_per_epoch
+        if per_epoch is not None:
+            state.epoch = state.global_step / per_epoch
+            if self._is_committed and state.global_step % per_epoch == 0:
+                DefaultFlowCallback().on_epoch_end(args, state, control)
+        self._speaks = speaks = self._is_committed and self._manager.participating_rank() == 0
+        state.is_world_process_zero = args.process_index == 0 and speaks
+        state.is_local_process_zero = args.local_process_index == 0 and speaks
+        control.should_save = control.should_save and speaks
+        if not self._is_committed:
+            control.should_log = control.should_evaluate = False
+        self._num_iterations += 1
+        self._num_unlogged += 1
+        self._tell("on_step_end", args, state, control, **kwargs)
+        return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """The Trainer's loop ends an epoch, which for a group that came back is not the job's: see `on_step_end` for that."""
+        if self._updates_per_epoch is not None:
+            control.should_log = control.should_log and args.logging_strategy != IntervalStrategy.EPOCH
+            control.should_evaluate = control.should_evaluate and args.eval_strategy != IntervalStrategy.EPOCH
+            control.should_save = control.should_save and args.save_strategy != SaveStrategy.EPOCH
+        control.should_save = control.should_save and self.speaks
+        return control
+
+    # ------------------------------------------------------------------------------------------ what loggers hear of
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Correct the losses, and tell the loggers.
+
+        The Trainer divides the sum of this group's losses by the job's steps, of which it may have made a part.
+        """
+        logs = kwargs["logs"]
+        self._correct("loss", logs, state, state.global_step - self._logged_at, self._num_unlogged)
+        self._correct("train_loss", logs, state, state.global_step, self._num_iterations)
+        if "loss" in logs:
+            self._logged_at, self._num_unlogged = state.global_step, 0
+        self._tell("on_log", args, state, control, **kwargs)
+
+    @staticmethod
+    def _correct(name: str, logs: dict[str, Any], state: TrainerState, num_steps: int, num_iterations: int) -> None:
+        if name in logs and num_iterations not in (0, num_steps):
+            logs[name] = state.log_history[-1][name] = logs[name] * num_steps / num_iterations
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell the loggers."""
+        self._tell("on_evaluate", args, state, control, **kwargs)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell the loggers."""
+        self._tell("on_save", args, state, control, **kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the loggers, and the job that this group has made its last step."""
+        self._tell("on_train_end", args, state, control, **kwargs)
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            name, step = self._manager.replica_id(), state.global_step
+            raise GroupBrokenError(
+                f"{name} is at step {step} of {state.max_steps}, and the Trainer has made all its iterations: some went by"
+                " without a step. Start this group again: it goes on where the job is",
+                name,
+            )
+        self._manager.finish()
+
+    def _tell(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.speaks or not state.is_world_process_zero:
+            return
+        for told in self._loggers:
+            if not self._loggers_began:
+                kept = {name: value for name, value in kwargs.items() if name not in ("logs", "metrics")}
+                told.on_train_begin(args, state, control, **kept)
+            getattr(told, event)(args, state, control, **kwargs)
+        self._loggers_began = True
+
+
+def _refuse(args: TrainingArguments) -> None:
+    for name, why in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"FaultToleranceCallback does not go with {name}: {why}", party=name)
+    if args.save_strategy == SaveStrategy.BEST:
+        raise ConfigError(
+            "FaultToleranceCallback does not go with save_strategy='best': all groups would write one checkpoint",
+            party="save_strategy",
+        )
+    loggers = [name for name in args.report_to or () if name != "kubeflow"]  # that one reports of its own process
+    if loggers:
+        raise ConfigError(
+            f"report_to={loggers}: all groups would write to one place; set report_to='none' and pass the callbacks of"
+            " these loggers as FaultToleranceCallback(manager, loggers=[...])",
+            party="report_to",
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"the Trainer would divide batches over {args.n_gpu} GPUs by DataParallel; start a process for each by torchrun",
+            party="n_gpu",
+        )
+
+
+class ContinuedSampler(Sampler[int]):
+    """A sampler whose order begins so many samples later, and goes over from each epoch to the next as before.
+
+    What reads it for an epoch gets as many samples as before: the rest of one epoch, and the beginning of the next.
+
+    Args:
+        sampler: with a length, and `set_epoch` where its epochs have different orders.
+        num_passed: samples, over all epochs.
+    """
+
+    def __init__(self, sampler: Any, num_passed: int) -> None:
+        self._sampler = sampler
+        self._num_passed = num_passed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is read next, counted from where this one began."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        epochs, first = divmod(self._num_passed, len(self))
+        yield from itertools.islice(self._order(self.epoch + epochs), first, None)
+        if first:
+            yield from itertools.islice(self._order(self.epoch + epochs + 1), first)
+
+    def _order(self, epoch: int) -> Iterator[int]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        return iter(self._sampler)
