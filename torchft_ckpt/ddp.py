@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp, Work
+from torch.distributed.tensor import DTensor
 from torch.nn import parallel
 
 from torchft_ckpt.errors import ConfigError
@@ -291,8 +292,8 @@ class BackwardAverage:
 class GradientAverage:
     """The average of a module's gradients over the replica groups, beside this group's own, from which it can be had again.
 
-    All groups have the same parameters that require a gradient, and call `take` and `again` in the same order. It costs the
-    memory of the gradients once more, as the buckets of PyTorch's DDP do.
+    All groups have the same parameters that require a gradient, and call `take` and `again` in the same order. Of DTensors it
+    averages what is on this rank. It costs the memory of the gradients once more, as the buckets of PyTorch's DDP do.
 
     Args:
         manager: of this rank.
@@ -314,18 +315,19 @@ class GradientAverage:
         parameters, own = self._parameters(), self._own
         if not own:
             return
-        device = parameters[0].device if parameters else None
+        here = [_on_this_rank(parameter) for parameter in parameters]
+        device = here[0].device if here else None
         counts = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=device)
         works, averages = [], []
-        for bucket in _buckets(parameters):
+        for bucket in _buckets(here):
             flat = torch.cat([_flat_gradient(parameters[number], own[number]) for number in bucket])
             works.append(self._manager.allreduce(flat))
-            averages += flat.split([parameters[number].numel() for number in bucket])
+            averages += flat.split([here[number].numel() for number in bucket])
         works.append(self._manager.allreduce(counts, reduce_op=ReduceOp.SUM))
         for work in works:
             work.wait()
         for parameter, average, count in zip(parameters, averages, counts.tolist(), strict=True):
-            parameter.grad = average.view_as(parameter) if count else None
+            parameter.grad = _gradient_of(parameter, average) if count else None
 
     def take_no_part(self) -> None:
         """Start what the other groups start, for a step in which this one has computed nothing; leave no gradients."""
@@ -343,7 +345,7 @@ class GradientAverage:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """Group neighbours of one dtype and device, by number: one parameter, or as many as have `_MAX_BUCKET_BYTES`."""
     bucket: list[int] = []
     num_bytes, kind = 0, None
@@ -360,7 +362,28 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
 
 
 def _flat_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
-    return (torch.zeros_like(parameter) if gradient is None else gradient).detach().reshape(-1)
+    if gradient is None:
+        return torch.zeros_like(_on_this_rank(parameter)).reshape(-1)
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)  # it has partial sums else
+    return _on_this_rank(gradient).reshape(-1)
+
+
+def _gradient_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return flat.view_as(parameter)
+    return DTensor.from_local(
+        flat.view_as(_on_this_rank(parameter)),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class PureDistributedDataParallel(nn.Module):

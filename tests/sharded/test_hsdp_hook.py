@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from torchft_ckpt.ddp import GradientAverage
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.fsdp import set_all_reduce_hook
 from torchft_ckpt.manager.collectives import done_work
@@ -27,7 +28,7 @@ class Averages:
         self.average = average
         self.seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
-    def allreduce(self, tensor: torch.Tensor) -> Any:
+    def allreduce(self, tensor: torch.Tensor, reduce_op: object = None) -> Any:
         self.seen.append((tensor.dtype, tuple(tensor.shape)))
         self.average(tensor)
         return done_work(tensor, lambda: False)
@@ -60,9 +61,13 @@ BATCH = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     model(BATCH).square().sum().backward()
-    found = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+    found = gradients_of(model)
     model.zero_grad()
     return found
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -96,6 +101,21 @@ def test_gradients_of_several_batches_are_averaged_once(mesh: DeviceMesh) -> Non
 
     assert same(gradients(model), gradients(plain_model()))
     assert len(manager.seen) == 2
+
+
+def test_averages_that_are_taken_after_the_backward_pass_are_dtensors_as_the_gradients_were(mesh: DeviceMesh) -> None:
+    model, manager = sharded_model(mesh), Averages(lambda tensor: tensor.is_floating_point() and tensor.mul_(0.5))
+    average = GradientAverage(manager, model)
+    expected = [gradient * 0.5 for gradient in gradients(plain_model())]
+    model(BATCH).square().sum().backward()
+    average.take()
+    first = [parameter.grad for parameter in model.parameters()]
+    manager.average = lambda tensor: tensor
+    average.again()
+
+    assert same([gradient.to_local() for gradient in first], expected)
+    assert [gradient.placements for gradient in first] == [parameter.placements for parameter in model.parameters()]
+    assert same(gradients_of(model), gradients(plain_model()))
 
 
 def test_a_failed_step_leaves_the_next_one_as_if_it_had_not_been(mesh: DeviceMesh) -> None:

@@ -1,0 +1,179 @@
+"""One replica group of a Lightning job, as its user writes it: accumulates, clips, schedules, logs, saves, validates.
+
+It prints what it read for which step, which checkpoint it wrote, and its state at the end. It waits in a step for one group to be
+killed. While it trains alone it takes its time, so that the other finds the job again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from fingerprints import print_state
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchft_ckpt import DistributedSampler, Manager, ProcessGroupGloo
+from torchft_ckpt.errors import JobFinishedError
+from torchft_ckpt.integrations.lightning import FaultToleranceModelParallelStrategy, FaultToleranceStrategy
+
+NUM_SAMPLES, BATCH_SIZE, ACCUMULATE, NUM_FEATURES = 168, 4, 2, 16
+"""An epoch of one of two groups has 21 batches: 11 steps, and the last one has one batch."""
+HELD_AT = 13
+"""In this step, or the first after it in which two groups train, both wait until they may go on: then one of them is killed."""
+
+
+def make_data() -> TensorDataset:
+    """Samples (number, features, target)."""
+    random = torch.Generator().manual_seed(3)
+    features = torch.randn(NUM_SAMPLES, NUM_FEATURES, generator=random)
+    return TensorDataset(torch.arange(NUM_SAMPLES), features, features.sum(1, keepdim=True).tanh())
+
+
+def sampler_of(group: int, data: TensorDataset, *, rank: int = 0, num_ranks: int = 1) -> DistributedSampler:
+    return DistributedSampler(
+        data, replica_rank=group, num_replica_groups=2, group_rank=rank, num_replicas=num_ranks, shuffle=True, seed=5
+    )
+
+
+class Net(LightningModule):
+    def __init__(self, seed: int, num_steps: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.manager: Manager | None = None
+        self.note = f"seed {seed}"
+        self.go_on = Path()
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        numbers, features, targets = batch
+        print(f"READ {self.trainer.global_step} {batch_idx % ACCUMULATE} {numbers.tolist()}", flush=True)
+        if self.manager is not None:
+            self.take_time(self.manager.num_participants())
+        loss = nn.functional.mse_loss(self.layers(features), targets)
+        self.log("loss", loss)
+        return loss
+
+    def take_time(self, num_groups: int) -> None:
+        if num_groups == 1:
+            time.sleep(0.5)
+        elif self.trainer.global_step >= HELD_AT and not self.go_on.exists():
+            print("HELD", flush=True)
+            while not self.go_on.exists():
+                time.sleep(0.05)
+
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        _, features, targets = batch
+        self.log("val_loss", nn.functional.mse_loss(self.layers(features), targets))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.hparams["num_steps"])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["note"] = self.note
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.note = checkpoint["note"]
+
+
+class ShardedNet(Net):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if not isinstance(self.layers, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (self.layers[0], self.layers[2]):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.layers, mesh=mesh)
+
+
+class TellingIO(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        print(f"WROTE {Path(path).name} {checkpoint['global_step']}", flush=True)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def make_trainer(folder: Path, num_steps: int, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_steps=num_steps,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=0.05,
+        logger=CSVLogger(folder, name="logs", version=0, flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
+        callbacks=[
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=5, save_top_k=-1, filename="{step}"),
+            ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=2, filename="{epoch}"),
+        ],
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--min-replica-size", type=int, default=1)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    group, rank = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ.get("RANK", 0))
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=options.min_replica_size,
+        replica_id=f"group_{group}",
+    )
+    data = make_data()
+    loader = DataLoader(
+        data, batch_size=BATCH_SIZE, sampler=sampler_of(group, data, rank=rank, num_ranks=num_ranks), drop_last=True
+    )
+    if options.sharded:
+        strategy: Any = FaultToleranceModelParallelStrategy(
+            manager, data_parallel_size=num_ranks, tensor_parallel_size=1
+        )
+        trainer = make_trainer(options.folder, options.steps, strategy=strategy, devices=num_ranks)
+    else:
+        strategy = FaultToleranceStrategy(manager)
+        trainer = make_trainer(options.folder, options.steps, strategy=strategy, plugins=[TellingIO()])
+    # Other weights in each life of each group: what is equal at the end came from the others.
+    model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
+    model.manager, model.go_on = manager, options.folder.parent / "go_on"
+    trainer.fit(model, loader, DataLoader(data, batch_size=42))
+    print_state(
+        step=manager.current_step(),
+        rank={"rank": rank},
+        trainer={"global_step": trainer.global_step, "epoch": trainer.current_epoch},
+        model=model.state_dict(),
+        optimizer=trainer.optimizers[0].state_dict(),
+        scheduler=trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        hooks={"note": model.note},
+        best={"paths": sorted(Path(path).name for path in trainer.checkpoint_callbacks[1].best_k_models)},
+    )
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except JobFinishedError as over:
+        print(over, flush=True)

@@ -1,0 +1,281 @@
+"""Replica groups of Lightning's Trainer, in real processes: one is killed, is started again, and ends with the bits of the other.
+
+Accumulation, clipping, a schedule, validation, checkpoints and a logger are on, for all groups in one directory.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from framework_jobs import FrameworkJob, Group, assert_equal_states
+
+pytest.importorskip("lightning")
+
+from fingerprints import _leaves
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_job import ACCUMULATE, BATCH_SIZE, Net, make_data, make_trainer, sampler_of
+from torch.utils.data import DataLoader
+
+from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.integrations.lightning import FaultToleranceStrategy
+
+SCRIPT = Path(__file__).with_name("lightning_job.py")
+NUM_STEPS = 60
+
+# ------------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.fixture
+def manager() -> Iterator[Manager]:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    made = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id="group_0",
+        lighthouse_addr=lighthouse.address(),
+    )
+    yield made
+    made.shutdown()
+    lighthouse.shutdown()
+    rank_zero_only.rank = 0  # as it was: Lightning's loggers ask it, for the whole process
+
+
+class SpoilSteps(Callback):
+    """Lets some steps of the job be discarded, each once."""
+
+    def __init__(self, manager: Manager, steps: set[int]) -> None:
+        self.manager = manager
+        self.left = steps
+
+    def on_after_backward(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step in self.left:
+            self.left.remove(trainer.global_step)
+            self.manager.report_error(RuntimeError("the test says so"))
+
+
+def train_here(folder: Path, num_steps: int, **options: Any) -> tuple[Trainer, dict[str, str]]:
+    """Train the job's model in this process; return the trainer and what is to be equal, by name."""
+    data = make_data()
+    callbacks = options.pop("more_callbacks", [])
+    trainer = make_trainer(folder, num_steps, enable_progress_bar=False, **options)
+    trainer.callbacks[:0] = callbacks
+    model = Net(7, num_steps)
+    loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler_of(0, data), drop_last=True)
+    trainer.fit(model, loader, DataLoader(data, batch_size=42))
+    states = {
+        "model": model.state_dict(),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "counts": {"step": trainer.global_step, "epoch": trainer.current_epoch},
+    }
+    return trainer, dict(_leaves("", states))
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "logs" / "version_0" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
+
+
+@pytest.mark.slow
+def test_discarded_steps_leave_no_trace(tmp_path: Path, manager: Manager) -> None:
+    """One group, of whose 25 steps some are discarded, ends as Lightning does without the strategy: weights, optimizer, schedule,
+    epochs, the rows of the log from its second step on and the checkpoints."""
+    _, plain = train_here(tmp_path / "plain", 25)
+    spoil = SpoilSteps(manager, {3, 10, 11})
+    strategy = FaultToleranceStrategy(manager, "cpu")
+    _, tolerant = train_here(tmp_path / "tolerant", 25, strategy=strategy, more_callbacks=[spoil])
+
+    assert tolerant == plain
+    assert manager.current_step() == 25
+    assert manager.statistics().num_discarded == 3
+    assert files_in(tmp_path / "tolerant") == files_in(tmp_path / "plain") != []
+    assert rows_of(tmp_path / "tolerant") == rows_of(tmp_path / "plain")
+
+
+class LoadLate(SpoilSteps):
+    """Lets a state arrive when the gradients of some steps are there, which are of another state; these steps are discarded."""
+
+    def on_after_backward(self, trainer: Trainer, module: Net) -> None:
+        strategy = trainer.strategy
+        is_last = not trainer.fit_loop._should_accumulate()
+        if trainer.global_step in self.left and is_last:
+            for parameter in module.parameters():
+                parameter.grad.fill_(7.0)
+            strategy._load(copy.deepcopy(strategy._state()))
+            super().on_after_backward(trainer, module)
+
+
+@pytest.mark.slow
+def test_gradients_of_a_state_before_the_one_that_arrived_are_computed_again(tmp_path: Path, manager: Manager) -> None:
+    """What is loaded here is what was there, so training ends as without it: within an epoch, and with its last batch."""
+    _, plain = train_here(tmp_path / "plain", 25)
+    late = LoadLate(manager, {10, 13})
+    strategy = FaultToleranceStrategy(manager, "cpu")
+    _, tolerant = train_here(tmp_path / "tolerant", 25, strategy=strategy, more_callbacks=[late])
+
+    assert tolerant == plain
+    assert manager.statistics().num_discarded == 2
+    assert rows_of(tmp_path / "tolerant") == rows_of(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_a_job_resumes_from_a_checkpoint_of_its_own_and_of_plain_lightning(tmp_path: Path, manager: Manager) -> None:
+    """The step of the job is that of the checkpoint."""
+    train_here(tmp_path / "plain", 10)
+    data, model = make_data(), Net(8, 25)
+    trainer = make_trainer(
+        tmp_path / "again", 12, strategy=FaultToleranceStrategy(manager, "cpu"), enable_progress_bar=False
+    )
+    loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler_of(0, data), drop_last=True)
+    trainer.fit(model, loader, ckpt_path=tmp_path / "plain" / "checkpoints" / "step=10.ckpt", weights_only=False)
+
+    assert (trainer.global_step, manager.current_step()) == (12, 12)
+    assert manager.statistics().num_committed == 2
+
+
+@pytest.mark.slow
+def test_manual_optimization_is_refused_by_name(tmp_path: Path, manager: Manager) -> None:
+    model = Net(7, 5)
+    model.automatic_optimization = False
+    trainer = make_trainer(tmp_path, 5, strategy=FaultToleranceStrategy(manager, "cpu"), enable_progress_bar=False)
+    trainer.gradient_clip_val, trainer.accumulate_grad_batches = None, 1
+    with pytest.raises(ConfigError, match="automatic optimization"):
+        trainer.fit(model, DataLoader(make_data(), batch_size=4))
+
+
+# ------------------------------------------------------------------------------------------------------ in real processes
+
+
+def expected_reads(group: int) -> dict[tuple[int, int], list[int]]:
+    """Which samples a group reads for (step, batch within it), whatever happened before."""
+    sampler, expected, step = sampler_of(group, make_data()), {}, 0
+    for epoch in range(NUM_STEPS):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        batches = [order[i : i + BATCH_SIZE] for i in range(0, len(order), BATCH_SIZE)]
+        for first in range(0, len(batches), ACCUMULATE):
+            for number, batch in enumerate(batches[first : first + ACCUMULATE]):
+                expected[step, number] = batch
+            step += 1
+    return expected
+
+
+def assert_read_as_expected(run: Group, group: int, *, until: int, first: int | None = None) -> None:
+    """What a group has read for each step is what belongs to it, and it has trained all steps from `first` on, or from that at
+    which it joined."""
+    expected, seen = expected_reads(group), set()
+    for step, number, samples in re.findall(r"READ (\d+) (\d+) (\[.*?\])", run.log()):
+        assert ast.literal_eval(samples) == expected[int(step), int(number)], (step, number)
+        seen.add(int(step))
+    first = first if first is not None else min(step for step in seen if step > 0)
+    assert set(range(first, until)) <= seen
+
+
+def kill_in_a_step(killed: Group, kept: Group, folder: Path) -> None:
+    """Both have begun a step, and nobody is about to save: a checkpoint that is due when its writer dies is not there."""
+    killed.wait_for("^HELD")
+    kept.wait_for("^HELD")
+    killed.kill()
+    (folder / "go_on").touch()
+
+
+def written(run: Group) -> list[str]:
+    return re.findall(r"WROTE (step=\d+\.ckpt) ", run.log())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_speaks", [True, False], ids=["the-one-that-speaks", "another-one"])
+def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_speaks: bool) -> None:
+    """Group 0 speaks for the job, as the first by name. Whoever is killed: each checkpoint is written once, each step is logged
+    once, and the group that comes back goes on with its data where the job is."""
+    folder = tmp_path / "out"
+    killed, kept = (0, 1) if killed_speaks else (1, 0)
+    with FrameworkJob(tmp_path, SCRIPT, f"--steps={NUM_STEPS}", f"--folder={folder}") as job:
+        runs = {group: job.start(group) for group in (0, 1)}
+        kill_in_a_step(runs[killed], runs[kept], tmp_path)
+        if killed_speaks:
+            runs[kept].wait_for("WROTE step=")
+        again = job.start(killed)
+        again.wait_for(r"goes on with batch \d+ of epoch")
+        states = [runs[kept].end(), again.end()]
+
+    assert_equal_states(*states)
+    assert states[0]["step"] == NUM_STEPS
+    assert states[0]["values"]["/trainer/global_step"] == str(NUM_STEPS)
+    assert_read_as_expected(runs[kept], kept, until=NUM_STEPS)
+    assert_read_as_expected(again, killed, until=NUM_STEPS)
+
+    everything = [*runs.values(), again]
+    assert not any("the loops of the groups differ" in run.log() for run in everything)
+    names = [name for run in everything for name in written(run)]
+    assert sorted(names) == sorted(f"step={step}.ckpt" for step in range(5, NUM_STEPS + 1, 5))
+    for name in names:
+        checkpoint = torch.load(folder / "checkpoints" / name, weights_only=False)
+        assert f"step={checkpoint['global_step']}.ckpt" == name
+        assert checkpoint["lightning"]["step"] == checkpoint["global_step"]
+    logged = [int(row["step"]) for row in rows_of(folder) if row["loss"]]
+    assert logged == list(range(NUM_STEPS))
+    assert sorted(path.name for path in (folder / "best").iterdir()) == sorted(
+        ast.literal_eval(states[0]["values"][f"/best/paths/{i}"]) for i in range(2)
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_where_no_step_counts_without_the_killed_group_the_other_waits(tmp_path: Path) -> None:
+    """A group that comes back gets the state within an iteration, and is counted in that step: it computes again with the step's
+    own batches."""
+    folder = tmp_path / "out"
+    arguments = f"--steps={NUM_STEPS}", f"--folder={folder}", "--min-replica-size=2"
+    with FrameworkJob(tmp_path, SCRIPT, *arguments) as job:
+        kept, killed = job.start(0), job.start(1)
+        kill_in_a_step(killed, kept, tmp_path)
+        again = job.start(1)
+        states = [kept.end(), again.end()]
+
+    assert_equal_states(*states)
+    assert states[0]["step"] == NUM_STEPS
+    assert {num for _, num in kept.steps()} == {2}
+    assert "the loops of the groups differ" not in kept.log() + again.log()
+    assert_read_as_expected(again, 1, until=NUM_STEPS, first=again.steps()[0][0])
+    assert [int(row["step"]) for row in rows_of(folder) if row["loss"]] == list(range(NUM_STEPS))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_killed_group_of_two_ranks_with_fsdp2_comes_back_and_ends_bit_equal(tmp_path: Path) -> None:
+    """As `ModelParallelStrategy` has it: both ranks of a group hold a shard, and write theirs of a checkpoint."""
+    folder = tmp_path / "out"
+    with FrameworkJob(tmp_path, SCRIPT, f"--steps={NUM_STEPS}", f"--folder={folder}", "--sharded", nproc=2) as job:
+        kept, killed = job.start(0), job.start(1)
+        kill_in_a_step(killed, kept, tmp_path)
+        again = job.start(1)
+        again.wait_for(r"goes on with batch \d+ of epoch")
+        kept.end()
+        again.end()
+
+    for rank in range(2):
+        states = [next(s for s in run.states() if s["values"]["/rank/rank"] == str(rank)) for run in (kept, again)]
+        assert_equal_states(*states)
+        assert states[0]["step"] == NUM_STEPS
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        f"step={step}.ckpt" for step in range(5, NUM_STEPS + 1, 5)
+    }
+    assert [int(row["step"]) for row in rows_of(folder) if row["loss"]] == list(range(NUM_STEPS))

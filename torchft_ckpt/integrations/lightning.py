@@ -1,0 +1,488 @@
+"""Replica groups of Lightning's `Trainer`, by its `strategy`.
+
+Each group runs a Trainer of its own. One step of Lightning's optimizer is one step of the job:
+
+    training_step    with the first of the batches that are accumulated: `start_quorum`, before the forward pass
+    optimizer_step   the last forward and backward pass (Lightning's closure); average over the groups what is accumulated; vote;
+                     where the step counts: `on_before_optimizer_step`, clipping and `optimizer.step`
+
+**`optimizer_step` returns when a step counts.** In a discarded one nothing has happened, so this group's own gradients are
+averaged again in the next one. Lightning takes each call for a step, and goes by it with schedules, callbacks, logs and data: so
+its `global_step` is the job's.
+
+**A state is what Lightning would write into a checkpoint**, checkpoint hooks and callbacks included, and the place in the data. A
+group that loads one goes to that place. If it had gradients of another state, it computes them again from there.
+
+**One group speaks for the job**, the one with `participating_rank()` 0 in the last step. To Lightning it alone has rank zero,
+from the end of that step on. One that does not speak any more falls silent before it votes, so there are never two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.utilities import _log_hyperparams
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed import ReduceOp
+from torch.utils.data import DataLoader
+
+from torchft_ckpt.data import DistributedSampler
+from torchft_ckpt.ddp import GradientAverage
+from torchft_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+KEY = "lightning"
+"""Names Lightning's state among all that is registered with the Manager, and the Manager's in a checkpoint of Lightning's."""
+_PLACE = "torchft_ckpt_place"
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 0.5
+_NOT_STATE = ("epoch", "global_step", "loops")
+"""Of what is in a checkpoint: the place of the loops, which is said by `_PLACE` as of the beginning of a step."""
+
+
+class _ReplicaGroup(Strategy):
+    """What both strategies have: put it before the strategy of Lightning's that trains a group."""
+
+    _manager: Manager
+    _average: GradientAverage | None = None
+    _speaks = False
+    _is_dumping = False
+    """What is collected is for other groups, not for a checkpoint."""
+    _place: dict[str, Any] | None = None
+    """Where loops and data were when the open step began; None between two steps."""
+    _has_moved = False
+    """`_place` was loaded, and the loops are elsewhere yet."""
+    _is_outdated = False
+    """A state was loaded since the gradients were computed."""
+    _computes_again = False
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # ------------------------------------------------------------------------------------------------ training begins
+
+    def setup_environment(self) -> None:
+        """As the strategy does it. No group speaks before the end of the first step."""
+        super().setup_environment()
+        if getattr(self, "world_size", 1) != self._manager.group_world_size:
+            raise ConfigError(
+                f"Lightning trains {getattr(self, 'world_size', 1)} ranks, and the Manager knows of"
+                f" {self._manager.group_world_size}: start each rank by torchrun or `torchft-ckpt run`, which tell both",
+                party="world_size",
+            )
+        self._tell_rank_zero()
+
+    def setup(self, trainer: Any) -> None:
+        """As the strategy does it; then register what Lightning trains with the manager."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.lightning_module is not None and self.model is not None
+        if self._average is not None:
+            raise ConfigError(
+                f"{type(self).__name__} serves one fit: make a Manager and a strategy for each", "strategy"
+            )
+        if not self.lightning_module.automatic_optimization:
+            raise ConfigError(
+                f"{type(self).__name__} needs automatic optimization: with manual optimization nobody says which of several"
+                " optimizer steps are one step of the job",
+                party="automatic_optimization",
+            )
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise ConfigError("LBFGS evaluates its closure several times: it cannot be used", party="LBFGS")
+        self._average = GradientAverage(self._manager, self.model)
+        for optimizer in self.optimizers:
+            self._manager.guard_optimizer(optimizer)
+        self._manager.register_state_dict_fn(KEY, self._load, self._state)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Warn where all groups would train on the same batches."""
+        if (
+            self._trainer.training
+            and isinstance(dataloader, DataLoader)
+            and not isinstance(dataloader.dataset, torch.utils.data.IterableDataset)
+            and not isinstance(dataloader.sampler, DistributedSampler)
+        ):
+            logger.warning(
+                "the training data has a %s: it divides nothing between the replica groups; use torchft_ckpt.DistributedSampler",
+                type(dataloader.sampler).__name__,
+            )
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Refuse data whose place nobody knows."""
+        super().on_train_start()
+        if isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise ConfigError(
+                "training_step(dataloader_iter) cannot be used: a group that returns could not go on with the data where it was",
+                party="dataloader_iter",
+            )
+
+    def on_train_end(self) -> None:
+        """Tell the job that this group has made its last step."""
+        super().on_train_end()
+        self._manager.finish()
+
+    # ------------------------------------------------------------------------------------------------------- one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does it. With the first of the batches that are accumulated a step begins."""
+        if not self._computes_again and self._num_batches_before == 0:
+            self._place = self._place_now()
+            self._manager.start_quorum()
+            self._is_outdated = False
+            if self._has_moved:
+                args = self._batch_of_place(args)
+        output = super().training_step(*args, **kwargs)
+        if output is None:
+            raise ConfigError(
+                "training_step returned None: all groups make the same steps; return a loss that is multiplied by zero",
+                party="training_step",
+            )
+        return output
+
+    @property
+    def _num_batches_before(self) -> int:
+        """How many batches are accumulated before this one, for the same step."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compute the last gradients, and step the optimizer with their average, in a step of the job that counts.
+
+        Raises:
+            Also as `Manager.start_quorum` and `Manager.should_commit`, and what Lightning's hooks and the optimizer raise.
+        """
+        assert self._average is not None
+        result, pause_s = closure(), 0.0
+        self._average.take()
+        while not self._vote():
+            time.sleep(pause_s)  # where groups are missing
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+            self._manager.start_quorum()
+            if self._is_outdated:
+                self._compute_again(optimizer)
+                self._average.take()
+            else:
+                self._average.again()
+        self._average.forget()
+        try:
+            # Hooks, unscaling and clipping see the averages.
+            result = self.precision_plugin.optimizer_step(
+                optimizer, model=model or self.lightning_module, closure=lambda: result, **kwargs
+            )
+        except BaseException:
+            self._manager.report_torn_state()
+            raise
+        finally:
+            self._manager.allow_state_dict_read()
+        if self._has_moved:
+            self._go_to_place()
+        self._place = None
+        if self._manager.participating_rank() == 0 and not self._speaks:
+            self._speak()
+        return result
+
+    def _vote(self) -> bool:
+        if self._speaks and self._manager.participating_rank() != 0:
+            self._fall_silent()
+        return self._manager.should_commit()
+
+    def _compute_again(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compute the gradients of the open step from the state that was loaded, and from the step's own batches."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        self._is_outdated, self._computes_again = False, True
+        try:
+            optimizer.zero_grad()
+            batches = self._go_to_place(reads=True)
+            for number, batch in enumerate(batches, start=loop.batch_idx + 1 - len(batches)):
+                arguments = loop._build_kwargs(OrderedDict(), self._on_device(batch), number)
+                output = call._call_strategy_hook(trainer, "training_step", *arguments.values())
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                call._call_strategy_hook(trainer, "backward", loss / trainer.accumulate_grad_batches, optimizer)
+        finally:
+            self._computes_again = False
+
+    # ------------------------------------------------------------------------------------------------ the state that moves
+
+    def _state(self) -> dict[str, Any]:
+        trainer, place = self._trainer, self._place
+        if place is None:
+            raise ConfigError(
+                "what Lightning trains cannot be saved or handed over between two steps, as its loops are on their way from one"
+                " to the other: use Lightning's checkpoints",
+                party=KEY,
+            )
+        self._is_dumping = True
+        try:
+            state: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._is_dumping = False
+        given = [trainer.lightning_module, *([trainer.datamodule] if trainer.datamodule is not None else [])]
+        for name in (*_NOT_STATE, *(name for one in given for name in _hyper_parameters(one))):
+            state.pop(name, None)
+        for values in state["callbacks"].values():
+            values.pop("current_score", None)  # ModelCheckpoint returns it, and does not load it
+        return {**state, _PLACE: place}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Do what Lightning does with a checkpoint when it resumes, but for the loops, which run."""
+        trainer, module = self._trainer, self.lightning_module
+        assert module is not None
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = state = dict(state)
+        self._place = state.pop(_PLACE)
+        self._has_moved = self._is_outdated = True
+        try:
+            connector.restore_datamodule()
+            call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
+            module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+            connector.restore_callbacks()
+            connector.restore_precision_plugin_state()
+            for optimizer, values in zip(self.optimizers, state["optimizer_states"], strict=True):
+                optimizer.load_state_dict(values)
+            connector.restore_lr_schedulers()
+        finally:
+            connector._loaded_checkpoint = {}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As the strategy does it for a checkpoint; for other groups the tensors themselves, as ranks may not talk then."""
+        if self._is_dumping:
+            assert self.lightning_module is not None
+            return self.lightning_module.state_dict()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Likewise."""
+        return optimizer.state_dict() if self._is_dumping else super().optimizer_state(optimizer)
+
+    # --------------------------------------------------------------------------------------------- the place in the data
+
+    def _trackers(self) -> dict[str, Any]:
+        fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        return {
+            "epoch": fit.epoch_progress,
+            "batch": epoch.batch_progress,
+            "scheduler": epoch.scheduler_progress,
+            "optimizer": epoch.automatic_optimization.optim_progress,
+        }
+
+    def _place_now(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "progress": {name: tracker.state_dict() for name, tracker in self._trackers().items()},
+            "num_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "accumulate": trainer.accumulate_grad_batches,
+        }
+
+    def _batch_of_place(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Go to the first batch of the step that has begun; return the arguments of `training_step` with it."""
+        fetched = self._take_place(0)
+        if not fetched:  # this group is there already
+            return args
+        loop = self._trainer.fit_loop.epoch_loop
+        return tuple(loop._build_kwargs(OrderedDict(), self._on_device(fetched[0]), loop.batch_idx).values())
+
+    def _go_to_place(self, *, reads: bool = False) -> list[Any]:
+        """Go to where the source is within its `optimizer_step` of this step; `reads`: return the step's batches."""
+        trainer = self._trainer
+        assert self._place is not None
+        num_before = self._place["progress"]["batch"]["current"]["ready"] - 1
+        num_batches = int(min(self._place["accumulate"], trainer.num_training_batches - num_before))
+        batches = self._take_place(num_batches - 1, reads=reads)
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+        progress.step.increment_ready()
+        progress.zero_grad.increment_ready()
+        progress.zero_grad.increment_started()
+        progress.zero_grad.increment_completed()
+        return batches
+
+    def _take_place(self, num_more: int, *, reads: bool = False) -> list[Any]:
+        """Make the loops' progress what was loaded, and so many batches more; return the last of the batches that were fetched.
+
+        `reads`: fetch them where nothing else would have to be.
+        """
+        place, self._has_moved = copy.deepcopy(self._place), False
+        assert place is not None
+        loop = self._trainer.fit_loop
+        progress, epochs, fetcher = loop.epoch_loop.batch_progress, loop.epoch_progress, loop._data_fetcher
+        was_at = epochs.current.processed, progress.current.ready
+        self._trainer.accumulate_grad_batches = place["accumulate"]
+        loop.epoch_loop._batches_that_stepped = place["num_stepped"]
+        for name, tracker in self._trackers().items():
+            tracker.load_state_dict(place["progress"][name])
+        for count in (progress.total, progress.current):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(count, name, getattr(count, name) + num_more)
+        epoch, wanted = is_at = epochs.current.processed, progress.current.ready
+        if is_at != was_at:
+            logger.info("%s goes on with batch %d of epoch %d", self._manager.replica_id(), wanted, epoch)
+        num_fetched = was_at[1]
+        if epoch != was_at[0] or wanted < num_fetched + (num_more + 1 if reads else 0):
+            for loader in loop._combined_loader.flattened:
+                _set_sampler_epoch(loader, epoch)
+            iter(fetcher)
+            num_fetched = 0
+        fetched: deque[Any] = deque(maxlen=num_more + 1)
+        while num_fetched < wanted and (item := next(fetcher, None)) is not None:
+            num_fetched += 1
+            fetched.append(item[0])
+        progress.is_last_batch = fetcher.done
+        return list(fetched)
+
+    def _on_device(self, batch: Any) -> Any:
+        """Do with a batch what Lightning's loop does."""
+        trainer = self._trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    # ------------------------------------------------------------------------------------- one group speaks for the job
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the rank that writes checkpoints and logs for the job."""
+        return self._speaks and super().is_global_zero
+
+    def _tell_rank_zero(self) -> None:
+        """Loggers and messages of Lightning's ask a global variable."""
+        rank_zero_only.rank = 0 if self.is_global_zero else max(1, getattr(self, "global_rank", 0))
+
+    def _speak(self) -> None:
+        self._speaks = True
+        self._tell_rank_zero()
+        if not self.is_global_zero:
+            return
+        trainer = self._trainer
+        if self._manager.current_step() > 1:
+            for one in trainer.loggers:
+                if isinstance(one, CSVLogger):
+                    one._experiment = _ContinuedMetrics(one.log_dir)
+        if trainer.enable_autolog_hparams:
+            _log_hyperparams(trainer)
+        if (bar := trainer.progress_bar_callback) is not None:
+            bar.enable()
+            bar.on_train_start(trainer, self.lightning_module)
+            bar.on_train_epoch_start(trainer, self.lightning_module)
+
+    def _fall_silent(self) -> None:
+        was_zero, trainer = self.is_global_zero, self._trainer
+        if was_zero:
+            for one in trainer.loggers:
+                one.save()
+        self._speaks = False
+        self._tell_rank_zero()
+        if was_zero and (bar := trainer.progress_bar_callback) is not None:
+            bar.disable()
+            bar.teardown(trainer, self.lightning_module, "fit")
+            bar.on_train_start(trainer, self.lightning_module)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide alike in all groups, between two steps: to stop early, to keep a checkpoint, that a file is there.
+
+        Where a group is lost meanwhile this one decides alone.
+        """
+        if self._manager.num_participants() > 0:  # else there was no step yet
+            votes = torch.tensor([float(decision)], device=self.root_device)
+            work = self._manager.allreduce(votes, reduce_op=ReduceOp.MIN if all else ReduceOp.MAX)
+            decision = bool(votes.item()) if work.wait() else decision
+        return bool(super().reduce_boolean_decision(decision, all))  # the ranks of this group alike in any case
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, if this group speaks for the job. All ranks of a group call it."""
+        if self._speaks:
+            super().save_checkpoint({**checkpoint, KEY: self._manager.state_dict()}, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint. Where training resumes from it, the job does."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            plain = {"step": checkpoint["global_step"], "batches_committed": 0}
+            self._manager.load_state_dict(checkpoint.get(KEY, plain))
+        return checkpoint
+
+
+class FaultToleranceStrategy(_ReplicaGroup, SingleDeviceStrategy):
+    """Makes a `Trainer` of one process a replica group of a job: `Trainer(strategy=FaultToleranceStrategy(manager))`.
+
+    Gradients are averaged over the groups, before Lightning clips them. It registers with the manager what Lightning would write
+    into a checkpoint. All groups have the same arguments of the Trainer, data of the same length, and loggers and checkpoints in
+    the same place: the group that speaks for the job writes there. `fit` raises `JobFinishedError` in a group that comes when the
+    others have made the last step; at its end it calls `Manager.finish`. It serves one `fit`.
+
+    Args:
+        manager: of this rank, with no state functions of its own for what Lightning trains.
+        device: default: the first GPU, or the CPU where there is none.
+        kwargs: of `SingleDeviceStrategy`.
+
+    Raises:
+        ConfigError: the group has several ranks, see `FaultToleranceModelParallelStrategy`. From `fit`: the module optimizes
+            manually, or with LBFGS, takes `dataloader_iter`, or its `training_step` returned None.
+    """
+
+    def __init__(self, manager: Manager, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        if manager.group_world_size != 1:
+            raise ConfigError(
+                f"this group has {manager.group_world_size} ranks, and FaultToleranceStrategy trains one process:"
+                " use FaultToleranceModelParallelStrategy",
+                party="world_size",
+            )
+        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"), **kwargs)
+        self._manager = manager
+
+
+class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
+    """Makes a `Trainer` of several ranks, by FSDP2 or tensor parallelism, a replica group of a job. torchrun starts its ranks.
+
+    As `FaultToleranceStrategy` otherwise. Groups that train together have the same number of ranks and the same meshes: rank i of
+    each averages its shards with rank i of the others.
+
+    Args:
+        manager: of this rank.
+        kwargs: of `ModelParallelStrategy`.
+    """
+
+    def __init__(self, manager: Manager, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._manager = manager
+
+
+class _ContinuedMetrics(ExperimentWriter):
+    """CSVLogger's writer that goes on in the file of the group that spoke before. Lightning's own begins by removing it."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        if self._fs.isfile(self.metrics_file_path):
+            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+                self.metrics_keys = file.readline().rstrip("\r\n").split(",")
+
+    def _check_log_dir_exists(self) -> None:
+        """Leave what is there."""
+
+
+def _hyper_parameters(module: Any) -> Iterator[str]:
+    """The keys of what a module or datamodule was made with: all groups were given it, and it may be anything."""
+    for name in ("NAME", "KEY", "TYPE"):
+        with contextlib.suppress(AttributeError):
+            yield getattr(module, f"CHECKPOINT_HYPER_PARAMS_{name}")
