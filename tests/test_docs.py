@@ -38,7 +38,7 @@ def has(module: str, name: str) -> bool:
     try:
         return hasattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
-        if not module.startswith("torchft_ckpt.integrations."):
+        if not module.startswith(("torchft_ckpt.integrations.", "torchft_ckpt.torchx")):
             raise
         tree = ast.parse((REPO / f"{module.replace('.', '/')}.py").read_text())
         return name in [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]

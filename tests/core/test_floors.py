@@ -41,6 +41,7 @@ FLOORS = {
     "local_sgd": 4,
     "outer": 4,
     "launcher": 4,
+    "torchx": 5,
     "testing": 5,
     "cli": 5,
     "__init__": 5,

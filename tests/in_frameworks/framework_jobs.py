@@ -105,6 +105,7 @@ class FrameworkJob:
         num_groups: said to the scripts as `NUM_REPLICA_GROUPS`.
         min_replicas: of the lighthouse.
         nproc: ranks of a group, which torchrun starts; None: without torchrun, one process.
+        by: a module that runs the script, for torchrun.
         environment: further variables of the groups.
     """
 
@@ -116,9 +117,10 @@ class FrameworkJob:
         num_groups: int = 2,
         min_replicas: int = 1,
         nproc: int | None = None,
+        by: str | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self._folder, self._script, self._arguments, self._nproc = folder, script, arguments, nproc
+        self._folder, self._script, self._arguments, self._nproc, self._by = folder, script, arguments, nproc, by
         self._num_started: dict[int, int] = {}
         self._stack = ExitStack()
         self.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas)
@@ -136,12 +138,13 @@ class FrameworkJob:
 
     def start(self, group: int, *arguments: str) -> Group:
         """Start a group, or start it again, with further arguments."""
-        run = self._num_started[group] = self._num_started.get(group, 0) + 1
-        log_path = self._folder / (f"group_{group}.log" if run == 1 else f"group_{group}.{run}.log")
+        number = self._num_started[group] = self._num_started.get(group, 0) + 1
+        log_path = self._folder / (f"group_{group}.log" if number == 1 else f"group_{group}.{number}.log")
         given = [argument.replace("{group}", str(group)) for argument in (*self._arguments, *arguments)]
         script = self._script
         if self._nproc is not None:
-            given = ["--standalone", "--nnodes=1", f"--nproc-per-node={self._nproc}", str(script), *given]
+            run = ["-m", self._by, str(script)] if self._by else [str(script)]
+            given = ["--standalone", "--nnodes=1", f"--nproc-per-node={self._nproc}", *run, *given]
             script = TORCHRUN
         started = Group(log_path, script, given, {**self._environment, "REPLICA_GROUP_ID": str(group)})
         self._stack.callback(started.close)

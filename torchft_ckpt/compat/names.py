@@ -165,7 +165,6 @@ TABLE: dict[str, dict[str, Entry]] = {
     "torchcomms": {
         "ProcessGroupTorchComms": Instead("there is no process group over torchcomms; use ProcessGroupNCCL")
     },
-    "torchx": {"hsdp": Instead("start each replica group by torchrun, with TORCHFT_LIGHTHOUSE set")},
     "utils": {"get_stream_context": _STREAMS, "record_event": _STREAMS, "synchronize": _STREAMS},
     "work": {"_DummyWork": Here("process_group", "CompletedWork")},
 }

@@ -1,0 +1,50 @@
+"""A replica group of a plain loop, with a learning-rate schedule. It prints its state, and which process it is."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+from fingerprints import print_state
+from torch import nn
+
+from torchft_ckpt import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument(
+        "--wait", nargs=2, metavar=("STEP", "FILE"), help="stand still before a step until a file exists"
+    )
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
+    print(f"group {group} rank {rank} is process {os.getpid()}", flush=True)
+
+    torch.manual_seed(int(group))
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    adamw = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, options.steps)
+    adamw.register_step_post_hook(lambda *_: schedule.step())
+    parts = {"model": module, "optimizer": adamw, "schedule": schedule}
+    manager = Manager(ProcessGroupGloo(), None, None, min_replica_size=1, replica_id=f"group_{group}")
+    for name, part in parts.items():
+        manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
+    model, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, adamw)
+    while manager.current_step() < options.steps:
+        while options.wait and manager.current_step() == int(options.wait[0]) and not Path(options.wait[1]).exists():
+            time.sleep(0.05)
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+    print_state(step=manager.current_step(), **{name: part.state_dict() for name, part in parts.items()})
+    manager.shutdown(finished=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Ray Train's `TorchftConfig`, unmodified, by the alias: the worker of a replica group is killed, and Ray starts it again."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from framework_jobs import Group
+from support.launched import REPO
+from support.waiting import wait_until
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("ray is not installed; scripts/test-integrations runs this", allow_module_level=True)
+
+EXAMPLE = REPO / "examples" / "train_ray.py"
+STEPS = 400
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -> None:
+    """The example says what comes of weights, optimizer state and learning-rate schedule, as a digest."""
+    driver = Group(
+        tmp_path / "driver.log",
+        EXAMPLE,
+        ["--groups=2", f"--steps={STEPS}", "--pause=0.2", f"--storage={tmp_path}"],
+        {"PYTHONPATH": str(REPO), "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        driver.wait_for_step(20, participants=2, timeout_s=300)
+        killed = _processes(driver)[1]
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: _processes(driver)[1] != killed, "Ray starts the group again", 200)
+        driver.wait_for("heal=yes", timeout_s=200)
+        assert driver.process.wait(timeout=300) == 0
+    finally:
+        driver.close()
+    ended = dict(re.findall(r"group (\d) finished at (step .*)", driver.log()))
+    assert ended["0"] == ended["1"]
+    assert ended["0"].startswith(f"step {STEPS}: state ")
+
+
+def _processes(driver: Group) -> dict[int, int]:
+    """Return the newest process of each group."""
+    return {int(group): int(pid) for group, pid in re.findall(r"group (\d) is process (\d+)", driver.log())}
