@@ -6,31 +6,35 @@ import ast
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.pages import (
+    LANGUAGES,
+    PAGES,
+    REPO,
+    Block,
+    blocks_of,
+    code_blocks,
+    problem_of,
+    run_block,
+    run_story,
+    without_blocks,
+)
 
-from torchft_ckpt import errors
+import torchft_ckpt
+from torchft_ckpt import config, errors
 from torchft_ckpt.__main__ import _parser
 
-REPO = Path(__file__).parent.parent
-PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 
 
-def text_of(page: Path) -> str:
-    """Without blocks of code."""
-    return BLOCK.sub("", page.read_text())
-
-
 def anchors_of(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(text_of(page))}
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(without_blocks(page))}
 
 
 def has(module: str, name: str) -> bool:
@@ -44,13 +48,9 @@ def has(module: str, name: str) -> bool:
         return name in [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
 
 
-def blocks_of(page: Path, language: str) -> Iterator[str]:
-    return (body for found, body in BLOCK.findall(page.read_text()) if found == language)
-
-
 @each_page
 def test_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
-    for target in LINK.findall(text_of(page)):
+    for target in LINK.findall(without_blocks(page)):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
@@ -60,20 +60,24 @@ def test_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
 
 
 @each_page
-def test_code_is_python_and_imports_what_there_is(page: Path) -> None:
-    for block in blocks_of(page, "python"):
-        for node in ast.walk(ast.parse(block)):
+def test_blocks_are_code_and_import_what_there_is(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language not in LANGUAGES:
+            assert not block.how, f"{block.name} is no code, and so is not run"
+            continue
+        assert problem_of(block) == "", block.name
+        for node in ast.walk(ast.parse(block.text if block.language == "python" else "")):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchft_ckpt"):
-                assert [alias.name for alias in node.names if not has(str(node.module), alias.name)] == []
+                assert [alias.name for alias in node.names if not has(str(node.module), alias.name)] == [], block.name
 
 
 @each_page
 def test_commands_of_the_library_are_taken(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = re.compile(r"python -m torchft_ckpt (?!\.)([^`\n]+)")
-    lines = [line for block in blocks_of(page, "sh") for line in command.findall(block)]
-    for line in [*lines, *command.findall(text_of(page))]:
+    lines = [line for block in blocks_of(page) if block.language == "sh" for line in command.findall(block.text)]
+    for line in [*lines, *command.findall(without_blocks(page))]:
         if "|" not in line and "COMMAND" not in line:
-            _parser().parse_args(shlex.split(line, comments=True))
+            _parser().parse_args(shlex.split(re.split(r" [>&]", line)[0], comments=True))
 
 
 def test_every_error_is_explained() -> None:
@@ -89,3 +93,75 @@ def test_every_error_is_explained() -> None:
 
 def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len((REPO / "README.md").read_bytes()) <= 10_000
+
+
+# Blocks that are run
+
+
+def short_blocks(language: str) -> list[object]:
+    return [
+        pytest.param(block, id=block.name, marks=[pytest.mark.slow] if block.takes_seconds else [])
+        for block in code_blocks()
+        if block.language == language and not (block.is_slow or block.needs or block.is_of_story)
+    ]
+
+
+@pytest.mark.parametrize("block", short_blocks("python"))
+def test_a_block_of_python_runs(block: Block) -> None:
+    run_block(block)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("block", short_blocks("sh"))
+def test_a_block_of_commands_runs(block: Block) -> None:
+    run_block(block)
+
+
+# What is taken from the code
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "".join(page.read_text() for page in (REPO / "docs/reference/api").glob("*.md"))
+    documented = set(re.findall(r"\.\. auto\w+:: torchft_ckpt\.(\w+)$", pages, re.MULTILINE))
+    assert documented >= set(torchft_ckpt.__all__)
+
+
+def test_the_page_about_deploying_names_the_variables_that_are_read() -> None:
+    page = (REPO / "docs/deploy.md").read_text()
+    names = {
+        name for value in vars(config).values() if isinstance(value, tuple) for name in value if isinstance(name, str)
+    }
+    assert sorted(name for name in names if name.startswith("TORCHFT_CKPT_") and f"`{name}`" not in page) == []
+
+
+def test_the_diagrams_are_those_that_the_tables_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPO / "docs/_sphinx"))
+    diagrams = importlib.import_module("diagrams")
+    for name, draw in diagrams.DIAGRAMS.items():
+        assert (REPO / "docs/diagrams" / name).read_text() == draw(), f"{name} is old: run scripts/diagrams"
+
+
+# The package
+
+
+def test_the_readme_tells_what_each_extra_is_for() -> None:
+    readme = (REPO / "README.md").read_text()
+    project = (REPO / "pyproject.toml").read_text()
+    section = project[project.index("[project.optional-dependencies]") : project.index("[project.scripts]")]
+    extras = re.findall(r"^(\w+) = \[", section, re.MULTILINE)
+    assert extras and [extra for extra in extras if f"`{extra}`" not in readme] == []
+
+
+def test_the_readme_shows_no_picture_that_the_package_index_cannot() -> None:
+    assert re.findall(r"!\[[^\]]*\]\((?!https://)[^)]*\)", (REPO / "README.md").read_text()) == []
+
+
+# The story
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_tutorial_goes_as_it_is_written(tmp_path: Path) -> None:
+    said = run_story(REPO / "docs/tutorial.md", tmp_path)
+    assert re.search(r"group 0 discarded [01] steps", said), said
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,6 +1,16 @@
 """The public kit for tests of what is built on this library. Import from the modules; nothing is loaded before.
 
-fake_transport          an in-memory `CheckpointTransport`
-fake_process_group      an in-memory `ProcessGroup`: ranks as threads, failures on demand
-transport_conformance   what every `CheckpointTransport` must do, as checks for your own
+Fakes:
+
+- `fake_transport`: an in-memory `CheckpointTransport`
+- `fake_process_group`: an in-memory `ProcessGroup`, with ranks as threads and failures on demand
+- `fake_outer_manager`: an in-memory `OuterManager`, with replicas as threads and votes by a script
+
+What a part of your own must do, as checks:
+
+- `transport_conformance`: every `CheckpointTransport`
+- `process_group_conformance`: every `ProcessGroup`
+- `shard_adapter_conformance`: every `ShardAdapter`
+- `storage_conformance`: every file system for durable checkpoints
+- `outer_conformance`: every outer loop
 """

@@ -25,21 +25,17 @@ from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceRefusedError,
-    TorchftCkptError,
     TransferCancelledError,
     TransferError,
     TransferTimeoutError,
 )
+from torchft_ckpt.testing.conformance import ConformanceError, bits_of, require, require_raises
 
 State = dict[str, Any]
 MakeTransport = Callable[[], CheckpointTransport[State]]
 Check = Callable[[MakeTransport], None]
 LONG = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.2)
-
-
-class ConformanceError(TorchftCkptError):
-    """A transport broke a promise of the contract."""
 
 
 class TransportPair:
@@ -116,7 +112,7 @@ def differences(left: object, right: object, path: str = "state") -> list[str]:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         if left.dtype != right.dtype or left.shape != right.shape:
             return [f"{path}: {left.dtype}{tuple(left.shape)} != {right.dtype}{tuple(right.shape)}"]
-        return [] if torch.equal(_bits(left), _bits(right)) else [f"{path}: bits differ"]
+        return [] if torch.equal(bits_of(left), bits_of(right)) else [f"{path}: bits differ"]
     if isinstance(left, dict) and isinstance(right, dict):
         if list(left) != list(right):
             return [f"{path}: keys {list(left)} != {list(right)}"]
@@ -132,7 +128,11 @@ def differences(left: object, right: object, path: str = "state") -> list[str]:
 def check_a_state_arrives_equal_in_every_bit(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
-        _require(differences(pair.receive(3), example_state(3)) == [], "the received state differs from the one sent")
+        require(
+            "transport",
+            differences(pair.receive(3), example_state(3)) == [],
+            "the received state differs from the one sent",
+        )
 
 
 def check_a_received_state_is_the_receivers_own(make: MakeTransport) -> None:
@@ -140,7 +140,11 @@ def check_a_received_state_is_the_receivers_own(make: MakeTransport) -> None:
         state = example_state(3)
         pair.source.send_checkpoint([1], 3, state, LONG)
         pair.receive(3)["user"]["model"]["weight"].zero_()
-        _require(differences(state, example_state(3)) == [], "the received state shares memory with the sent one")
+        require(
+            "transport",
+            differences(state, example_state(3)) == [],
+            "the received state shares memory with the sent one",
+        )
 
 
 def check_a_state_mutated_after_disallow_is_still_the_old_one(make: MakeTransport) -> None:
@@ -155,7 +159,11 @@ def check_a_state_mutated_after_disallow_is_still_the_old_one(make: MakeTranspor
             received = pair.receive(3, timedelta(seconds=2))
         except TransferError:
             return
-        _require(differences(received, example_state(3)) == [], "a state that was mutated after disallow was received")
+        require(
+            "transport",
+            differences(received, example_state(3)) == [],
+            "a state that was mutated after disallow was received",
+        )
 
 
 def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> None:
@@ -163,13 +171,18 @@ def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> No
         future = pair.start_receive(3)
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
         received = future.result(LONG.total_seconds())
-        _require(differences(received, example_state(3)) == [], "the received state differs from the one sent")
+        require(
+            "transport", differences(received, example_state(3)) == [], "the received state differs from the one sent"
+        )
 
 
 def check_a_step_that_never_comes_is_an_error_at_the_deadline(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
-        _require_raises(
-            TransferTimeoutError, lambda: pair.receive(3, SHORT), "a receive of a step that is never served"
+        require_raises(
+            "transport",
+            TransferTimeoutError,
+            lambda: pair.receive(3, SHORT),
+            "a receive of a step that is never served",
         )
 
 
@@ -177,14 +190,16 @@ def check_a_step_that_is_over_is_refused(make: MakeTransport) -> None:
     """A source that has gone on does not send the newer state under the older step."""
     with transport_pair(make) as pair:
         pair.source.send_checkpoint([1], 4, example_state(4), LONG)
-        _require_raises(SourceRefusedError, lambda: pair.receive(3), "a receive of a step that is over")
+        require_raises("transport", SourceRefusedError, lambda: pair.receive(3), "a receive of a step that is over")
 
 
 def check_the_newest_state_of_a_step_is_received(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         for step in range(4):
             pair.source.send_checkpoint([1], step, example_state(step), LONG)
-            _require(differences(pair.receive(step), example_state(step)) == [], f"step {step} arrived changed")
+            require(
+                "transport", differences(pair.receive(step), example_state(step)) == [], f"step {step} arrived changed"
+            )
             pair.source.disallow_checkpoint()
 
 
@@ -194,14 +209,18 @@ def check_cancel_ends_a_receive(make: MakeTransport) -> None:
         while not future.done():  # the receive may begin a moment after its thread
             pair.destination.cancel_recv()
             threading.Event().wait(0.005)
-        _require_raises(TransferCancelledError, future.result, "a cancelled receive")
+        require_raises("transport", TransferCancelledError, future.result, "a cancelled receive")
 
 
 def check_cancel_does_not_touch_the_next_receive(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         pair.destination.cancel_recv()
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
-        _require(differences(pair.receive(3), example_state(3)) == [], "the received state differs from the one sent")
+        require(
+            "transport",
+            differences(pair.receive(3), example_state(3)) == [],
+            "the received state differs from the one sent",
+        )
 
 
 def check_a_source_that_is_gone_is_an_error(make: MakeTransport) -> None:
@@ -209,14 +228,17 @@ def check_a_source_that_is_gone_is_an_error(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
         pair.source.shutdown(wait=True)
-        _require_raises(TransferError, lambda: pair.receive(3, timedelta(seconds=5)), "a receive from a dead source")
+        require_raises(
+            "transport", TransferError, lambda: pair.receive(3, timedelta(seconds=5)), "a receive from a dead source"
+        )
 
 
 def check_metadata_of_nobody_is_an_error(make: MakeTransport) -> None:
     """Metadata that no transport gave out is refused by name."""
     with transport_pair(make) as pair:
         for metadata in ("", "nobody", "file:///etc/passwd"):
-            _require_raises(
+            require_raises(
+                "transport",
                 TransferError,
                 lambda metadata=metadata: pair.destination.recv_checkpoint(0, metadata, 3, SHORT),  # type: ignore[misc]
                 f"a receive from {metadata!r}",
@@ -231,12 +253,15 @@ def check_shutdown_and_disallow_may_be_called_again(make: MakeTransport) -> None
         pair.source.shutdown()
         pair.source.shutdown()
         pair.source.disallow_checkpoint()
-        _require_raises(
+        require_raises(
+            "transport",
             CheckpointError,
             lambda: pair.source.send_checkpoint([1], 3, example_state(3), LONG),
             "a send after shutdown",
         )
 
+
+__all__ = ["CHECKS", "Check", "ConformanceError", "TransportPair", "check_transport", "differences", "example_state"]
 
 CHECKS: list[Check] = [check for name, check in list(globals().items()) if name.startswith("check_")]
 """Every check, for a parametrized test."""
@@ -250,24 +275,3 @@ def check_transport(make: MakeTransport) -> None:
     """
     for check in CHECKS:
         check(make)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, device="cpu")
-    )
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ConformanceError(sentence, party="transport")
-
-
-def _require_raises(kind: type[Exception], action: Callable[[], object], what: str) -> None:
-    try:
-        action()
-    except kind:
-        return
-    except Exception as error:
-        raise ConformanceError(f"{what} raised {error!r} instead of {kind.__name__}", party="transport") from error
-    raise ConformanceError(f"{what} did not raise {kind.__name__}", party="transport")

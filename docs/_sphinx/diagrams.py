@@ -1,0 +1,184 @@
+"""Draws the diagrams of the pages as SVG: `scripts/diagrams`. That of a step is made from the table in the code.
+
+Text is dark on a light card, so that they can be read on light and on dark pages.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from torchft_ckpt.core.coordination import replica
+
+FOLDER = Path(__file__).resolve().parents[1] / "diagrams"
+_WIDTH, _BOX_WIDTH, _BOX_HEIGHT, _LINE = 900, 128, 46, 19
+_INK, _SOFT, _LINE_COLOUR, _CARD, _BOX, _EDGE = "#1f2937", "#4b5563", "#64748b", "#f8fafc", "#e0e7ff", "#6366f1"
+
+
+class Transition(NamedTuple):
+    """A row of a table: in this phase, with this event, comes that phase."""
+
+    phase: str
+    event: str
+    next: str
+
+
+def transitions_of(docstring: str) -> list[Transition]:
+    """Read a table whose columns are underlined; a row that has no event goes on with the one before."""
+    lines = docstring.splitlines()
+    rule = next(index for index, line in enumerate(lines) if re.fullmatch(r"\s*-{4,}(\s+-{4,}){3}", line))
+    starts = [match.start() for match in re.finditer(r"-+", lines[rule])]
+    ends = [*starts[1:], 10_000]
+    found: list[Transition] = []
+    for line in lines[rule + 1 :]:
+        if not line.strip():
+            break
+        phase, event, next_phase = (line[a:b].strip() for a, b in list(zip(starts, ends, strict=True))[:3])
+        if event:
+            found.append(Transition(phase, event, next_phase))
+        elif phase:
+            found[-1] = found[-1]._replace(phase=f"{found[-1].phase} {phase}")
+    return found
+
+
+def step_diagram() -> str:
+    """A step's life: the phases in a row, what leads from one to the other, and what changes nothing below."""
+    phases = [phase.name for phase in replica.StepPhase]
+    rows = transitions_of(inspect.getdoc(replica) or "")
+    drawing = _Drawing(390, "A step's life: the phases of one rank's step, and the events between them")
+    gap = (_WIDTH - 80 - _BOX_WIDTH * len(phases)) / (len(phases) - 1)
+    places = {phase: 40 + index * (_BOX_WIDTH + gap) for index, phase in enumerate(phases)}
+    top = 190
+    for phase, x in places.items():
+        drawing.box(x, top, phase)
+    between: dict[tuple[str, str], list[str]] = defaultdict(list)
+    always: list[str] = []
+    for row in rows:
+        if row.phase == "any":
+            always.append(f"{row.event} leads to {row.next} from every phase: the step that was open is given up.")
+            continue
+        for phase in row.phase.replace(",", " ").split():
+            target = phase if row.next == "as it was" else row.next
+            between[phase, target].append(row.event)
+    for (phase, target), events in between.items():
+        near, far = places[phase], places[target]
+        if phase == target:
+            drawing.text(near + _BOX_WIDTH / 2, top + _BOX_HEIGHT + 24, [f"↻ {event}" for event in events], _SOFT)
+        elif phases.index(target) == phases.index(phase) + 1:
+            drawing.arrow(near + _BOX_WIDTH, far, top + _BOX_HEIGHT / 2)
+            drawing.text((near + _BOX_WIDTH + far) / 2, top + _BOX_HEIGHT / 2 - 9, events)
+        else:
+            steps = abs(phases.index(target) - phases.index(phase))
+            # The longer an arc, the higher, and the further out it ends.
+            end = far + _BOX_WIDTH / 2 + 34 - 22 * steps
+            drawing.arc(near + _BOX_WIDTH / 2, end, top, 20 + 58 * steps, [", ".join(events)])
+    drawing.text(40, 345, always, _SOFT, anchor="start")
+    return drawing.svg()
+
+
+REPLICA = (
+    ("starts", "a new process"),
+    ("learner", "trains beside the job"),
+    ("joiner", "loads, adds zeros"),
+    ("healthy", "contributes, votes"),
+)
+REPLICA_FORWARD = (["the job runs"], ["has the state,", "is compiled"], ["its state is equal"])
+REPLICA_ARCS = (
+    (3, 2, 0, ["left behind, or wakes: it heals"]),
+    (0, 3, 1, ["the job begins: all load one state before the first step"]),
+)
+REPLICA_END = (
+    "A group whose process ends is lost at once. The others discard one step at most, and its launcher starts it again."
+)
+
+
+def replica_diagram() -> str:
+    """A replica group's life, from its start to its part in the job."""
+    drawing = _Drawing(330, "A replica group's life: from its start to its part in the job")
+    gap = (_WIDTH - 80 - 160 * len(REPLICA)) / (len(REPLICA) - 1)
+    places = [40 + index * (160 + gap) for index in range(len(REPLICA))]
+    top = 160
+    for x, (name, what) in zip(places, REPLICA, strict=True):
+        drawing.box(x, top, name, what, width=160, height=58)
+    for index, label in enumerate(REPLICA_FORWARD):
+        drawing.arrow(places[index] + 160, places[index + 1], top + 29)
+        drawing.text((places[index] + 160 + places[index + 1]) / 2, top + 78, label, _SOFT)
+    for near, far, level, label in REPLICA_ARCS:
+        outwards = 40 * level
+        drawing.arc(places[near] + 80 - outwards, places[far] + 80 + outwards, top, 50 + 95 * level, label)
+    drawing.text(40, 298, [REPLICA_END], _SOFT, anchor="start")
+    return drawing.svg()
+
+
+class _Drawing:
+    def __init__(self, height: int, title: str) -> None:
+        self._height = height
+        self._title = title
+        self._parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, name: str, what: str = "", *, width: float = _BOX_WIDTH, height: float = _BOX_HEIGHT
+    ) -> None:
+        self._parts.append(
+            f'<rect x="{x:.0f}" y="{y}" width="{width}" height="{height}" rx="8" fill="{_BOX}" stroke="{_EDGE}"/>'
+        )
+        middle = y + height / 2 + (5 if not what else -4)
+        self._parts.append(f'<text x="{x + width / 2:.0f}" y="{middle:.0f}" class="name">{escape(name)}</text>')
+        if what:
+            self.text(x + width / 2, middle + 18, [what], _SOFT)
+
+    def text(self, x: float, y: float, lines: Sequence[str], colour: str = _INK, *, anchor: str = "middle") -> None:
+        for index, line in enumerate(lines):
+            self._parts.append(
+                f'<text x="{x:.0f}" y="{y + index * _LINE:.0f}" fill="{colour}" text-anchor="{anchor}">{escape(line)}</text>'
+            )
+
+    def arrow(self, start: float, end: float, y: float) -> None:
+        self._parts.append(f'<path d="M{start + 4:.0f} {y:.0f} H{end - 5:.0f}" class="line"/>')
+
+    def arc(self, start: float, end: float, y: float, height: float, label: Iterable[str]) -> None:
+        top = y - height
+        self._parts.append(
+            f'<path d="M{start:.0f} {y - 3:.0f} C{start:.0f} {top:.0f} {end:.0f} {top:.0f} {end:.0f} {y - 5:.0f}" class="line"/>'
+        )
+        self.text((start + end) / 2, y - height * 0.75 - 7, list(label))
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {self._height}" role="img"'
+            f' font-family="system-ui, sans-serif" font-size="14">'
+        )
+        style = (
+            f".name {{ font-weight: 600; text-anchor: middle; fill: {_INK} }}"
+            f" .line {{ fill: none; stroke: {_LINE_COLOUR}; stroke-width: 1.5; marker-end: url(#head) }}"
+        )
+        marker = (
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+            f'<path d="M0 0 L8 4 L0 8 z" fill="{_LINE_COLOUR}"/></marker>'
+        )
+        return "\n".join(
+            [
+                "<!-- Made by scripts/diagrams. -->",
+                head,
+                f"<title>{escape(self._title)}</title>",
+                f"<style>{style}</style>",
+                f"<defs>{marker}</defs>",
+                f'<rect width="{_WIDTH}" height="{self._height}" rx="12" fill="{_CARD}"/>',
+                *self._parts,
+                "</svg>",
+                "",
+            ]
+        )
+
+
+DIAGRAMS = {"step.svg": step_diagram, "replica.svg": replica_diagram}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in DIAGRAMS.items():
+        (FOLDER / name).write_text(draw())

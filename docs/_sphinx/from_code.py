@@ -1,0 +1,178 @@
+"""What pages take from the code, so that nothing is written twice.
+
+`{module-text} MODULE`      the docstring of a module, which is Markdown: a specification, a table
+`{command-options}`         the help of every command
+`name`                      the role of what stands in backticks in a docstring: code, and a link where the name is on a page
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import sys
+from typing import Any, TypeVar
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+OURS = "torchft_ckpt"
+_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
+_ERRORS = re.compile(r"[A-Z][\w.]*(Error|Exception|Interrupt)(, [A-Z][\w.]*(Error|Exception|Interrupt))*:")
+_NAME = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
+
+
+def joined_rows(text: str) -> str:
+    """Return Markdown whose table rows are one line each: one that begins with an empty cell goes on with that before."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if re.match(r"\|\s+\|", line) and lines and lines[-1].startswith("|"):
+            before, more = (row.strip().strip("|").split("|") for row in (lines[-1], line))
+            cells = (f"{a.strip()} {b.strip()}".strip() for a, b in zip(before, more, strict=True))
+            lines[-1] = f"| {' | '.join(cells)} |"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+class ModuleText(SphinxDirective):
+    """The docstring of a module, without its first line if `:body:` is given."""
+
+    required_arguments = 1
+    option_spec = {"body": lambda given: True}
+
+    def run(self) -> list[nodes.Node]:
+        module = importlib.import_module(self.arguments[0])
+        text = joined_rows(inspect.getdoc(module) or "")
+        if "body" in self.options:
+            text = text.partition("\n\n")[2]
+        return _markdown(self, text)
+
+
+class CommandOptions(SphinxDirective):
+    """The help of every command, as argparse prints it."""
+
+    def run(self) -> list[nodes.Node]:
+        from torchft_ckpt.__main__ import _parser
+
+        return _markdown(self, "\n".join(_help(_parser(), level=2)))
+
+
+def _help(parser: argparse.ArgumentParser, level: int) -> list[str]:
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)  # type: ignore[assignment]
+    found: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                command.prog = f"{parser.prog} {name}"
+                subcommands = _help(command, level + 1)
+                found += [f"{'#' * level} {command.prog.removeprefix('torchft-ckpt ')}", ""]
+                found += ["```text", command.format_help().rstrip(), "```", "", *subcommands]
+    return found
+
+
+def _markdown(directive: SphinxDirective, text: str) -> list[nodes.Node]:
+    return directive.parse_text_to_nodes(text, allow_section_headings=True)
+
+
+def prepare_docstring(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
+    """Say in reStructuredText what the docstrings of this library leave to the eye; before napoleon reads their sections.
+
+    What is indented and in no section stands as it is: code, a tree, a table. A colon in the text of an attribute, of what is
+    returned, or behind no name of an error, does not end a type.
+    """
+    if what in ("attribute", "data", "property") and lines:
+        lines[0] = f": {lines[0]}"
+        return
+    found: list[str] = []
+    section, is_verbatim, is_joined = "", False, False
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        is_after_blank = not found or not found[-1].strip()
+        if line and not indent:
+            match = _SECTION.fullmatch(line)
+            section, is_verbatim = match[1] if match else "", False
+        elif line and not section and indent >= 4 and is_after_blank and not is_verbatim:
+            is_verbatim = True
+            found += ["::", ""]
+        elif section in ("Returns", "Yields") and found[-1] == f"{section}:":
+            line = f"{line[:indent]}: {line[indent:]}"
+        elif section == "Raises" and indent == 4 and line:
+            if is_joined:
+                line = f"{found.pop()} {line.strip()}"
+            is_joined = line.endswith(",") and ":" not in line
+            if not is_joined and not _ERRORS.match(line.strip()):
+                line = f"    : {line.strip()}"
+        found.append(line)
+    lines[:] = found
+
+
+class Name(SphinxRole):
+    """Code that is a link where it names something that a page documents."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        code = nodes.literal(self.rawtext, self.text, classes=["py"])
+        if not _NAME.fullmatch(self.text):
+            return [code], []
+        link = addnodes.pending_xref(
+            "",
+            code,
+            refdomain="py",
+            reftype="obj",
+            reftarget=self.text.removesuffix("()"),
+            refdoc=self.env.docname,
+            in_backticks=True,
+            **{key: self.env.ref_context.get(key) for key in ("py:module", "py:class")},
+        )
+        return [link], []
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Node) -> nodes.Node | None:
+    """Find what a docstring calls by a part of its name, or by that of the module where it is defined."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    found = _find(env, target, node.get("py:class"))
+    if found is None:
+        return text if node.get("in_backticks") or _is_type_variable(target) else None
+    entry = env.domains.python_domain.objects[found]
+    uri = app.builder.get_relative_uri(node["refdoc"], entry.docname) + f"#{entry.node_id}"
+    link = nodes.reference("", "", text, internal=True, refuri=uri, reftitle=found)
+    return link
+
+
+def _is_type_variable(target: str) -> bool:
+    """Whether a name stands for a type that the user chooses: there is nothing to lead to."""
+    module, _, name = target.rpartition(".")
+    modules = [
+        loaded for full, loaded in sys.modules.items() if full == module or (not module and full.startswith(OURS))
+    ]
+    return any(isinstance(getattr(loaded, name, None), TypeVar) for loaded in modules)
+
+
+def _find(env: BuildEnvironment, target: str, of_class: str | None) -> str | None:
+    objects = env.domains.python_domain.objects
+    names = [target]
+    if target.startswith(f"{OURS}."):
+        names.append(target.rpartition(".")[2])
+    if of_class:
+        names.insert(0, f"{of_class}.{target}")
+    for name in names:
+        found = [full for full in objects if full == name or full.endswith(f".{name}")]
+        own = [full for full in found if not objects[full].aliased]
+        if len(found) == 1 or len(own) == 1:
+            return (own or found)[0]
+    return None
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("module-text", ModuleText)
+    app.add_directive("command-options", CommandOptions)
+    app.add_role("name", Name())
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
+    app.connect("missing-reference", resolve)
+    return {"parallel_read_safe": True}

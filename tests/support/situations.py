@@ -1,0 +1,534 @@
+"""What the blocks of code on the pages find when they are run: names, a directory, a lighthouse, and shorter jobs.
+
+A situation is a context manager in `SITUATIONS`. What it replaces in a block has to stand there: numbers that are right for a
+reader and too large for a test, and addresses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from support.ports import reserved_port
+from torchft_ckpt import HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt.coordination import LighthouseServer
+from torchft_ckpt.process_group import ProcessGroupDummy
+from torchft_ckpt.testing.fake_transport import FakeNetwork
+
+REPO = Path(__file__).resolve().parents[2]
+LIMIT = timedelta(seconds=30)
+
+
+def _nothing(names: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Situation:
+    """What a block finds, and what is looked at when it is over."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
+    after: Callable[[dict[str, Any]], None] = _nothing
+    """Gets the block's names, or `stdout`."""
+    directory: Path | None = None
+    environment: dict[str, str] | None = None
+    serves: bool = False
+    """The command runs until it is told to end."""
+
+    def serve(self, text: str) -> None:
+        """Start the command, wait for the line with its address, and end it by SIGTERM."""
+        process = subprocess.Popen(
+            ["bash", "-c", text],
+            env=self.environment or shell_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        said = []
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if re.search(r"http://\S+:\d+", line):
+                    break
+            else:
+                raise AssertionError(f"it ended without an address: {''.join(said)}")
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGTERM), "".join(said)
+
+
+def shell_environment(**more: str) -> dict[str, str]:
+    """Return the variables of a reader who has installed the library: `python` is this one."""
+    binaries = Path(sys.executable).parent
+    paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    found = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": ":".join(paths), **more}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "CUDA_VISIBLE_DEVICES"):
+        found.pop(name, None)
+    return {**found, "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+SITUATIONS: dict[str, Callable[[], AbstractContextManager[Situation]]] = {}
+
+
+def _situation(function: Callable[[], Iterator[Situation]]) -> None:
+    SITUATIONS[function.__name__.strip("_").replace("_", "-")] = contextmanager(function)
+
+
+SITUATIONS[""] = contextmanager(lambda: iter([Situation()]))
+
+
+@contextmanager
+def _lighthouse(min_replicas: int = 1) -> Iterator[str]:
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas)
+    try:
+        with mock.patch.dict(
+            os.environ, {"TORCHFT_LIGHTHOUSE": server.address(), "TORCHFT_CKPT_HOSTNAME": "127.0.0.1"}
+        ):
+            yield server.address()
+    finally:
+        server.shutdown()
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """A directory with the examples, as the repository has them."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "examples").symlink_to(REPO / "examples")
+        yield Path(name)
+
+
+def _model_names() -> dict[str, Any]:
+    model = nn.Linear(4, 2)
+    adamw = torch.optim.AdamW(model.parameters())
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        adamw.load_state_dict(state["optim"])
+
+    return {
+        "torch": torch,
+        "model": model,
+        "batch": torch.ones(3, 4),
+        "loss": lambda output: output.square().mean(),
+        "state_dict": lambda: {"model": model.state_dict(), "optim": adamw.state_dict()},
+        "load_state_dict": load_state_dict,
+        "name": "group_0",
+        "adamw": adamw,
+    }
+
+
+def _shut_down(names: dict[str, Any]) -> None:
+    names["manager"].shutdown()
+
+
+@contextmanager
+def _training(num_steps: int = 2) -> Iterator[dict[str, Any]]:
+    """A Manager that has trained some steps, its model, and its wrapped optimizer."""
+    names = _model_names()
+    model = names["model"]
+    with _lighthouse():
+        manager = Manager(
+            ProcessGroupDummy(0, 1),
+            names["load_state_dict"],
+            names["state_dict"],
+            min_replica_size=1,
+            replica_id="group_0",
+            checkpoint_transport=HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1"),
+        )
+        optimizer = Optimizer(manager, names["adamw"])
+
+        def train_one_step() -> None:
+            optimizer.zero_grad()
+            names["loss"](model(names["batch"])).backward()
+            optimizer.step()
+
+        try:
+            for _ in range(num_steps):
+                train_one_step()
+            yield {**names, "manager": manager, "optimizer": optimizer, "train_one_step": train_one_step}
+        finally:
+            manager.shutdown()
+
+
+@_situation
+def _one_group() -> Iterator[Situation]:
+    """A script makes its Manager and trains; it is the only group, and three steps are enough."""
+    with _lighthouse():
+
+        def after(names: dict[str, Any]) -> None:
+            assert names["manager"].current_step() == 3
+            _shut_down(names)
+
+        yield Situation(_model_names(), {"min_replica_size=2": "min_replica_size=1", "10_000": "3"}, after)
+
+
+@_situation
+def _group_that_saves() -> Iterator[Situation]:
+    """Between two steps of a script that trains."""
+    with _training(0) as names, tempfile.TemporaryDirectory() as directory:
+        names |= {"loader": mock.Mock(state_dict=lambda: {"position": 3})}
+        yield Situation(names, {"/mnt/checkpoints": directory}, lambda names: names["checkpointer"].shutdown())
+
+
+@_situation
+def _loop_that_saves() -> Iterator[Situation]:
+    """A script that trains and saves every second step, four steps long."""
+    with _training(0) as names, tempfile.TemporaryDirectory() as directory:
+        names |= {"loader": mock.Mock(state_dict=lambda: {"position": 3})}
+
+        def after(names: dict[str, Any]) -> None:
+            assert any(Path(directory).iterdir())
+
+        yield Situation(names, {"/mnt/checkpoints": directory, "10_000": "4", "% 500": "% 2"}, after)
+
+
+@_situation
+def _open_step() -> Iterator[Situation]:
+    """A backward pass is over, and the optimizer's step comes next."""
+    with _training() as names:
+        names["optimizer"].zero_grad()
+        names["loss"](names["model"](names["batch"])).backward()
+        names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["adamw"], 1)
+        names["average"] = torch.optim.swa_utils.AveragedModel(names["model"])
+        yield Situation(names)
+
+
+@_situation
+def _fragments() -> Iterator[Situation]:
+    """A model of two fragments, and batches for three rounds."""
+    names = _model_names()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    names |= {
+        "model": model,
+        "fragments": list(model),
+        "inner_optimizer": torch.optim.AdamW(model.parameters()),
+        "data": [torch.ones(3, 4)] * 24,
+    }
+    with _lighthouse():
+
+        def after(names: dict[str, Any]) -> None:
+            assert names["manager"].current_step() >= 3
+            _shut_down(names)
+
+        shorter = {"min_replica_size=2": "min_replica_size=1", "sync_every=100": "sync_every=8"}
+        yield Situation(names, shorter | {"fragment_sync_delay=5": "fragment_sync_delay=1"}, after)
+
+
+@_situation
+def _mesh() -> Iterator[Situation]:
+    """A process that is a mesh of one, with a model to shard."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with _lighthouse(), tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
+        mesh = init_device_mesh("cpu", (1,))
+        names = _model_names() | {"fully_shard": fully_shard, "mesh_of_this_group": mesh}
+
+        def after(names: dict[str, Any]) -> None:
+            names["optimizer"].zero_grad()
+            names["loss"](names["model"](names["batch"])).backward()
+            names["optimizer"].step()
+            assert names["manager"].current_step() == 1
+            _shut_down(names)
+
+        yield Situation(names, after=after)
+
+
+@_situation
+def _two_layouts() -> Iterator[Situation]:
+    """An old group and a new one: what each calls, the old one on a thread of its own."""
+    with _training() as old:
+        fresh = _model_names()
+        new = Manager(
+            ProcessGroupDummy(0, 1),
+            fresh["load_state_dict"],
+            fresh["state_dict"],
+            min_replica_size=1,
+            replica_id="group_1",
+            checkpoint_transport=HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1"),
+        )
+        handed: list[bool] = []
+        thread = threading.Thread(target=lambda: handed.append(old["manager"].hand_over(LIMIT)))
+        both = mock.Mock(hand_over=thread.start, take_over=lambda: new.take_over(LIMIT))
+
+        def after(names: dict[str, Any]) -> None:
+            goes_on = threading.Thread(target=new.start_quorum)  # which says that it holds the state
+            goes_on.start()
+            thread.join()
+            old["manager"].shutdown()
+            goes_on.join()
+            assert handed == [True] and torch.equal(fresh["model"].weight, old["model"].weight)
+
+        try:
+            yield Situation({"manager": both}, after=after)
+        finally:
+            new.shutdown()
+
+
+@contextmanager
+def _served() -> Iterator[tuple[str, nn.Module]]:
+    """A peer that serves the state of a model under the names that a Manager gives it."""
+    names = _model_names()
+    transport: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    try:
+        state = {
+            "user": {"default": {"model": names["model"].state_dict()}},
+            "torchft": {"step": 7, "batches_committed": 7},
+        }
+        transport.send_checkpoint([1], 7, state, timedelta(minutes=5))
+        yield transport.metadata(), names["model"]
+    finally:
+        transport.shutdown()
+
+
+@_situation
+def _reader() -> Iterator[Situation]:
+    """Another program, beside a job of one rank."""
+    with _served() as (url, source):
+        model = nn.Linear(4, 2)
+
+        def after(names: dict[str, Any]) -> None:
+            assert torch.equal(model.weight, source.weight)
+
+        names = {"model": model, "url_of_rank_0": url}
+        yield Situation(names, {"[url_of_rank_0, url_of_rank_1]": "[url_of_rank_0]"}, after)
+
+
+@_situation
+def _served_peer() -> Iterator[Situation]:
+    with _served() as (url, _), _workplace() as directory:
+        yield Situation(replaced={"http://HOST:PORT": url}, directory=directory)
+
+
+@_situation
+def _tls() -> Iterator[Situation]:
+    """What a transport with TLS is made with."""
+    import trustme
+
+    from support.certificates import client_context, server_context
+    from torchft_ckpt import ProgressBar
+
+    authority = trustme.CA()
+    contexts: dict[str, ssl.SSLContext] = {
+        "server_context": server_context(authority, "127.0.0.1"),
+        "client_context": client_context(authority),
+    }
+    with _lighthouse():
+        names = {"HTTPTransport": HTTPTransport, "ProgressBar": ProgressBar, "Manager": Manager, **contexts}
+        names["pg"] = ProcessGroupDummy(0, 1)
+        yield Situation(names, {"Manager(...,": "Manager(pg, None, None, 1,"}, _shut_down)
+
+
+@_situation
+def _under_torchfts_name() -> Iterator[Situation]:
+    import torchft_ckpt
+
+    with _lighthouse():
+        names = {"torchft": torchft_ckpt, "pg": ProcessGroupGloo()}
+        yield Situation(names, {"Manager(...,": "Manager(pg, None, None, 1,"}, _shut_down)
+
+
+@_situation
+def _transport_of_ones_own() -> Iterator[Situation]:
+    """In a file of tests, beside a function that makes the transport."""
+    from torchft_ckpt.testing.transport_conformance import CHECKS
+
+    make = FakeNetwork[dict[str, Any]]().transport
+
+    def after(names: dict[str, Any]) -> None:
+        for check in CHECKS:
+            names["test_my_transport_conforms"](check)
+
+    yield Situation({"make_my_transport": make}, after=after)
+
+
+# Commands
+
+
+@_situation
+def _server() -> Iterator[Situation]:
+    """A lighthouse on a port of its own."""
+    with reserved_port() as port:
+        yield Situation(replaced={"--min-replicas 2": f"--min-replicas 2 --bind 127.0.0.1:{port}"}, serves=True)
+
+
+@_situation
+def _server_at_an_address() -> Iterator[Situation]:
+    with reserved_port() as port:
+        yield Situation(replaced={":29510": f":{port}"}, serves=True)
+
+
+@_situation
+def _job_that_was() -> Iterator[Situation]:
+    """A lighthouse that knows a job NAME, whose group has left."""
+    with _lighthouse() as address:
+        manager = Manager(ProcessGroupDummy(0, 1), None, None, 1, replica_id="group_0", job="NAME")
+        manager.start_quorum()
+        manager.should_commit()
+        manager.shutdown()
+        yield Situation(environment=shell_environment(TORCHFT_LIGHTHOUSE=address))
+
+
+@_situation
+def _checkpoints() -> Iterator[Situation]:
+    """A directory with a checkpoint of step 1000."""
+    from torchft_ckpt import Checkpointer
+
+    with _workplace() as directory:
+        checkpointer = Checkpointer(directory / "ckpt")
+        checkpointer.save({"model": _model_names()["model"].state_dict()}, step=1000).result()
+        checkpointer.shutdown()
+        yield Situation(replaced={" DIR": f" {directory}/ckpt"}, directory=directory)
+
+
+TRAIN = """
+import argparse, os, torch
+from torchft_ckpt import Manager, Optimizer
+from torchft_ckpt.errors import JobFinishedError
+from torchft_ckpt.process_group import ProcessGroupGloo
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=3)
+steps = min(parser.parse_args().steps, 3)
+model = torch.nn.Linear(4, 2)
+adamw = torch.optim.AdamW(model.parameters())
+manager = Manager(
+    ProcessGroupGloo(),
+    lambda state: (model.load_state_dict(state["model"]), adamw.load_state_dict(state["optim"])),
+    lambda: {"model": model.state_dict(), "optim": adamw.state_dict()},
+    min_replica_size=1,
+    replica_id=f"group_{os.environ.get('REPLICA_GROUP_ID', '0')}",
+)
+optimizer = Optimizer(manager, adamw)
+try:
+    while manager.current_step() < steps:
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().mean().backward()
+        for parameter in model.parameters():
+            manager.allreduce(parameter.grad).wait()
+        optimizer.step()
+    manager.shutdown(finished=True)
+except JobFinishedError:
+    pass
+"""
+
+
+@_situation
+def _script() -> Iterator[Situation]:
+    """Beside train.py, which trains three steps."""
+    with _workplace() as directory:
+        (directory / "train.py").write_text(TRAIN)
+        yield Situation(directory=directory)
+
+
+@_situation
+def _torchft_script() -> Iterator[Situation]:
+    """Beside train.py as torchft's users write it, and a lighthouse."""
+    with _lighthouse() as address, _workplace() as directory:
+        (directory / "train.py").write_text(
+            TRAIN.replace("torchft_ckpt", "torchft").replace("from torchft.errors", "from torchft_ckpt.errors")
+        )
+        yield Situation(directory=directory, environment=shell_environment(TORCHFT_LIGHTHOUSE=address))
+
+
+@_situation
+def _short_job() -> Iterator[Situation]:
+    """Twenty steps of the example instead of its own number."""
+    with _workplace() as directory:
+        yield Situation(replaced={"examples/train_ddp.py": "examples/train_ddp.py --steps 20"}, directory=directory)
+
+
+@_situation
+def _shorter_job() -> Iterator[Situation]:
+    with _workplace() as directory:
+        yield Situation(replaced={"--steps 20000": "--steps 20"}, directory=directory)
+
+
+@_situation
+def _lighthouse_at_host() -> Iterator[Situation]:
+    """A lighthouse; the group is alone, and trains twenty steps."""
+    with _lighthouse() as address, _workplace() as directory:
+        replaced = {
+            "host:29510": address.removeprefix("http://"),
+            "examples/train_ddp.py": "examples/train_ddp.py --steps 20 --min-replica-size 1",
+        }
+        yield Situation(replaced=replaced, directory=directory)
+
+
+@_situation
+def _lighthouse_first() -> Iterator[Situation]:
+    """The first line starts the lighthouse, and goes on beside the second."""
+    with reserved_port() as port, _workplace() as directory:
+        replaced = {
+            "lighthouse --min-replicas 2": f"lighthouse --min-replicas 1 --bind 127.0.0.1:{port} &\ntrap 'kill $!' EXIT",
+            "host:29510": f"127.0.0.1:{port}",
+            "examples/train_ddp.py": "examples/train_ddp.py --steps 20 --min-replica-size 1",
+        }
+        yield Situation(replaced=replaced, directory=directory)
+
+
+@_situation
+def _lighthouse_of_the_quickstart() -> Iterator[Situation]:
+    with _lighthouse() as address, _workplace() as directory:
+        replaced = {"http://127.0.0.1:29510": address, "--steps 20000": "--steps 20 --min-replica-size 1"}
+        yield Situation(replaced=replaced, directory=directory)
+
+
+@_situation
+def _sharded_group() -> Iterator[Situation]:
+    with _lighthouse() as address, _workplace() as directory:
+        replaced = {"host:29510": address.removeprefix("http://"), "--group-size 2": "--group-size 2 --steps 10"}
+        yield Situation(replaced=replaced, directory=directory)
+
+
+@_situation
+def _process_to_kill() -> Iterator[Situation]:
+    """A process that sleeps, under a name of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / f"sleeper{os.getpid()}.py"
+        script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
+        process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        def after(names: dict[str, Any]) -> None:
+            assert process.wait(30) == -signal.SIGKILL
+
+        try:
+            yield Situation(replaced={"train_ddp.py": script.name}, after=after)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@_situation
+def _narrow_links() -> Iterator[Situation]:
+    """300 inner steps on four links; needs root for the links."""
+    yield Situation(replaced={"--inner-steps 5000": "--inner-steps 300"})
+
+
+@_situation
+def _this_python() -> Iterator[Situation]:
+    yield Situation(replaced={".venv/bin/python": sys.executable})
