@@ -26,6 +26,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     FromLighthouse,
     Outcome,
+    QuorumFormed,
     QuorumRequest,
     Role,
     StateLocated,
@@ -277,7 +278,7 @@ def broken_second_look(patch: pytest.MonkeyPatch) -> None:
 
 
 def broken_leaving_together(patch: pytest.MonkeyPatch) -> None:
-    """Rank 0 alone hears that its group leaves."""
+    """Rank 0 alone hears that its group leaves, and the others hear it no more when they ask for the next step."""
     right = GroupState._on_lighthouse_message
 
     def tell_one(group: GroupState, message: FromLighthouse) -> Iterator[GroupInstruction]:
@@ -286,7 +287,12 @@ def broken_leaving_together(patch: pytest.MonkeyPatch) -> None:
                 done = SendToRank(done.rank, msgspec.structs.replace(done.message, leaving=False))
             yield done
 
+    def go_on(group: GroupState, request: QuorumRequest) -> QuorumFormed:
+        return msgspec.structs.replace(last_step(group, request), leaving=False)
+
+    last_step = GroupState._last_step
     patch.setattr(GroupState, "_on_lighthouse_message", tell_one)
+    patch.setattr(GroupState, "_last_step", go_on)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""examples/slurm/groups.sbatch as a user submits it: an array of three groups, one of which goes away in each of Slurm's ways.
+"""examples/slurm as a user submits it: a lighthouse, and an array of three groups. One goes away in each of Slurm's ways.
 
 It always comes back to a job that went on, and all end bit-equal.
 """
@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_node import REPO, Slurm, one_node, wait_until
+from one_node import REPO, Slurm, free_ports, one_node, wait_until
 
-from torchft_ckpt import LighthouseServer
-
-SCRIPT = REPO / "examples" / "slurm" / "groups.sbatch"
+SCRIPTS = REPO / "examples" / "slurm"
 TRAINER = Path(__file__).with_name("train.py")
 VICTIM = 1
 FAR_STEPS = 60
@@ -25,13 +23,24 @@ FAR_STEPS = 60
 class Array:
     """The array of the groups: their tasks at Slurm, and what their logs say."""
 
-    def __init__(self, slurm: Slurm, lighthouse: str) -> None:
+    def __init__(self, slurm: Slurm) -> None:
         self.slurm = slurm
-        self.lighthouse = lighthouse
+        (port,) = free_ports(1)
+        self.lighthouse = f"127.0.0.1:{port}"
+        self.lighthouse_job = slurm.call(
+            "sbatch", "--parsable", str(SCRIPTS / "lighthouse.sbatch"), "2", self.lighthouse
+        )
         self.job = self.submit("--array=0-2", "--cpus-per-task=2")
 
     def submit(self, *options: str, **variables: str) -> str:
-        command = ["sbatch", "--parsable", *options, str(SCRIPT), str(TRAINER), str(self.slurm.folder)]
+        command = [
+            "sbatch",
+            "--parsable",
+            *options,
+            str(SCRIPTS / "groups.sbatch"),
+            str(TRAINER),
+            str(self.slurm.folder),
+        ]
         return self.slurm.call(*command, TORCHFT_LIGHTHOUSE=self.lighthouse, **variables)
 
     def task(self, group: int) -> str:
@@ -65,7 +74,7 @@ class Array:
         stop = self.slurm.folder / "stop"
         stop.with_suffix(".new").write_text(str(last))
         stop.with_suffix(".new").rename(stop)
-        wait_until(lambda: not self.slurm.call("squeue", "--noheader"), "all tasks have ended")
+        wait_until(lambda: not self.slurm.call("squeue", "--noheader", "--name=groups"), "all tasks have ended")
         return [
             (report["step"], report["digest"])
             for group in range(3)
@@ -76,14 +85,10 @@ class Array:
 
 @pytest.fixture
 def array(tmp_path: Path) -> Iterator[Array]:
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
-    try:
-        with one_node(tmp_path) as slurm:
-            array = Array(slurm, lighthouse.address())
-            wait_until(lambda: all(array.trains_with_all(group, 1) for group in range(3)), "all groups train")
-            yield array
-    finally:
-        lighthouse.shutdown()
+    with one_node(tmp_path) as slurm:
+        array = Array(slurm)
+        wait_until(lambda: all(array.trains_with_all(group, 1) for group in range(3)), "all groups train")
+        yield array
 
 
 def see_the_group_come_back_and_all_end_equal(array: Array) -> None:
@@ -127,3 +132,19 @@ def test_a_group_that_was_cancelled_stays_away_until_it_is_submitted_again(array
     array.submit(f"--array={VICTIM}", NUM_REPLICA_GROUPS="3", TORCHFT_CKPT_JOB=f"slurm-{array.job}")
 
     see_the_group_come_back_and_all_end_equal(array)
+
+
+def test_the_groups_wait_for_a_lighthouse_that_is_queued_again(array: Array) -> None:
+    lighthouse = array.lighthouse_job
+    array.slurm.call("scontrol", "requeue", lighthouse)
+    wait_until(
+        lambda: [array.slurm.field(lighthouse, name) for name in ("Restarts", "JobState")] == ["1", "RUNNING"],
+        "it runs again",
+    )
+    at = array.last_step(0)
+    wait_until(lambda: array.last_step(0) > at + 5, "the groups go on")
+
+    ends = array.end()
+    assert len(ends) == 3
+    assert len(set(ends)) == 1, ends
+    assert [array.lives(group) for group in range(3)] == [1, 1, 1]

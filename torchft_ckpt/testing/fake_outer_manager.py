@@ -72,6 +72,7 @@ class FakeOuterManager:
     is_behind = False
     is_restored = False
     has_live_state = False
+    is_leaving = False
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub
