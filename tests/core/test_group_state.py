@@ -500,6 +500,14 @@ def test_a_group_that_the_operator_has_leave_says_so_to_a_new_lighthouse() -> No
     assert up(group.handle(LighthouseUp())) == [LeaveWish(is_told=True, reason="it was asked to leave")]
 
 
+def test_a_wish_of_the_operator_is_the_groups_own_from_then_on() -> None:
+    """A lighthouse that restarts before the step ends has forgotten it."""
+    group = voted_step()
+    wish = LeaveWish(reason="the operator asked for it")
+    assert group.handle(LighthouseMessage(wish)) == []
+    assert wish in up(group.handle(LighthouseUp()))
+
+
 def test_ranks_that_leave_between_two_steps_do_so_at_the_last_call_that_one_of_them_may_have_come_to() -> None:
     group = voted_step()
     group.handle(LighthouseMessage(decided()))

@@ -7,7 +7,15 @@ from lighthouse_script import Job
 
 from torchft_ckpt.core.coordination.jobs import Jobs
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Opened, Received, Send
-from torchft_ckpt.core.coordination.messages import Done, Drain, Hello, LocateState, Refused
+from torchft_ckpt.core.coordination.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Drain,
+    Hello,
+    LeaveWish,
+    LocateState,
+    Refused,
+)
 
 
 def three(least: int = 1) -> Job:
@@ -227,20 +235,23 @@ def test_a_group_that_was_told_to_leave_may_still_ask_where_the_state_is_and_nob
     assert b.hears()[-1] == "quorum 2 step 2 healthy"
 
 
-def drained(job_name: str | None, group: str) -> tuple[list[object], Jobs]:
+def drained(job_name: str | None, group: str) -> tuple[list[object], list[object], Jobs]:
+    """Return what the operator and the group are told."""
     jobs = Jobs(LighthouseSettings(min_replicas=2), epoch="e")
     jobs.handle(Opened("c1", "gpt"), 0.0)
-    jobs.handle(Received("c1", Hello(protocol=6, replica_id="train_1:abc")), 0.0)
+    jobs.handle(Received("c1", Hello(protocol=PROTOCOL_VERSION, replica_id="train_1:abc")), 0.0)
     jobs.handle(Opened("operator", job_name), 1.0)
-    told = jobs.handle(Received("operator", Drain(replica_id=group)), 1.0)
-    return [i.message for i in told if isinstance(i, Send) and i.connection == "operator"], jobs
+    told = [i for i in jobs.handle(Received("operator", Drain(replica_id=group)), 1.0) if isinstance(i, Send)]
+    to_operator, to_group = ([i.message for i in told if i.connection == party] for party in ("operator", "c1"))
+    return to_operator, to_group, jobs
 
 
 @pytest.mark.parametrize("group", ["train_1", "train_1:abc"])
 @pytest.mark.parametrize("job_name", ["gpt", None])
 def test_the_operator_has_a_group_leave_by_its_name(job_name: str | None, group: str) -> None:
-    answers, jobs = drained(job_name, group)
+    answers, told, jobs = drained(job_name, group)
     assert answers == [Done(text="job gpt: train_1:abc is to leave at the end of its step")]
+    assert told == [LeaveWish(reason="the operator asked for it")], "so that it tells a lighthouse that is restarted"
     assert jobs.states["gpt"].members["train_1:abc"].wishes_to_leave == "the operator asked for it"
 
 
@@ -252,7 +263,7 @@ def test_the_operator_has_a_group_leave_by_its_name(job_name: str | None, group:
     ],
 )
 def test_a_group_that_is_not_here_is_not_drained(job_name: str, group: str, reason: str) -> None:
-    answers, _ = drained(job_name, group)
+    answers, _, _ = drained(job_name, group)
     assert answers == [Refused(code="job", reason=reason)]
 
 

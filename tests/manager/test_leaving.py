@@ -20,7 +20,9 @@ from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import Checkpointer, LighthouseServer, checkpoints_in, load_checkpoint
 from torchft_ckpt.__main__ import main
+from torchft_ckpt.core.coordination.messages import GroupBroken
 from torchft_ckpt.errors import ConfigError, GroupLeftError, JobFinishedError
+from torchft_ckpt.manager.leaving import Leaving
 
 ASKED = signal.SIGUSR1
 
@@ -124,6 +126,46 @@ def test_after_the_deadline_the_main_thread_is_interrupted_wherever_it_is(lighth
     shutdown(replica)
 
 
+@pytest.mark.parametrize("learns", ["by the error of a call", "by should_leave"])
+def test_a_script_that_knows_is_not_interrupted_in_its_cleanup(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, learns: str
+) -> None:
+    """The group goes at its deadline; what it has in flight takes long to abort, so the interrupt comes late."""
+    replica = Replica(lighthouse, "group")
+    in_cleanup, was_interrupted = threading.Event(), threading.Event()
+    abort, interrupt = replica.manager._client._abort, Leaving._interrupt
+
+    def abort_late() -> None:
+        in_cleanup.wait(20)
+        abort()
+
+    def interrupt_and_say_so(leaving: Leaving) -> None:
+        interrupt(leaving)
+        was_interrupted.set()
+
+    monkeypatch.setattr(replica.manager._client, "_abort", abort_late)
+    monkeypatch.setattr(Leaving, "_interrupt", interrupt_and_say_so)
+    replica.manager.leave_on(ASKED, deadline=timedelta(seconds=0.3))
+    replica.step()
+    lighthouse.shutdown()
+    signal.raise_signal(ASKED)
+    if learns == "by should_leave":
+        wait_until(replica.manager.should_leave)
+    else:
+        with pytest.raises(GroupLeftError):
+            while True:
+                replica.step()
+    in_cleanup.set()
+    try:
+        wait_until(was_interrupted.is_set)
+        was_interrupted.clear()
+        replica.manager._leaving.heard(GroupBroken(reason="it left", has_left=True))
+        assert was_interrupted.is_set(), "the word of its own rank 0 comes late as well"
+    except GroupLeftError as error:
+        pytest.fail(f"the cleanup was broken off: {error}")
+    shutdown(replica)
+
+
 def test_all_ranks_of_a_group_leave_after_one_step_whichever_was_asked(lighthouse: LighthouseServer) -> None:
     store = hosted_store(0)
 
@@ -221,6 +263,31 @@ def test_what_cannot_be_used_is_refused_by_its_name(lighthouse: LighthouseServer
             one.manager.leave_on(ASKED)
 
     together([replica], elsewhere)
+    shutdown(replica)
+
+
+@pytest.mark.parametrize("asks", ["first signal", "second signal", "operator"])
+def test_each_signal_has_its_own_save_and_what_comes_from_outside_that_of_the_last(
+    lighthouse: LighthouseServer, asks: str
+) -> None:
+    other = signal.SIGUSR2
+    before = signal.getsignal(other)
+    replica = Replica(lighthouse, "group")
+    saved: list[str] = []
+    try:
+        replica.manager.leave_on(ASKED, lambda: saved.append("first"), timedelta(seconds=600))
+        replica.manager.leave_on(other, lambda: saved.append("last"))
+        replica.step()
+        if asks == "operator":
+            assert main(["drain", "group", "--lighthouse", lighthouse.address()]) == 0
+        else:
+            for number in [ASKED, other] if asks == "first signal" else [other, ASKED]:
+                signal.raise_signal(number)
+        replica.step()
+        assert replica.manager.should_leave()
+    finally:
+        signal.signal(other, before)
+    assert saved == ["first" if asks == "first signal" else "last"]
     shutdown(replica)
 
 

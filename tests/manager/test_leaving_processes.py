@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -124,6 +125,16 @@ def test_after_the_deadline_a_group_that_hangs_goes_as_it_is(tmp_path: Path, whe
         for rank in groups["group_0"]:
             assert rank.end(WITHIN_S) == 0, rank.log()
         assert time.monotonic() - asked_at >= 2.0
+        assert_lost_nothing(groups["group_1"], asked_at)
+
+
+def test_a_rank_whose_process_group_gets_the_signal_keeps_the_worker_that_loads_its_data(tmp_path: Path) -> None:
+    """As torchrun sends it. The worker is in a process group of its own, and does not keep the rank from its end."""
+    with job_of(tmp_path, pause_s=0.1, has_worker=True) as (job, _):
+        groups = start_groups(job, NAMES[:2], ranks=1)
+        asked_at = time.monotonic()
+        os.killpg(groups["group_0"][0].process.pid, signal.SIGTERM)
+        left_at(groups["group_0"])
         assert_lost_nothing(groups["group_1"], asked_at)
 
 

@@ -7,7 +7,8 @@ Options, beside those of `Job.start`: `storage` (where the save of a group that 
 `should_leave`; else it goes by the error of `start_quorum`, which nobody catches), `deadline_s`, `pause_s` (of a forward pass),
 `save_every` (steps; all groups save), `hangs_in` ("save"; or "loop", once there is a file `hang` in `control`), `outer` (inner
 steps of a round of DiLoCo), `handles` (SIGTERM; else the group leaves only when the operator asks for it), `logs_loss` (averages
-something between two steps).
+something between two steps), `has_worker` (a process of a DataLoader, which lives until this one ends; this rank then leads a
+process group, as one that torchrun has started).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from sharded.digest import digest_of
@@ -58,6 +61,8 @@ def main() -> None:
 
     if options.get("handles", True):
         manager.leave_on(signal.SIGTERM, save, timedelta(seconds=options.get("deadline_s", 25.0)))
+    if options.get("has_worker"):
+        os.setpgid(0, 0)
     report("ready", pid=os.getpid())
     loop: Any = contextlib.nullcontext()
     optimizer: Any = adamw
@@ -82,6 +87,15 @@ def main() -> None:
         transport.shutdown()
 
 
+def begin_worker(_: int) -> None:
+    os.setpgid(0, 0)
+
+
+def endless(loader: DataLoader[int]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
 def train(
     options: dict[str, Any],
     manager: Manager,
@@ -92,11 +106,14 @@ def train(
     rank: int,
     num_ranks: int,
 ) -> None:
+    data = endless(DataLoader(range(64), num_workers=1, persistent_workers=True, worker_init_fn=begin_worker))
     outer, save_every = options.get("outer", 0), options.get("save_every", 0)
     while not is_over(options, manager.current_step()):
         before = manager.statistics()
         optimizer.zero_grad()
         time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
+        if options.get("has_worker"):
+            next(data)
         inputs, targets = batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE)
         nn.functional.mse_loss(model(inputs), targets).backward()
         for param in model.parameters():

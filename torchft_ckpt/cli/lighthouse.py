@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import queue
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -106,9 +106,9 @@ def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
 def _run_lighthouse(options: argparse.Namespace) -> int:
     from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
 
-    stop, hurry = threading.Event(), threading.Event()
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event, it may be used in a handler
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
+        signal.signal(number, lambda number, _: signals.put(number))
     max_descriptors(_DESCRIPTORS)
     server = LighthouseServer(
         bind=options.bind,
@@ -120,13 +120,21 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
         allow_step_loss=options.allow_step_loss,
     )
     print(f"lighthouse at {server.address()}", flush=True)
-    stop.wait()
+    signals.get()
     until = time.monotonic() + _LEAVE_PATIENCE_S
-    hurry.wait(_SIGNALS_APART_S)
-    while server.groups_leaving() and time.monotonic() < until and not hurry.wait(0.05):
-        pass  # they are on their way out, and need its word
+    hurries = _comes_within(signals, _SIGNALS_APART_S)
+    while not hurries and server.groups_leaving() and time.monotonic() < until:
+        hurries = _comes_within(signals, 0.05)  # they are on their way out, and need its word
     server.shutdown()
     return 0
+
+
+def _comes_within(signals: queue.SimpleQueue[int], seconds: float) -> bool:
+    try:
+        signals.get(timeout=seconds)
+    except queue.Empty:
+        return False
+    return True
 
 
 def _run_status(options: argparse.Namespace) -> int:

@@ -47,6 +47,8 @@ class Leaving:
         self._owner = os.getpid()
         self._save: Callable[[], object] | None = None
         self._deadline_s = DEADLINE.total_seconds()
+        self._plans: dict[int, tuple[Callable[[], object] | None, float]] = {}
+        """By signal: what takes the place of the two above when it is the first that comes."""
         self._handlers: dict[int, Handler] = {}
         """By signal: what was there before."""
         self._signal: int | None = None
@@ -56,6 +58,7 @@ class Leaving:
         self._is_at_it = False
         """The training thread saves and leaves, or has done so."""
         self._is_done = False
+        """It has, or the script knows from this object that the group has left."""
         self._is_shut_down = False
         self._interrupts = False
         """The main thread is to be interrupted, wherever it is."""
@@ -80,12 +83,14 @@ class Leaving:
             raise ConfigError(f"deadline={deadline}: a positive duration was expected", "deadline")
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("leave_on has to be called on the main thread, where Python handles signals", "leave_on")
+        plan = self._plans[number] = save, deadline.total_seconds()  # before the handler, which may run at once
         try:
             before = signal.signal(number, self._handle)
         except (OSError, ValueError) as error:
             raise ConfigError(f"signal {number!r} cannot be handled: {error}", "leave_on") from error
         self._handlers.setdefault(number, before)
-        self._save, self._deadline_s = save, deadline.total_seconds()
+        if self._go_at is None:
+            self._save, self._deadline_s = plan
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The signal's handler: on the main thread, in the middle of anything, so it takes no lock and writes no log."""
@@ -98,12 +103,15 @@ class Leaving:
             return
         if self._interrupts:
             self._interrupts = False
-            if not self._is_done:
+            if not self._script_knows:
+                self._is_done = True
                 raise GroupLeftError("the time to leave is over", "leave_on")
             return
         is_first = self._signal is None
         if is_first:
             self._signal = number
+            if self._go_at is None:
+                self._save, self._deadline_s = self._plans[number]
             self._client.send(LeaveWish(reason=_name_of(number)))
             self._client.link.schedule(0.0, self._say_so)
             self._begin_countdown()
@@ -158,12 +166,20 @@ class Leaving:
             self._client.go(f"it goes as it is, {self._deadline_s:g} s after it was asked to leave")
         self._interrupt()
 
+    @property
+    def _script_knows(self) -> bool:
+        """Whether the script is on its way out: a second error would only break off its own cleanup."""
+        return self._is_done or self._client.has_told_main_thread
+
     def _interrupt(self) -> None:
-        """Raise a `GroupLeftError` on the main thread, which may wait for what never comes. Any other thread."""
+        """Raise a `GroupLeftError` on the main thread, which may wait for what never comes. Any other thread.
+
+        Nothing is raised where the script knows already, and once at most.
+        """
         with self._interrupting:
             number = next(iter(self._handlers), None)
             main = threading.main_thread().ident
-            if number is not None and main is not None and not self._is_done:
+            if number is not None and main is not None and not (self._script_knows or self._interrupts):
                 self._interrupts = True
                 signal.pthread_kill(main, number)
 
@@ -191,6 +207,8 @@ class Leaving:
     def _leaves_now(self) -> bool:
         if not self._is_at_it and self._client.view().is_leaving:
             self._leave()
+        elif not self._is_at_it and self._client.has_left:
+            self._is_done = True  # the answer says so; a `save` that asks is not at its end yet
         return self._is_at_it or self._client.has_left
 
     def check(self) -> None:
@@ -201,6 +219,7 @@ class Leaving:
         """
         if not self._client.may_begin() or self._client.has_left:
             self._leaves_now()
+            self._is_done = True
             raise GroupLeftError(
                 f"replica group {self._client.replica_id} has left its job: it begins no step any more",
                 self._client.replica_id,

@@ -987,6 +987,9 @@ class Manager:
 
         `python -m torchft_ckpt drain GROUP` asks for the same from outside, also where `leave_on` was not called.
 
+        Where it is called for several signals, `save` and `deadline` are those of the first signal that comes to this rank. Where
+        another rank or `drain` asked the group, they are those of the last call.
+
         Args:
             signal: as `signal.SIGTERM`. Further signals change nothing. A handler that was there is called too; that of Ctrl-C
                 from the second signal on.
@@ -995,7 +998,8 @@ class Manager:
                 A `Checkpointer.save` in it writes a whole checkpoint by this group alone; by all groups where all of them leave
                 after this step. What it raises is logged.
             deadline: so long after the signal the group goes as it is, whatever hangs: calls of this Manager then raise
-                `GroupLeftError`, and it is raised on the main thread, wherever that is.
+                `GroupLeftError`, and it is raised on the main thread, wherever that is in Python; not once more where a call has
+                raised it there.
 
         Raises:
             ConfigError: not on the main thread; the signal cannot be handled; the deadline is not positive.

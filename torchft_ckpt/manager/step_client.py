@@ -152,6 +152,8 @@ class StepClient:
         self._lost: LostTold | None = None
         """What was last told of the groups that contributed to a step."""
         self._fatal: CoordinationError | None = None
+        self.has_told_main_thread = False
+        """A method has raised a `GroupLeftError` on the main thread."""
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
         self._cleared: int | None = None
@@ -468,6 +470,8 @@ class StepClient:
 
     def _raise_if_fatal(self) -> None:
         if self._fatal is not None:
+            if self.has_left and threading.current_thread() is threading.main_thread():
+                self.has_told_main_thread = True
             raise self._fatal
 
     # ---------------------------------------------------------------------------------------------------- the step ends

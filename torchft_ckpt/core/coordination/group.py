@@ -575,6 +575,8 @@ class GroupState:
                 yield SendToRank(rank, message)
             if message.leaving:
                 yield from self._begin_no_step()
+        elif isinstance(message, LeaveWish):
+            self._wish = self._wish or LeaveWish(reason=clip(message.reason))
         elif isinstance(message, LetGo):
             for rank in range(self.world_size):
                 yield SendToRank(rank, message)

@@ -572,7 +572,9 @@ class LighthouseState:
     def _on_drain(self, drain: Drain, now: float) -> Iterator[Instruction]:
         for member in self.named(drain.replica_id):
             self._drained[member.replica_id] = "the operator asked for it"
-            yield from self._on_leave_wish(member, LeaveWish(reason="the operator asked for it"), now)
+            wish = LeaveWish(reason=self._drained[member.replica_id])
+            yield Send(member.connection, wish)
+            yield from self._on_leave_wish(member, wish, now)
 
     def named(self, group: str) -> list[Member]:
         """Return the members of a replica id, or of the group of that name."""

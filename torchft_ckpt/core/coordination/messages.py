@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -338,7 +338,8 @@ class LeaveWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The sender wants to leave, and to lose nothing by it: after the step that is open, or the next one.
 
     From a rank it is the wish of its group. The lighthouse answers by `leaving` in the group's next decision, or in the answer to
-    a request that would wait: only it knows whether the others count on this group.
+    a request that would wait: only it knows whether the others count on this group. The lighthouse sends it to a group after a
+    `Drain`: the group repeats it to a lighthouse that was restarted.
     """
 
     is_told: bool = False
@@ -853,6 +854,7 @@ FromLighthouse: TypeAlias = (
     | CommitDecided
     | QuorumBroken
     | CollectiveCleared
+    | LeaveWish
     | LetGo
     | LeavesWanted
     | ReplicasDiffer
