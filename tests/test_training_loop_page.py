@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
+from support.situations import SITUATIONS
 
 PAGE = Path(__file__).parent.parent / "docs/guides/training-loop.md"
-EXAMPLES = dict(re.findall(r"^##+ ([^\n]+)\n+```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+EXAMPLES = {
+    heading: (situation, code)
+    for heading, situation, code in re.findall(
+        r"^##+ ([^\n]+)\n+<!-- block: in ([\w-]+) -->\n```python\n(.*?)^```$",
+        PAGE.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+}
 NUM_BATCHES = 6
 NUM_STEPS = NUM_BATCHES - 1
 ROWS = 2
@@ -39,61 +42,14 @@ CHECKS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.fixture
-def names() -> Iterator[dict[str, Any]]:
-    """What the page takes for granted."""
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    torch.manual_seed(7)
-    model = nn.Linear(3, 3)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = Manager(
-        FakeProcessGroup(FakeFabric()),
-        lambda state: model.load_state_dict(state),
-        model.state_dict,
-        min_replica_size=1,
-        lighthouse_addr=lighthouse.address(),
-        replica_id="alone",
-        hostname="127.0.0.1",
-        timeout=timedelta(seconds=20),
-    )
-    num_losses, evaluated = 0, []
-
-    def loss(ddp: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        nonlocal num_losses
-        num_losses += 1
-        if num_losses == 3:
-            manager.report_error(RuntimeError("a group died"))
-        return ddp(batch).square().mean()
-
-    batches = [torch.randn(ROWS, 3) for _ in range(NUM_BATCHES)]
-    yield {
-        "torch": torch,
-        "manager": manager,
-        "model": model,
-        "at_first": model.weight.detach().clone(),
-        "ddp": DistributedDataParallel(manager, model),
-        "inner": inner,
-        "loss": loss,
-        "batches": batches,
-        "windows": [batches[:2], batches[2:4], batches[4:]],
-        "steps_per_epoch": 2,
-        "device": "cpu",
-        "evaluate": lambda _: evaluated.append(manager.current_step()),
-        "evaluated": evaluated,
-    }
-    manager.shutdown()
-    lighthouse.shutdown()
-
-
 @pytest.mark.parametrize("heading", CHECKS)
-def test_an_example_of_the_page_does_what_the_page_says(heading: str, names: dict[str, Any]) -> None:
-    code = EXAMPLES[heading]
-    if "optimizer" in code.replace("guard_optimizer", ""):
-        names["optimizer"] = Optimizer(names["manager"], names["inner"])
-    exec(compile(code, f"{PAGE.name}: {heading}", "exec"), names)  # noqa: S102 - our own page
-    num_steps = 2 if "windows" in code else NUM_STEPS
-    assert (names["manager"].current_step(), names["manager"].statistics().num_discarded) == (num_steps, 1)
-    assert CHECKS[heading](names)
+def test_an_example_of_the_page_does_what_the_page_says(heading: str) -> None:
+    situation, code = EXAMPLES[heading]
+    with SITUATIONS[situation]() as found:
+        names = found.names
+        exec(compile(code, f"{PAGE.name}: {heading}", "exec"), names)  # noqa: S102 - our own page
+        found.after(names)
+        assert CHECKS[heading](names)
 
 
 def test_each_example_of_the_page_is_run() -> None:

@@ -31,6 +31,7 @@ NOTES = {
     Category.RATE: """\
 Give a scheduler to the Manager, and write the loop that you know. [The training loop](guides/training-loop.md) says more.
 
+<!-- block: in open-step -->
 ```python
 scheduler = manager.scheduler(CosineAnnealingLR(optimizer, 1000))
 ...
@@ -40,6 +41,7 @@ scheduler.step()  # does nothing where the step was discarded
 
 One that steps otherwise you register with model and optimizer, and step it where a step has counted:
 
+<!-- block: in open-step -->
 ```python
 if optimizer.step() and manager.current_step() % 1000 == 0:
     scheduler.step()
@@ -47,6 +49,7 @@ if optimizer.step() and manager.current_step() % 1000 == 0:
     Category.WEIGHTS: """\
 Register averaged weights, and update them where a step has counted:
 
+<!-- block: in open-step -->
 ```python
 if optimizer.step():
     average.update_parameters(model)

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +27,12 @@ import torch
 from torch import nn
 
 from support.ports import reserved_port
-from torchft_ckpt import HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import Checkpointer, DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 from torchft_ckpt.coordination import LighthouseServer
+from torchft_ckpt.errors import GroupLeftError
 from torchft_ckpt.process_group import ProcessGroupDummy
+from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 from torchft_ckpt.testing.fake_transport import FakeNetwork
 
 REPO = Path(__file__).resolve().parents[2]
@@ -141,7 +145,7 @@ def _shut_down(names: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _training(num_steps: int = 2) -> Iterator[dict[str, Any]]:
+def _training(num_steps: int = 2, job: str | None = None) -> Iterator[dict[str, Any]]:
     """A Manager that has trained some steps, its model, and its wrapped optimizer."""
     names = _model_names()
     model = names["model"]
@@ -152,6 +156,7 @@ def _training(num_steps: int = 2) -> Iterator[dict[str, Any]]:
             names["state_dict"],
             min_replica_size=1,
             replica_id="group_0",
+            job=job,
             checkpoint_transport=HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1"),
         )
         optimizer = Optimizer(manager, names["adamw"])
@@ -208,8 +213,106 @@ def _open_step() -> Iterator[Situation]:
         names["optimizer"].zero_grad()
         names["loss"](names["model"](names["batch"])).backward()
         names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["adamw"], 1)
+        names["CosineAnnealingLR"] = torch.optim.lr_scheduler.CosineAnnealingLR
         names["average"] = torch.optim.swa_utils.AveragedModel(names["model"])
         yield Situation(names)
+
+
+@contextmanager
+def _six_batches(*, is_wrapped: bool) -> Iterator[Situation]:
+    """A group alone, and six batches; the third loss finds that a group has died, so its step is discarded."""
+    with _lighthouse() as address:
+        torch.manual_seed(7)
+        model = nn.Linear(3, 3)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager = Manager(
+            FakeProcessGroup(FakeFabric()),
+            lambda state: model.load_state_dict(state),
+            model.state_dict,
+            min_replica_size=1,
+            lighthouse_addr=address,
+            replica_id="alone",
+            hostname="127.0.0.1",
+            timeout=LIMIT,
+        )
+        num_losses, evaluated = 0, []
+
+        def loss(ddp: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            nonlocal num_losses
+            num_losses += 1
+            if num_losses == 3:
+                manager.report_error(RuntimeError("a group died"))
+            return ddp(batch).square().mean()
+
+        def after(names: dict[str, Any]) -> None:
+            num_steps = 2 if "window" in names else 5
+            assert (manager.current_step(), manager.statistics().num_discarded) == (num_steps, 1)
+
+        batches = [torch.randn(2, 3) for _ in range(6)]
+        names = {
+            "torch": torch,
+            "manager": manager,
+            "model": model,
+            "at_first": model.weight.detach().clone(),
+            "ddp": DistributedDataParallel(manager, model),
+            "inner": inner,
+            "loss": loss,
+            "batches": batches,
+            "windows": [batches[:2], batches[2:4], batches[4:]],
+            "steps_per_epoch": 2,
+            "device": "cpu",
+            "evaluate": lambda _: evaluated.append(manager.current_step()),
+            "evaluated": evaluated,
+        }
+        if is_wrapped:
+            names["optimizer"] = Optimizer(manager, inner)
+        try:
+            yield Situation(names, after=after)
+        finally:
+            manager.shutdown()
+
+
+SITUATIONS["loop-with-a-discarded-step"] = lambda: _six_batches(is_wrapped=True)
+SITUATIONS["unwrapped-loop-with-a-discarded-step"] = lambda: _six_batches(is_wrapped=False)
+
+
+@_situation
+def _group_that_is_told_to_leave() -> Iterator[Situation]:
+    """The only group; SIGTERM comes to it in its third step."""
+    with _training(0) as names, tempfile.TemporaryDirectory() as directory:
+        manager = names["manager"]
+        checkpointer = Checkpointer(directory, manager=manager)
+
+        def batch() -> torch.Tensor:
+            if manager.current_step() == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return torch.ones(3, 4)
+
+        def after(names: dict[str, Any]) -> None:
+            assert 3 <= manager.current_step() < names["steps"]
+            saved = [open_checkpoint(place) for place in find_checkpoints(directory)]
+            assert [(one.place.step, one.why_not_whole) for one in saved] == [(manager.current_step(), None)]
+
+        try:
+            yield Situation({**names, "batch": batch, "steps": 1000, "checkpointer": checkpointer}, after=after)
+        finally:
+            checkpointer.shutdown()
+
+
+@_situation
+def _group_to_drain() -> Iterator[Situation]:
+    """A group of the job NAME, between two steps."""
+    with _training(job="NAME") as names:
+
+        def after(_: dict[str, Any]) -> None:
+            latest = time.monotonic() + LIMIT.total_seconds()
+            with suppress(GroupLeftError):  # it left between the two calls
+                while not names["manager"].should_leave():
+                    assert time.monotonic() < latest, "it was not told to leave"
+                    names["train_one_step"]()
+
+        lighthouse = shell_environment(TORCHFT_LIGHTHOUSE=os.environ["TORCHFT_LIGHTHOUSE"])
+        yield Situation(replaced={"drain GROUP": "drain group_0"}, environment=lighthouse, after=after)
 
 
 @_situation
@@ -394,8 +497,6 @@ def _job_that_was() -> Iterator[Situation]:
 @_situation
 def _checkpoints() -> Iterator[Situation]:
     """A directory with a checkpoint of step 1000."""
-    from torchft_ckpt import Checkpointer
-
     with _workplace() as directory:
         checkpointer = Checkpointer(directory / "ckpt")
         checkpointer.save({"model": _model_names()["model"].state_dict()}, step=1000).result()
