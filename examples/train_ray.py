@@ -48,7 +48,7 @@ def digest_of(states: list[dict[str, Any]]) -> str:
         if isinstance(value, Tensor):
             hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
-            for key in value:
+            for key in sorted(value, key=str):
                 hasher.update(str(key).encode())
                 add(value[key])
         elif isinstance(value, list | tuple):

@@ -6,7 +6,6 @@
 TorchX reads the annotations of a component as values, and its docstring for `--help`.
 """
 
-import os
 import secrets
 from typing import Dict, Optional  # noqa: UP035  # what TorchX's own check of a component knows
 
@@ -50,9 +49,9 @@ def hsdp(
             "replicas",
         )
     shared = {
-        config.LIGHTHOUSE[-1]: next(filter(None, map(os.environ.get, config.LIGHTHOUSE)), "http://localhost:29510"),
+        config.LIGHTHOUSE[-1]: config.resolve(None, config.LIGHTHOUSE, "http://localhost:29510", str),
         # Else a lighthouse that saw the last run of this job would have the new one go on with that.
-        config.JOB[0]: os.environ.get(config.JOB[0]) or f"torchx-{secrets.token_hex(4)}",
+        config.JOB[0]: config.resolve(None, config.JOB, f"torchx-{secrets.token_hex(4)}", str),
         "NUM_REPLICA_GROUPS": str(replicas),
         **({} if gpu or h else {"CUDA_VISIBLE_DEVICES": ""}),
         **(env or {}),

@@ -52,7 +52,7 @@ PLACES = st.sampled_from(["", "host:1", "[::1]:65535", "127.0.0.1:29500"])
 SECONDS = st.floats(0, 1e9)
 DIGESTS = st.text("0123456789abcdef", max_size=32)
 VERSIONS = st.builds(StateVersion, step=COUNTS, quorum_id=COUNTS, epoch=TEXTS)
-NAMES = st.text(PRINTABLE, min_size=1, max_size=20)
+NAMES = st.text(PRINTABLE.filter(lambda one: not "\U000e0000" <= one <= "\U000e0fff"), min_size=1, max_size=20)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),

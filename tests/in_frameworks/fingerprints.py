@@ -26,7 +26,7 @@ def print_state(*, step: int, **states: Any) -> None:
 
 def digest(**states: Any) -> str:
     """Return a digest of all that `print_state` would print of these, for people who compare by eye."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(dict(_leaves("", states))).encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(dict(_leaves("", states)), sort_keys=True).encode())
 
 
 def _leaves(path: str, node: Any) -> Iterator[tuple[str, str]]:

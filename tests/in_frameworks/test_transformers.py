@@ -123,11 +123,12 @@ def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """All groups go on from a checkpoint of the Trainer's: weights, optimizer, schedule and data are those of before."""
     folder = tmp_path / "again"
     folder.mkdir()
-    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--steps=20", "--min-replicas=2") as job:
+    options = ["--steps=20", "--min-replicas=2"]
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", *options, min_replicas=2) as job:
         whole = [job.start(group) for group in range(2)]
         ends = [group.end() for group in whole]
     resume = f"--resume={tmp_path / 'checkpoints' / 'checkpoint-10'}"
-    with FrameworkJob(folder, SCRIPT, f"--folder={folder}", "--steps=20", "--min-replicas=2", resume) as job:
+    with FrameworkJob(folder, SCRIPT, f"--folder={folder}", *options, resume, min_replicas=2) as job:
         resumed = [job.start(group) for group in range(2)]
         ends += [group.end() for group in resumed]
 
@@ -140,7 +141,7 @@ def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
 def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> None:
     """Its epochs would end at other steps, or its training."""
     with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--min-replicas=2") as job:
-        job.start(0)
+        job.start(0).wait_for("verdict=discard")  # it is there first, so it is the other one that loads
         other = job.start(1, "--samples=50")
         ended = other.process.wait(timeout=120)
 

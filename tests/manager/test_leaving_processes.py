@@ -22,8 +22,8 @@ from torchft_ckpt.__main__ import main
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 TRAINER = {"trainer": "leaving_trainer.py", "pause_s": 0.03, "min_replica_size": 1}
 NAMES = ("group_0", "group_1", "group_2")
-WITHIN_S = 60.0
-LONG_S = 600.0
+WITHIN_S = 180.0
+"""A busy machine may need so long."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def start_groups(job: Job, names: Sequence[str] = NAMES, ranks: int = 2, **optio
 
 
 def in_step_of(num_groups: int, rank: Rank) -> None:
-    rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == num_groups)
+    rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == num_groups, WITHIN_S)
 
 
 def staying(groups: dict[str, list[Rank]], *leaving: str) -> list[Rank]:
@@ -63,7 +63,7 @@ def assert_lost_nothing(ranks: Sequence[Rank], since: float, ahead: int = 3) -> 
     """See that groups go on, and have discarded nothing."""
     newest = max(rank.steps()[-1]["step"] for rank in ranks)
     for rank in ranks:
-        rank.wait_for_step(newest + ahead)
+        rank.wait_for_step(newest + ahead, WITHIN_S)
     lost = [(rank.name, step) for rank in ranks for step in rank.steps(since) if not step["committed"]]
     assert not lost, f"{lost}\n{ranks[0].log()}"
 

@@ -175,6 +175,7 @@ class _ReplicaGroup(Strategy):
             Also as `Manager.start_quorum` and `Manager.should_commit`, and what Lightning's hooks and the optimizer raise.
         """
         assert self._average is not None
+        module: Any = model or self.lightning_module
         result, pause_s = closure(), 0.0
         self._average.take()
         while not self._vote():
@@ -189,9 +190,7 @@ class _ReplicaGroup(Strategy):
         self._average.forget()
         try:
             # Hooks, unscaling and clipping see the averages.
-            result = self.precision_plugin.optimizer_step(
-                optimizer, model=model or self.lightning_module, closure=lambda: result, **kwargs
-            )
+            result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
         except BaseException:
             self._manager.report_torn_state()
             raise
@@ -363,11 +362,13 @@ class _ReplicaGroup(Strategy):
     @property
     def is_global_zero(self) -> bool:
         """Whether this is the rank that writes checkpoints and logs for the job."""
-        return self._speaks and super().is_global_zero
+        strategy: Any = super()
+        return self._speaks and bool(strategy.is_global_zero)
 
     def _tell_rank_zero(self) -> None:
         """Loggers and messages of Lightning's ask a global variable."""
-        rank_zero_only.rank = 0 if self.is_global_zero else max(1, getattr(self, "global_rank", 0))
+        told: Any = rank_zero_only
+        told.rank = 0 if self.is_global_zero else max(1, getattr(self, "global_rank", 0))
 
     def _speak(self) -> None:
         self._speaks = True

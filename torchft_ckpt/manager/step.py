@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, QuorumFormed, Role
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
-from torchft_ckpt.errors import ConfigError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_ckpt.errors import ConfigError, GroupLeftError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
@@ -293,7 +293,11 @@ class Steps:
             raise NoQuorumError(
                 "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
             )
-        self._quorum.result()
+        try:
+            self._quorum.result()
+        except GroupLeftError:  # raised on the quorum's thread, and here for the script
+            self._client.tells_that_it_left()
+            raise
 
     def _run_quorum(self, prepared: Prepared, limit: timedelta) -> None:
         with record_function("torchft::manager::_client::_quorum"):

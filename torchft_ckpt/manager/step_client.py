@@ -470,9 +470,14 @@ class StepClient:
 
     def _raise_if_fatal(self) -> None:
         if self._fatal is not None:
-            if self.has_left and threading.current_thread() is threading.main_thread():
-                self.has_told_main_thread = True
+            if self.has_left:
+                self.tells_that_it_left()
             raise self._fatal
+
+    def tells_that_it_left(self) -> None:
+        """A `GroupLeftError` is raised on this thread."""
+        if threading.current_thread() is threading.main_thread():
+            self.has_told_main_thread = True
 
     # ---------------------------------------------------------------------------------------------------- the step ends
 
