@@ -26,7 +26,8 @@ for module in modules:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not module.startswith("torchft_ckpt.integrations.") or str(error.name).startswith("torchft_ckpt"):
+        needs_framework = module.startswith(("torchft_ckpt.integrations.", "torchft_ckpt.torchx"))
+        if not needs_framework or str(error.name).startswith("torchft_ckpt"):
             raise
         left_out.append(f"{module} (needs {error.name})")
 print(
