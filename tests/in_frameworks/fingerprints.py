@@ -9,6 +9,8 @@ in the state dicts: what differs has a name. Param groups of optimizers hold the
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +23,9 @@ MARK = "STATE "
 def print_state(*, step: int, **states: Any) -> None:
     """Print one line of the committed step and of all that is in the state dicts. A DTensor counts with what is on this rank."""
     line = {"step": step, "values": dict(_leaves("", states))}
-    print(MARK + json.dumps(line), flush=True)
+    sys.stdout.flush()
+    # In one call: `print` writes the end of the line apart, and the ranks of a group have one output.
+    os.write(sys.stdout.fileno(), (MARK + json.dumps(line) + "\n").encode())
 
 
 def digest(**states: Any) -> str:
