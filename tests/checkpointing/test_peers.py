@@ -237,6 +237,7 @@ def test_a_relay_ends_before_a_writer_has_the_lock(scene, relaying):
     assert raised.value.code == 412
 
 
+@pytest.mark.slow
 def test_a_relay_ends_with_withdraw_and_with_shutdown(scene):
     for end in (HTTPTransport.withdraw_checkpoint, HTTPTransport.shutdown):
         destinations = scene.serve(2)

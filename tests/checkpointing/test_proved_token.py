@@ -242,6 +242,7 @@ def test_tensors_are_had_in_parts_alone_where_the_token_is_proved(source: HTTPTr
     connection.release()
 
 
+@pytest.mark.slow
 def test_a_server_that_counts_requests_is_waited_for(source: HTTPTransport[Any]) -> None:
     """Its limits refuse before a proof is looked at: that answer is not proved, and means only that it is to be asked again."""
     waits: list[int] = []

@@ -152,6 +152,7 @@ def test_a_connection_is_closed_when_the_body_of_a_request_does_not_come():
         assert ended(sock)
 
 
+@pytest.mark.slow
 def test_a_body_that_comes_in_pieces_is_waited_for_and_its_answer_is_not_held_to_a_time():
     post = f"POST {PATH.replace('manifest', 'parts')} HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\n".encode()
     with serving(head_timeout_s=4 * SHORT_S) as source, connected(source) as sock:
@@ -193,6 +194,7 @@ def test_an_answer_that_is_read_slowly_arrives_whole(tls):
     assert len(json.loads(body)["tree"]) > 0
 
 
+@pytest.mark.slow
 def test_a_manifest_that_is_read_slowly_is_not_given_up():
     """The system passes on that there is room only where there is room for much of what it holds: megabytes."""
     with serving({"text": "x" * (64 << 20)}, head_timeout_s=SHORT_S) as source, connected(source) as sock:

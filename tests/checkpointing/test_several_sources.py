@@ -341,6 +341,7 @@ def test_where_all_are_bad_the_error_names_each(scene):
     assert type(raised.value) is (SourceLostError if places[0] < places[1] else SourceRefusedError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "kind"), [(cut, SourceLostError), (refuse, SourceRefusedError), (hang, TransferStalledError)]
 )

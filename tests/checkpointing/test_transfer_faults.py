@@ -78,6 +78,7 @@ def test_through_a_proxy_that_does_nothing_the_state_arrives(destination, proxy)
     assert differences(receive(destination, proxy.url), STATE) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("byte", [0, 20, 500])
 def test_a_connection_that_is_cut_before_it_brought_anything_is_a_lost_source(destination, proxy, byte):
     proxy.fault = faulty_proxy.cut_after(byte)
@@ -341,6 +342,7 @@ def test_several_destinations_receive_the_same_state_at_once(source):
         destination.shutdown()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_after_good_and_bad_receives():
     def once() -> None:
         source, patient = make_transport(), make_transport(num_chunks=3)

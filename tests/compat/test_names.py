@@ -60,6 +60,7 @@ def test_what_torchfts_example_scripts_import_is_here() -> None:
     assert isinstance(ProcessGroupXCCL, Absent)
 
 
+@pytest.mark.slow
 def test_submodules_are_attributes_of_a_package_that_was_only_imported() -> None:
     program = (
         "import torchft_ckpt as torchft\n"

@@ -84,6 +84,7 @@ def job(lighthouse: LighthouseServer) -> Iterator[Job]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_who_calls_from_an_address_with_many_others_is_answered_late_and_not_refused(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

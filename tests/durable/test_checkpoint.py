@@ -436,6 +436,7 @@ def manifest_of(
     )
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_a_thousand_ranks_is_seen_to_be_whole() -> None:
     shapes = {f"layer.{number}": (1000, 64) for number in range(20)}
     parts = []

@@ -216,6 +216,7 @@ def killed_at(topic: str, member: Member, *, says_it: bool = False) -> None:
     own.publish = dies  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topic", ["start", "manifests", "word", "readers", "decision"])
 @pytest.mark.parametrize("says_it", [False, True])
 def test_where_the_first_member_dies_before_it_has_decided_nobody_begins(
@@ -365,6 +366,7 @@ def test_a_first_member_that_dies_is_missed_though_somebody_listens_at_its_addre
     assert isinstance(outcome, SourceLostError) and "member 0, which leads the cold start, is gone" in str(outcome)
 
 
+@pytest.mark.slow
 def test_a_first_member_whose_address_refuses_leads_as_any(job_of: Callable[..., Job]) -> None:
     """The others read by themselves what it does not serve."""
     job = job_of(2, patience=SHORT)
@@ -387,6 +389,7 @@ def test_a_first_member_whose_address_refuses_leads_as_any(job_of: Callable[...,
         member.check(STATE)
 
 
+@pytest.mark.slow
 def test_a_first_member_that_comes_much_later_is_waited_for_until_it_has_decided(
     job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +422,7 @@ def test_a_first_member_that_never_comes_leads_nobody(job_of: Callable[..., Job]
     job.members[1].check(STATE)  # it read by itself, and does not know whether the others did
 
 
+@pytest.mark.slow
 def test_a_member_that_is_not_led_in_time_reads_by_itself_and_goes_on_where_all_read_the_same(
     job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -239,6 +239,7 @@ def deep(inner: bytes, level: bytes, depth: int) -> bytes:
     return b"\x80\x04" + inner * depth + b"N" + level * depth + b"."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [

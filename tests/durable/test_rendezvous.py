@@ -129,6 +129,7 @@ def test_a_first_member_that_lives_is_waited_for_however_long_one_did_not_look(
     assert not Rendezvous(KeyValueStore(store), 1, 2, 30.0).is_gone(0), "this one looks for the first time"
 
 
+@pytest.mark.slow
 def test_a_first_member_that_has_failed_is_not_waited_for(store: TCPStore) -> None:
     leader, other = (Rendezvous(KeyValueStore(store), number, 2, 600.0) for number in range(2))
     leader.start_leading()
@@ -179,6 +180,7 @@ def test_a_word_that_cannot_be_read_is_as_if_it_were_not_said(store: TCPStore) -
     assert {member: word.word for member, word in members[0].collect("topic", decode, range(4)).items()} == {1: "yes"}
 
 
+@pytest.mark.slow
 def test_who_listens_no_more_is_not_waited_for(store: TCPStore) -> None:
     member = Rendezvous(KeyValueStore(store), 0, 2, 600.0)
     with reserved_port() as port:

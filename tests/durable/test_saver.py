@@ -197,6 +197,7 @@ def test_who_only_waits_for_others_leaves_and_frees_its_copies() -> None:
     assert all(worker._state.snapshot.closed for worker in story.workers.values())
 
 
+@pytest.mark.slow
 def test_whenever_they_leave_the_last_writer_closes_the_checkpoint() -> None:
     for seed in range(60):
         dice = random.Random(seed)
@@ -209,6 +210,7 @@ def test_whenever_they_leave_the_last_writer_closes_the_checkpoint() -> None:
         assert newest_step(story.disk) == 120
 
 
+@pytest.mark.slow
 def test_who_leaves_while_one_has_died_leaves_the_hole_to_those_who_stay() -> None:
     for seed in range(30):
         dice = random.Random(seed)
@@ -345,6 +347,7 @@ def test_tensors_of_an_adapter_that_says_who_holds_them_are_on_disk_once(
         assert torch.equal(bits_of(want.target), bits_of(full[want.name])), want.name
 
 
+@pytest.mark.slow
 def test_where_ranks_differ_in_what_they_know_of_holders_the_hole_is_found_and_named(tmp_path: Path) -> None:
     """An adapter must not do that: the ranks divide the save in different ways, and nobody has staged what is missing."""
     knows = SpmdLayout((2, 1), 2, places=((0, 2), (1, 3)))

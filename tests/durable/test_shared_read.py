@@ -254,6 +254,7 @@ def test_a_member_that_never_comes_is_left_out(tmp_path: Path, job_of: Callable[
     assert members[2].num_members == 1
 
 
+@pytest.mark.slow
 def test_a_member_that_dies_before_it_reads_costs_its_share(
     tmp_path: Path, job_of: Callable[[int], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -446,6 +447,7 @@ def test_shares_cover_what_is_wanted_once_and_are_read_by_who_can(tmp_path: Path
     assert [len(of_member) for of_member in shares] == [0, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_member_that_stands_still_is_not_waited_for_without_end(
     tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -505,6 +507,7 @@ def test_a_member_leaves_only_when_the_others_have_what_it_serves(
         assert member.num_read < 0.6 * num_bytes_of(state)
 
 
+@pytest.mark.slow
 def test_a_part_that_only_a_dead_member_could_read_is_a_named_error(
     tmp_path: Path, job_of: Callable[[int], Job]
 ) -> None:
@@ -525,6 +528,7 @@ def test_a_part_that_only_a_dead_member_could_read_is_a_named_error(
     job.do(acts)
 
 
+@pytest.mark.slow
 def test_what_only_a_member_could_read_that_has_died_since_it_came_does_not_count(
     tmp_path: Path, job_of: Callable[[int], Job]
 ) -> None:
@@ -577,6 +581,7 @@ def test_members_with_a_token_read_each_byte_once_too_and_show_it_to_nobody(
     assert shown == []
 
 
+@pytest.mark.slow
 def test_what_was_said_at_an_earlier_start_of_the_same_name_counts_for_nothing(
     tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

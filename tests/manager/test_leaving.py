@@ -91,6 +91,7 @@ def test_a_group_that_has_left_is_not_the_jobs_end(lighthouse: LighthouseServer)
     shutdown(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["raises", "fails later", "hangs"])
 def test_a_save_that_goes_wrong_keeps_nobody(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture, what: str

@@ -230,6 +230,7 @@ def test_steps_discarded_for_one_cause_are_warned_of_once_in_a_row(
     shutdown(replica)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_quorum_says_what_for_and_how_long(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +351,7 @@ def test_named_tuples_and_enums_heal_by_the_classes_of_the_state_that_is_here() 
     server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_moved_is_refused_by_its_path_when_the_job_starts() -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     replicas = [Replica(server, name, state_dict=lambda: {"odd": object()}, min_replica_size=2) for name in ("a", "b")]
@@ -410,6 +412,7 @@ def test_closures_are_refused(lighthouse: LighthouseServer) -> None:
     shutdown(replica)
 
 
+@pytest.mark.slow
 def test_a_job_never_starts_over_when_its_newest_state_is_gone(lighthouse: LighthouseServer) -> None:
     first = Replica(lighthouse, "group")
     for _ in range(4):

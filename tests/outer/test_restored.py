@@ -249,6 +249,7 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["streaming", "local_sgd"])
 def test_shards_are_restored_as_whole_parameters_are(tmp_path: Path, mesh: DeviceMesh, kind: str) -> None:
     saved = save_in_the_middle_of_a_round(tmp_path, kind=kind, mesh=mesh)
@@ -314,6 +315,7 @@ def told_that_others_hold(step: int) -> ColdStartGroup:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "functions", "unfreezes"),
     [("diloco", "none", False), ("diloco", "before", False), ("local_sgd", "none", True)],

@@ -339,6 +339,7 @@ def hostile_bodies() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["parts", "parts/digests"])
 def test_hostile_requests_for_parts_are_refused_and_the_server_lives(path):
     state = {"a": torch.arange(6.0).view(2, 3)}

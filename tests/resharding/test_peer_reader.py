@@ -283,6 +283,7 @@ def test_a_reader_that_takes_nothing_does_not_freeze_what_others_get(
         assert int(saved.metadata()["torchft_ckpt.step"]) >= present
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_gives_back_when_it_is_used_again_and_when_it_is_gone(job: RunningJob) -> None:
     reader = PeerReader(job.urls, timeout=LIMIT)
     reader.read_metadata()

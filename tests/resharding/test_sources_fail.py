@@ -224,6 +224,7 @@ def stall_of(name: str) -> float:
     return 2.0 if FAULTS[name][1] is TransferStalledError else 60.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_is_made_up_for_by_another_group(name):
     change, _ = FAULTS[name]
@@ -235,6 +236,7 @@ def test_a_rank_that_fails_is_made_up_for_by_another_group(name):
     assert whose({**receiver.local, "optim": received["optim"]}) == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_and_that_nobody_makes_up_for_is_a_named_error(name, in_place):
@@ -403,6 +405,7 @@ def test_parts_that_another_group_forges_do_not_count():
     assert whose(state) == {0}
 
 
+@pytest.mark.slow
 def test_nothing_of_a_part_that_another_group_sent_is_left_where_it_does_not_count(monkeypatch):
     """It may be forged, and what is received next into this memory looks there for what it need not fetch."""
     marker = bytes(range(1, 17))
