@@ -115,7 +115,7 @@ signal.signal(signal.SIGTERM, leave)
 life = Path({str(tmp_path)!r}) / (os.environ["REPLICA_GROUP_ID"] + os.environ["RANK"])
 with life.open("x") as file:
     file.write(f"{{os.getpid()}} {{os.getppid()}} ")
-while not has_left.exists():
+while {is_asked != "a rank"} or not has_left.exists():
     time.sleep(0.01)
 """
     )
