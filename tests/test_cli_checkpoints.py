@@ -356,6 +356,7 @@ def test_verify_notices_every_bit_of_what_was_saved(root: Path, capsys: Capture)
     assert run(capsys, "verify", directory, "--quiet") == (0, "", "")
 
 
+@pytest.mark.slow
 def test_verify_tells_of_every_bit_of_the_metadata(root: Path, capsys: Capture) -> None:
     """Some mean nothing: the sum of these is no more than a note."""
     path = directory_of(root, 20) / ".metadata"

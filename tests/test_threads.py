@@ -64,6 +64,7 @@ def test_an_interrupt_is_not_taken_for_an_error_of_the_work() -> None:
         parallel_map(both, range(2), 2)
 
 
+@pytest.mark.slow
 def test_what_the_garbage_collector_drops_meanwhile_may_start_a_thread_to_end_itself() -> None:
     """A process group that is dropped does so, wherever the collector happens to run."""
     started = []

@@ -42,6 +42,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", CHECKS)
 def test_an_example_of_the_page_does_what_the_page_says(heading: str) -> None:
     situation, code = EXAMPLES[heading]

@@ -45,6 +45,7 @@ def test_touching_changes_nothing_that_is_there(system):
     assert bytes(buffer) == b"\3" * len(buffer)
 
 
+@pytest.mark.slow
 @linux
 def test_memory_is_backed_once_it_is_touched_not_before_and_goes_with_the_last_tensor():
     before = resident_bytes()

@@ -180,6 +180,7 @@ def large_state() -> dict[str, str]:
     return {"text": "x" * 12_000_000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
 def test_an_answer_that_is_read_slowly_arrives_whole(tls):
     authority = trustme.CA()
@@ -344,6 +345,7 @@ def ask_until_refused(link: SourceConnection, most: int = 500) -> tuple[str, str
     return f"no refusal in {most} answers", ""
 
 
+@pytest.mark.slow
 def test_who_asks_too_often_is_refused_until_it_has_waited():
     with serving(max_requests_per_s=5) as source, receiver(source) as link:
         refused = ask_until_refused(link)

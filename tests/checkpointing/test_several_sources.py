@@ -188,6 +188,7 @@ def test_a_source_that_is_named_twice_is_asked_once(scene):
     assert [path.partition("?")[0] for path in gate.paths].count(f"/v1/checkpoint/{STEP}/manifest") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("loss", [cut, hang, refuse, flip])
 def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(scene, loss, lost, monkeypatch):

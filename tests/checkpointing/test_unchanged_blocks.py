@@ -122,6 +122,7 @@ def test_where_nothing_is_equal_all_is_sent_and_little_is_asked_before(scene, in
     assert len(digests) <= 1 and all(path.count(",") < 20 for path in digests)
 
 
+@pytest.mark.slow
 @both_ways
 def test_one_small_tensor_that_changed_among_many_costs_its_neighbourhood(scene, in_place):
     """64 bytes each, 64 to a block, 32 blocks."""

@@ -506,6 +506,7 @@ def test_where_the_others_cannot_train_without_it_a_joiner_is_waited_for_whateve
     assert a.outcomes[-1] is Outcome.COMMIT and job.lighthouse._joining._allowance.purse_s(job.now) == before
 
 
+@pytest.mark.slow
 def test_five_beyond_the_limit_cost_the_others_nothing_after_their_first_attempts():
     job, a, b = trained(limit_s=10.0)
     joiners = [job.join(f"j{number}") for number in range(5)]

@@ -28,6 +28,7 @@ class Branches(nn.Module):
         return self.branches[number](batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
 def test_a_group_that_comes_later_ends_bit_equal_to_groups_that_each_use_other_branches(wrap: Any) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)

@@ -278,6 +278,7 @@ def test_whatever_stops_the_first_member_the_others_hear_of_it_at_once(
     assert time.monotonic() - started_at < PATIENCE.total_seconds() / 2
 
 
+@pytest.mark.slow
 def test_where_the_first_member_stops_between_the_plan_and_its_reading_the_others_hear_of_it_at_once(
     job_of: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +304,7 @@ def test_where_the_first_member_stops_between_the_plan_and_its_reading_the_other
     assert time.monotonic() - started_at < PATIENCE.total_seconds() / 2
 
 
+@pytest.mark.slow
 def test_a_first_member_that_gives_up_between_two_attempts_says_so(job_of: Callable[..., Job]) -> None:
     job = job_of(2, patience=SHORT)
     attempts = job.members[0].cold_start.attempts()
@@ -341,6 +343,7 @@ def test_a_reason_that_utf8_has_not_reaches_the_others(
     assert isinstance(outcomes[1], SourceLostError) and "no such file: /data/?" in str(outcomes[1])
 
 
+@pytest.mark.slow
 def test_a_first_member_that_dies_is_missed_though_somebody_listens_at_its_address(job_of: Callable[..., Job]) -> None:
     """As its own restart does where ports are fixed."""
     job = job_of(2, patience=SHORT)
@@ -413,6 +416,7 @@ def test_a_first_member_that_comes_much_later_is_waited_for_until_it_has_decided
     assert outcomes_of(job, act) == [NAME.step] * 2
 
 
+@pytest.mark.slow
 def test_a_first_member_that_never_comes_leads_nobody(job_of: Callable[..., Job]) -> None:
     job = job_of(2, patience=timedelta(seconds=0.2), timeout=timedelta(seconds=0.5))
     with pytest.raises(
@@ -446,6 +450,7 @@ def test_a_member_that_is_not_led_in_time_reads_by_itself_and_goes_on_where_all_
     assert "member 1 looks for a checkpoint by itself" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_late_member_goes_on_with_what_the_others_have_read_or_not_at_all(
     job_of: Callable[..., Job], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -460,6 +465,7 @@ def test_a_late_member_goes_on_with_what_the_others_have_read_or_not_at_all(
         job.members[3].reads()
 
 
+@pytest.mark.slow
 def test_a_member_that_comes_late_to_a_start_where_there_was_nothing_finds_nothing(tmp_path: Path) -> None:
     job = Job(2)
     first, late = job.starts(lambda _: [storage_in(tmp_path)], patience=SHORT)
@@ -473,6 +479,7 @@ def test_a_member_that_comes_late_to_a_start_where_there_was_nothing_finds_nothi
     job.close()
 
 
+@pytest.mark.slow
 def test_a_late_member_that_finds_nothing_does_not_begin_where_the_first_one_failed_otherwise(
     tmp_path: Path, job_of: Callable[..., Job]
 ) -> None:
@@ -493,6 +500,7 @@ def test_a_late_member_that_finds_nothing_does_not_begin_where_the_first_one_fai
     job.close()
 
 
+@pytest.mark.slow
 def test_a_late_member_that_finds_nothing_begins_with_nothing_where_nobody_found_anything(tmp_path: Path) -> None:
     job = Job(2)
     first, late = job.starts(lambda _: [storage_in(tmp_path)], patience=SHORT)
@@ -518,12 +526,14 @@ def test_where_no_storage_can_be_listed_that_is_not_taken_for_an_empty_one(
     job.close()
 
 
+@pytest.mark.slow
 def test_a_member_that_dies_before_its_report_is_not_waited_for(job_of: Callable[..., Job]) -> None:
     job = job_of(3)
     killed_at("report", job.members[2])
     assert outcomes_of(job)[:2] == [NAME.step] * 2
 
 
+@pytest.mark.slow
 def test_a_member_that_sees_nothing_is_given_all_by_the_others(tmp_path: Path, job_of: Callable[..., Job]) -> None:
     job_of(1)
     job = Job(3)
@@ -535,6 +545,7 @@ def test_a_member_that_sees_nothing_is_given_all_by_the_others(tmp_path: Path, j
     job.close()
 
 
+@pytest.mark.slow
 def test_damage_that_one_member_alone_finds_sends_all_of_them_back(job_of: Callable[..., Job]) -> None:
     job = job_of(3)
 
@@ -546,6 +557,7 @@ def test_damage_that_one_member_alone_finds_sends_all_of_them_back(job_of: Calla
     assert outcomes_of(job, lambda member: member.reads(fill)) == [OLDER.step] * 3
 
 
+@pytest.mark.slow
 def test_damage_that_is_found_when_the_others_wait_no_longer_is_an_error(job_of: Callable[..., Job]) -> None:
     job = job_of(2, patience=timedelta(seconds=0.5))
     others_go_on = threading.Event()
@@ -565,6 +577,7 @@ def test_damage_that_is_found_when_the_others_wait_no_longer_is_an_error(job_of:
     assert isinstance(second, CheckpointDamagedError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "word",
     [

@@ -211,6 +211,7 @@ def test_a_step_that_is_asked_for_is_found_however_many_are_newer(
     assert [member.step for member in members] == [101, 101]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_gone_with_its_host_takes_the_newest_step_with_it(
     tmp_path: Path, job_of: Callable[[int], Job]
 ) -> None:
@@ -239,6 +240,7 @@ def test_where_there_is_nothing_all_are_told(tmp_path: Path, job_of: Callable[[i
     assert all("no whole checkpoint over 2 members together" in str(message) for message in job.do(fails))
 
 
+@pytest.mark.slow
 def test_a_member_that_never_comes_is_left_out(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
     state = state_of()
     double = save(tmp_path, state)
@@ -346,6 +348,7 @@ def test_a_member_whose_storage_fails_says_so_and_the_others_read_what_it_should
         member.check(state)
 
 
+@pytest.mark.slow
 def test_a_damaged_piece_is_nobodys_state(tmp_path: Path, job_of: Callable[[int], Job]) -> None:
     state = state_of()
     double = save(tmp_path, state)
@@ -475,6 +478,7 @@ def test_a_member_that_stands_still_is_not_waited_for_without_end(
         member.check(state)
 
 
+@pytest.mark.slow
 def test_a_member_leaves_only_when_the_others_have_what_it_serves(
     tmp_path: Path, job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

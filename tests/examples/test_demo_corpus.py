@@ -39,5 +39,6 @@ def test_a_folder_without_python_source_is_named(tmp_path: Path) -> None:
         corpus.read_standard_library(tmp_path)
 
 
+@pytest.mark.slow
 def test_this_machine_has_megabytes_of_text() -> None:
     assert len(corpus.read_standard_library(max_bytes=2_000_000)) >= 2_000_000

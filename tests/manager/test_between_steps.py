@@ -72,6 +72,7 @@ def test_a_metric_of_a_discarded_step_is_right_or_says_that_it_is_not(pair: list
     assert together(pair, Replica.step) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_group_that_goes_on_without_it_ends_it_for_the_others_and_the_next_step_counts(pair: list[Replica]) -> None:
     a, _ = pair
     together(pair, Replica.step)
@@ -167,6 +168,7 @@ def test_what_was_averaged_is_judged_as_it_was_when_the_next_step_began(pair: li
     assert together(pair, average_and_go_on) == [True, True]
 
 
+@pytest.mark.slow
 def test_groups_have_the_part_in_it_that_they_had_in_the_step_whatever_became_of_their_state(
     pair: list[Replica],
 ) -> None:

@@ -324,6 +324,7 @@ def test_where_the_only_source_dies_there_is_nothing_to_be_had(
     assert joiner.bits() == before
 
 
+@pytest.mark.slow
 def test_a_state_that_nobody_gives_ends_with_the_limit(
     lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +563,7 @@ def test_both_ranks_of_a_group_come_to_one_version_though_the_source_went_on_bet
     assert [joiner.bits() for joiner in joiners] == [source.bits() for source in sources]
 
 
+@pytest.mark.slow
 def test_no_rank_is_done_before_the_other_holds_the_state(
     lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
     server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("use_async_quorum", [False, True])
 def test_a_group_that_heals_meanwhile_gets_the_weights_of_the_step_or_waits_for_the_next(

@@ -244,6 +244,7 @@ def test_a_comparison_that_takes_long_goes_on_beside_the_forward_pass(
     assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
 
 
+@pytest.mark.slow
 def test_what_differs_beside_the_forward_pass_is_loaded_there_named_and_compared_again(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_job_that_begins_anew_after_it_takes_the_steps_that_it_always_took(sta
     assert a.manager.statistics().num_discarded == b.manager.statistics().num_discarded == 0
 
 
+@pytest.mark.slow
 def test_who_comes_to_a_running_job_learns_its_step_and_disturbs_nobody(start: Callable[..., Rank]) -> None:
     a, b = start("a"), start("b")
     for _ in range(2):

@@ -116,6 +116,7 @@ def test_the_job_goes_on_where_a_group_that_has_finished_begins_another_step(lig
     shutdown(replica, late)
 
 
+@pytest.mark.slow
 def test_a_lighthouse_that_is_gone_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     replica = Replica(server, "group", connect_timeout=timedelta(seconds=1))

@@ -111,6 +111,7 @@ def test_groups_that_begin_together_do_not_warm_up() -> None:
     server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_a_state_that_takes_longer_than_the_join_budget_to_load_joins_at_its_first_attempt(
     use_async_quorum: bool,

@@ -370,6 +370,7 @@ def test_a_state_that_cannot_be_moved_is_refused_by_its_path_when_the_job_starts
     server.shutdown()
 
 
+@pytest.mark.slow
 def test_collectives_of_an_abandoned_step_do_not_end_in_the_next() -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     with ThreadPoolExecutor(2) as pool:

@@ -73,6 +73,7 @@ def test_plain_and_quantised_gradients_of_a_step_are_averaged_together(make: Cal
     assert [g[0].item() for g in gradients[0]] == pytest.approx([127.0 * (i + 0.5) for i in range(5)], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_spare_adds_zeros_and_gets_the_same_bits(make: Callable[..., list[Replica]]) -> None:
     replicas = make(3, min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
     gradients = [[torch.linspace(-1, 1, 700)] for _ in range(3)]
@@ -95,6 +96,7 @@ def test_a_group_that_aborts_discards_the_step_and_the_next_one_counts(make: Cal
     assert together(replicas, step) == [[False, True]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "choice", "op", "said"),
     [

@@ -108,6 +108,7 @@ def test_a_rank_finds_rank_0_of_its_group_and_groups_meet_at_a_store_that_rank_0
     del launcher
 
 
+@pytest.mark.slow
 def test_the_ranks_of_two_groups_at_one_port_do_not_mix(port: int) -> None:
     rank_0 = launch("g0")
     with closing(announces(rank_0)):
@@ -163,6 +164,7 @@ def test_ranks_find_each_other_where_their_launchers_have_counted_different_rest
     del launcher
 
 
+@pytest.mark.slow
 def test_each_run_of_a_launcher_is_a_group_of_its_own(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = hosted_store(port)  # of two runs: torchrun's agents share one where they name one endpoint
     with ExitStack() as living:
@@ -191,6 +193,7 @@ def test_the_script_may_use_the_port_for_a_process_group_of_its_own(port: int, f
         assert rank_0_found_by(launch("group", 1)) == rank_0.replica_id
 
 
+@pytest.mark.slow
 def test_rank_0_that_does_not_come_is_named(port: int) -> None:
     launcher = hosted_store(port)
     with pytest.raises(

@@ -86,6 +86,7 @@ def group(lighthouse: LighthouseServer, name: str, store: TCPStore, transports: 
     return together([0, 1], rank)  # type: ignore[list-item, arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["late", "fails", "fails twice"])
 def test_ranks_are_at_one_step_in_each_iteration_although_one_is_slow_or_gets_no_state(
     lighthouse: LighthouseServer, use: str

@@ -165,6 +165,7 @@ def test_an_argument_that_cannot_be_used_is_refused() -> None:
             Replica("127.0.0.1:1", "a", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holds_lock", [True, False])
 def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, holds_lock: bool

@@ -117,6 +117,7 @@ def test_abort_leaves_other_connections_of_the_process_alone(gloo_ring: Callable
     assert len(received) > 0
 
 
+@pytest.mark.slow
 @linux_only
 def test_fifty_configures_leave_no_thread_and_no_descriptor(gloo_ring: Callable[[int], Ring]) -> None:
     ring = gloo_ring(2)

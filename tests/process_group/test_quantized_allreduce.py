@@ -174,6 +174,7 @@ def test_a_parameter_can_be_reduced(three_fakes: Ring) -> None:
     assert [parameter.tolist() for parameter in parameters] == [[1.0] * 3] * 3
 
 
+@pytest.mark.slow
 @both
 def test_who_gives_zeros_adds_no_error_and_is_not_in_the_divisor(
     make_ring: Callable[[int], Ring], codec: Codec

@@ -298,6 +298,7 @@ def test_a_reader_that_takes_nothing_gives_back_when_it_is_used_again_and_when_i
     assert nothing_is_kept(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [{"model": {"v": torch.zeros(1)}}, {"model": {"w": torch.zeros(7, 5)}}])
 def test_a_load_that_dcps_planner_refuses_keeps_nothing_at_the_ranks(job: RunningJob, state: dict[str, Any]) -> None:
     with contextlib.suppress(CheckpointException):

@@ -267,6 +267,7 @@ def test_fetches_that_fail_again_and_again_leave_nothing_behind():
                 receiver.fetch([[primary.urls[0], lying.url]], timedelta(seconds=20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cut in the middle, each time", "stalls in the middle", "another bit", "gone"])
 def test_a_rank_that_fails_on_several_connections_is_made_up_for_by_another_group(name):
     change, _ = FAULTS[name]
@@ -488,6 +489,7 @@ def test_a_step_that_is_never_served_is_an_error_at_the_deadline():
     silent.shutdown()
 
 
+@pytest.mark.slow
 def test_a_source_that_drips_is_an_error_at_the_deadline():
     def drip(reply: Reply) -> None:
         reply.send(100)
