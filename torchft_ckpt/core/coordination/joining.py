@@ -109,6 +109,11 @@ class Joining:
         if limit_s != self._allowance.limit_s:
             self._allowance.set_limit(limit_s, now)
 
+    @property
+    def usual_s(self) -> float:
+        """How long a step takes that nobody joins; 0: not known yet."""
+        return self._usual_s
+
     def why_out(self, member: Member, budget_s: float, now: float) -> str:
         """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""
         backoff = self._backoff.get(group_name(member.replica_id))
