@@ -133,6 +133,9 @@ class Manager:
             when; None: there is no limit. Where groups differ the least holds.
         warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
             leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
+        follow: where this group is behind, needs longer than a step to receive the state, and a part of that stays as it is
+            (frozen weights), let it receive the state outside of the quorum while the others train on, and join when it is close:
+            `start_quorum` returns then. Nobody waits for it meanwhile.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -186,6 +189,7 @@ class Manager:
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
+        follow: bool = False,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -329,6 +333,7 @@ class Manager:
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
+            follows=follow,
         )
         self._between_steps = BetweenSteps(
             self._client,
@@ -852,6 +857,14 @@ class Manager:
     def batches_committed(self) -> int:
         """Return the batches that went into committed steps, over all replica groups: 5 groups in 2 steps are 10."""
         return self._own.batches_committed
+
+    def is_warming_up(self) -> bool:
+        """Return whether this group computes an iteration for itself alone (`warm_up`): nothing of it counts.
+
+        A loop may leave out checks of the loss, logs and evaluation then. Waits for nothing, so ask after `start_quorum` has
+        returned.
+        """
+        return self._client.view().warms_up
 
     def participating_rank(self) -> int | None:
         """Return this group's rank among those that contribute, None where it does not. Waits for the quorum."""

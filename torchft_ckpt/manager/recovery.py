@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.versions import Counted
+from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words
 from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     QuorumFormed,
@@ -90,6 +92,8 @@ class Recovery:
         """Of a load before the forward pass, to be raised at the vote."""
         self.is_pending = False
         """A state is fetched, or has been, and is not loaded yet."""
+        self._say_at = 0.0
+        """When to say again how far it is with what it receives outside of the quorum."""
         self.num_healed = 0
         self.num_corrected = 0
 
@@ -125,6 +129,8 @@ class Recovery:
         else:
             on_end = functools.partial(self.say_fetched, formed)
             self._healing.start(formed, receiving, in_place, timeout, on_end=on_end, tell=tell)
+            if self._client.is_needed:  # it was told so before the transfer began
+                self._healing.cancel()
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
         self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
@@ -136,8 +142,20 @@ class Recovery:
             self._client.send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
 
     def _tell(self, formed: QuorumFormed, reach_s: float, does: Receives) -> None:
-        quorum_id, step = formed.quorum_id, formed.version.step
-        self._client.send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=reach_s, does=does))
+        progress = self._healing.progress
+        said = JoinProgress(
+            quorum_id=formed.quorum_id,
+            step=formed.version.step,
+            reach_s=reach_s,
+            does=does,
+            done_bytes=progress.received_bytes + progress.skipped_bytes if progress is not None else 0,
+            total_bytes=progress.total_bytes if progress is not None else 0,
+        )
+        self._client.send(said)
+        now = time.monotonic()
+        if formed.follows and now >= self._say_at:
+            self._say_at = now + SAY_EVERY_S
+            logger.info("%s follows the others outside of the quorum: it %s", self._client.replica_id, in_words(said))
 
     # ----------------------------------------------------------------------------------------- on the training thread
 
@@ -199,6 +217,8 @@ class Recovery:
             return
         with self._client.lock, self._client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
+        if plan.formed.follows:
+            self._healing.followed()
         self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self._client.replica_id, step)
 

@@ -83,6 +83,7 @@ class Steps:
         events: EventQueue,
         use_async_quorum: bool,
         quorum_retries: int | None,
+        follows: bool,
     ) -> None:
         self._process_group = process_group
         self._transport = transport
@@ -96,6 +97,7 @@ class Steps:
         self._recovery = recovery
         self._check = check
         self._outcomes = outcomes
+        self._follows = follows
         self._followers = followers
         self._events = events
         self._use_async_quorum = use_async_quorum
@@ -148,9 +150,19 @@ class Steps:
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
         self._started_at = time.monotonic()
+        self._begin(wishes, limit)
+        while self._client.view().follows:
+            # The others train on meanwhile; what was received is loaded, or could not be had.
+            self._client.learned()
+            check()
+            self.leave()
+            self._begin(wishes, limit)
+
+    def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
+        """Ask for a quorum, and do what comes before the forward pass."""
         layout = self._registry.layout()
         has_to_wait, prepared = self._prepare(wishes, is_sharded=layout.is_sharded)
-        self._ask(wishes, layout, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
+        self._ask(wishes, layout, prepared, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
         self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
         self._settle(has_to_wait)
 
@@ -187,14 +199,23 @@ class Steps:
             has_pending_request=has_pending_request,
         )
 
-    def _ask(self, wishes: StepWishes, layout: ParameterLayout, *, can_serve: bool) -> None:
+    def _ask(self, wishes: StepWishes, layout: ParameterLayout, prepared: Prepared, *, can_serve: bool) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
+        is_behind, reach_s, can_follow = self._client.view().is_behind, None, False
+        if is_behind:
+            held = prepared.receiving if prepared.captured is None else prepared.captured.state
+            num_bytes, changing_bytes = registry.sizes(held)
+            reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
+            # The training thread has to wait for what is received, and the state must not have been used in this step.
+            is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
+            can_follow = is_able and reach_s is not None and healing.distance.can_follow(num_bytes, changing_bytes)
         facts = StepFacts(
             can_serve=can_serve,
             store_address=self._rank_config.store_address,
             compares=registry.is_used_by_loops,
-            reach_s=healing.expected_s(registry.num_bytes()) if self._client.view().is_behind else None,
+            reach_s=reach_s,
+            can_follow=can_follow,
             load_s=healing.load_s,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )

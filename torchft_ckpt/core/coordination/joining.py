@@ -83,6 +83,10 @@ class Reception:
         """The state is loaded, which took so long."""
         self.load_s = elapsed_s if elapsed_s >= _SOONEST_LOADED_S else 0.0
 
+    def forget_left(self) -> None:
+        """What the last transfer had to bring says nothing of the next one."""
+        self._left = None
+
     def expected_s(self, num_bytes: int) -> float:
         """Return how long the next transfer takes.
 

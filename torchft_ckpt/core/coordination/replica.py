@@ -291,8 +291,8 @@ class ReplicaState:
 
     @property
     def follows(self) -> bool:
-        """It receives a state outside of the quorum, or has done so last: it computes no step with that, and asks again."""
-        return self.is_learner and self.quorum is not None and self.quorum.follows
+        """It receives a state outside of the quorum, or has received it: it computes no step with that, and asks again."""
+        return self.phase is StepPhase.TRAINING and self.quorum is not None and self.quorum.follows
 
     @property
     def is_behind(self) -> bool:
@@ -595,8 +595,8 @@ class ReplicaState:
 
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
-        self.phase = StepPhase.IDLE
         self._is_stale = self._is_stale or self.follows
+        self.phase = StepPhase.IDLE
         self.is_leaving = self.quorum is not None and self.quorum.leaving
         return Outcome.LEFT_BEHIND
 
