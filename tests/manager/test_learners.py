@@ -1,0 +1,187 @@
+"""A group that is further behind than a step receives the state outside of the quorum. Nobody notices it before it is close."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.groups import running_job
+from test_joining_a_running_job import Run
+from test_manager_in_process import Replica
+from torch import nn
+
+from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.core.coordination import joining
+from torchft_ckpt.core.coordination.messages import Role
+from torchft_ckpt.errors import TransferCancelledError
+
+FROZEN_BYTES = 4 * 512 * 512
+SLOW_RATE = 100_000.0
+"""Bytes a second: the frozen weights take ten seconds, all else a few milliseconds."""
+
+
+class Frozen(Replica):
+    """Most of its state stays as it is."""
+
+    def __init__(self, *arguments: Any, seed: int = 0, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.frozen = nn.Parameter(torch.randn(512, 512, generator=generator), requires_grad=False)
+        super().__init__(*arguments, seed=seed, **options)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "frozen": {"weight": self.frozen.detach()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        with torch.no_grad():
+            self.frozen.copy_(state["frozen"]["weight"])
+
+
+class Gated(HTTPTransport[Any]):
+    """Fetches wait until they may go on, or are cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096)
+        self.began, self.may_go_on = threading.Semaphore(0), threading.Event()
+        self.fetched: list[TransferProgress] = []
+        self._is_cancelled = threading.Event()
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        self._is_cancelled.clear()
+        self.began.release()
+        while not self.may_go_on.wait(0.01):
+            if self._is_cancelled.is_set():
+                raise TransferCancelledError("cancelled", party="test")
+        tell: Callable[[TransferProgress], None] = how.pop("on_progress")
+        seen: list[TransferProgress] = []
+
+        def note(progress: TransferProgress) -> None:
+            seen.append(progress)
+            tell(progress)
+
+        state = super().fetch_checkpoint(sources, step, timeout, on_progress=note, **how)
+        self.fetched.append(seen[-1])
+        return state
+
+    def cancel_recv(self) -> None:
+        self._is_cancelled.set()
+        super().cancel_recv()
+
+
+def quorum_ids(run: Run) -> set[int]:
+    return {replica.manager.statistics().quorum_id for replica in run.at_work}
+
+
+def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_that_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Frozen, checkpoint_transport=None)
+    before = quorum_ids(run)
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    transport = Gated()
+    joined = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(joined.step)
+        assert transport.began.acquire(timeout=30)
+        run.wait_for_steps(20)
+        assert quorum_ids(run) == before and not first.done()
+        now = joined.manager.view()
+        assert now.quorum is not None and (now.quorum.role, now.quorum.follows) == (Role.LEARNER, True)
+        transport.may_go_on.set()
+        first.result(60)
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    assert len({replica.frozen.numpy().tobytes() for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    followed, *later = transport.fetched
+    assert followed.received_bytes >= FROZEN_BYTES
+    assert sum(progress.received_bytes for progress in later) < FROZEN_BYTES / 10
+    run.close(joined)
+    transport.shutdown()
+
+
+def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sources withdraw what they served to a joiner when the step is committed, and not what the learner receives."""
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Frozen, checkpoint_transport=None)
+    transport = Gated()
+    learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    other = Frozen(run.server, "d", seed=8, warm_up=False)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(learner.step)
+        assert transport.began.acquire(timeout=30)
+        while not other.manager.is_participating():
+            other.step()
+        run.at_work.append(other)
+        run._loops.append(run._pool.submit(run.train, other))
+        run.wait_for_steps(5)
+        transport.may_go_on.set()
+        first.result(60)
+    assert transport.fetched[0].received_bytes >= FROZEN_BYTES
+    run.end(learner)
+    assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
+    run.close(learner)
+    transport.shutdown()
+
+
+def test_it_stops_receiving_and_joins_when_the_others_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Frozen, checkpoint_transport=None)
+    transport = Gated()
+    learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(learner.step)
+        assert transport.began.acquire(timeout=30)
+        gone = run.at_work.pop()
+        gone.manager.shutdown()  # the loop of the other one waits now: two groups have to be there
+        run._loops.pop().exception(60)
+        assert transport.began.acquire(timeout=30), "it asked, and loads before its forward pass"
+        assert learner.manager.view().quorum.role is Role.INLINE  # type: ignore[union-attr]
+        transport.may_go_on.set()
+        assert first.result(60), "its first step counts"
+    run.end(learner)
+    assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
+    run.close(learner)
+    transport.shutdown()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["learner", "source"])
+def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path: Path, victim: str) -> None:
+    options = {"frozen_mb": 8, "rate": 4e6, "digest_each_step": True}
+    with running_job(tmp_path, pause_s=0.02, **options) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(3)]
+        for group in groups:
+            group.wait_for_step(5)
+        control = job.control("group_3")
+        control.mkdir()
+        (control / "slow").write_text("600")
+        learner = job.start("group_3", follow=True)[0]
+        learner.wait_for_event("fetching")
+        step, quorum = groups[0].steps()[-1]["step"], groups[0].steps()[-1]["quorum"]
+        groups[0].wait_for_step(step + 20)
+        assert groups[0].steps()[-1]["quorum"] == quorum, "nobody reconnects for one that follows"
+        killed_at = time.monotonic()
+        survivors = groups if victim == "learner" else groups[:2]
+        (learner if victim == "learner" else groups[2]).signal(signal.SIGKILL)
+        for group in survivors:
+            group.wait_for_step(max(g.steps()[-1]["step"] for g in survivors) + 5)
+            discarded = sum(not s["committed"] for s in group.steps(since=killed_at))
+            assert discarded <= (0 if victim == "learner" else 1)
+        (control / "slow").unlink()
+        learner.process.kill()  # or it would sleep on
+        learner = job.start("group_3", follow=True)[0]
+        learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        reports = job.finish()
+        assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
