@@ -35,6 +35,12 @@ class Frozen(Replica):
     def __init__(self, *arguments: Any, seed: int = 0, **options: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.frozen = nn.Parameter(torch.randn(512, 512, generator=generator), requires_grad=False)
+        transport = HTTPTransport[Any](
+            timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096
+        )
+        self.transport = options.setdefault("checkpoint_transport", transport)
+        if self.transport is not transport:
+            transport.shutdown()
         super().__init__(*arguments, seed=seed, **options)
 
     def state(self) -> dict[str, Any]:
@@ -77,6 +83,12 @@ class Gated(HTTPTransport[Any]):
         super().cancel_recv()
 
 
+def close(run: Run, joined: Frozen) -> None:
+    run.close(joined)
+    for replica in (*run.at_work, joined):
+        replica.transport.shutdown()  # type: ignore[attr-defined]
+
+
 def quorum_ids(run: Run) -> set[int]:
     return {replica.manager.statistics().quorum_id for replica in run.at_work}
 
@@ -85,7 +97,7 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen, checkpoint_transport=None)
+    run = Run(Frozen)
     before = quorum_ids(run)
     discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
     transport = Gated()
@@ -106,44 +118,44 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
     followed, *later = transport.fetched
     assert followed.received_bytes >= FROZEN_BYTES
     assert sum(progress.received_bytes for progress in later) < FROZEN_BYTES / 10
-    run.close(joined)
-    transport.shutdown()
+    close(run, joined)
 
 
 def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sources withdraw what they served to a joiner when the step is committed, and not what the learner receives."""
     monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen, checkpoint_transport=None)
+    run = Run(Frozen)
     transport = Gated()
     learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
     other = Frozen(run.server, "d", seed=8, warm_up=False)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:  # beside that of the run, whose threads are taken
         first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=30)
         while not other.manager.is_participating():
             other.step()
         run.at_work.append(other)
-        run._loops.append(run._pool.submit(run.train, other))
+        run._loops.append(pool.submit(run.train, other))
         run.wait_for_steps(5)
         transport.may_go_on.set()
         first.result(60)
-    assert transport.fetched[0].received_bytes >= FROZEN_BYTES
-    run.end(learner)
+        assert transport.fetched[0].received_bytes >= FROZEN_BYTES
+        run.end(learner)
     assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
-    run.close(learner)
-    transport.shutdown()
+    close(run, learner)
 
 
 def test_it_stops_receiving_and_joins_when_the_others_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen, checkpoint_transport=None)
+    run = Run(Frozen)
     transport = Gated()
     learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=30)
         gone = run.at_work.pop()
-        gone.manager.shutdown()  # the loop of the other one waits now: two groups have to be there
+        gone.manager.shutdown()
+        gone.transport.shutdown()  # type: ignore[attr-defined]
+        # The loop of the other one waits now: two groups have to be there.
         run._loops.pop().exception(60)
         assert transport.began.acquire(timeout=30), "it asked, and loads before its forward pass"
         assert learner.manager.view().quorum.role is Role.INLINE  # type: ignore[union-attr]
@@ -151,8 +163,7 @@ def test_it_stops_receiving_and_joins_when_the_others_are_too_few(monkeypatch: p
         assert first.result(60), "its first step counts"
     run.end(learner)
     assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
-    run.close(learner)
-    transport.shutdown()
+    close(run, learner)
 
 
 @pytest.mark.processes
@@ -180,7 +191,8 @@ def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path:
             discarded = sum(not s["committed"] for s in group.steps(since=killed_at))
             assert discarded <= (0 if victim == "learner" else 1)
         (control / "slow").unlink()
-        learner.process.kill()  # or it would sleep on
+        if victim == "source":
+            learner.kill()  # or it would sleep on
         learner = job.start("group_3", follow=True)[0]
         learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
         reports = job.finish()

@@ -202,8 +202,9 @@ class Steps:
     def _ask(self, wishes: StepWishes, layout: ParameterLayout, prepared: Prepared, *, can_serve: bool) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
-        is_behind, reach_s, can_follow = self._client.view().is_behind, None, False
-        if is_behind:
+        reach_s: float | None = None
+        can_follow = False
+        if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
             num_bytes, changing_bytes = registry.sizes(held)
             reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
