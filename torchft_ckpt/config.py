@@ -67,7 +67,6 @@ NOT_READ = {
     "TORCHFT_TRIGGER_FR_ON_ABORT": "an abort does not make torch's flight recorder write a dump",
     "TORCHFT_USE_OTEL": _NO_OTEL,
     "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": _NO_OTEL,
-    "TORCH_FR_DUMP_TEMP_FILE": "torch reads it, but it gets no path for each quorum: a later dump replaces an earlier one",
 }
 """Environment variables that torchft reads, and why they change nothing here."""
 
