@@ -233,7 +233,11 @@ def evaluate_within_step(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Evaluate in one group alone", WEIGHTS, "The others wait for it in their next step, for `timeout` at most.")
+@idiom(
+    "Evaluate in one group alone",
+    WEIGHTS,
+    "The others wait for it in their next step, up to the lighthouse's `--join-timeout-ms`. Then they go on without it.",
+)
 def evaluate_in_one_group(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
