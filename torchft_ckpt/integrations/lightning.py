@@ -188,14 +188,9 @@ class _ReplicaGroup(Strategy):
             else:
                 self._average.again()
         self._average.forget()
-        try:
+        with self._manager.taking_step():
             # Hooks, unscaling and clipping see the averages.
             result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
         if self._has_moved:
             self._go_to_place()
         self._place = None

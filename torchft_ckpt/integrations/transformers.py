@@ -195,7 +195,8 @@ class FaultToleranceCallback(TrainerCallback):
             # The Trainer does not step its schedule then.
             optimizer._is_overflow = not self._is_committed
             if self._is_committed:
-                self._step(steps)
+                with self._manager.taking_step():
+                    steps()
 
         inner.step = step
 
@@ -288,15 +289,6 @@ class FaultToleranceCallback(TrainerCallback):
     def _count_loads(self) -> int:
         counts = self._manager.statistics()
         return counts.num_healed + counts.num_corrected
-
-    def _step(self, steps: Callable[[], Any]) -> None:
-        try:
-            steps()
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
