@@ -105,7 +105,7 @@ def delayed_parameters(job: Job) -> None:
 @idiom(
     "PureDistributedDataParallel",
     MODEL,
-    "For models that DDP's reducer cannot handle; slower with many small parameters.",
+    "For models that DDP's reducer cannot handle; slower, as it averages after the backward pass.",
 )
 def pure_ddp(job: Job) -> None:
     model = mlp()
