@@ -258,7 +258,8 @@ def odd_sync_every(job: Job) -> None:
 @idiom(
     "DiLoCo with a state of your own registered besides (a count of tokens)",
     OUTER,
-    "Compute it from `manager.current_step()`, after the first forward pass: a group that comes takes a round's outcome in that.",
+    "Compute it from `manager.current_step()`, after the first forward pass: a group that comes takes a round's outcome in that."
+    " Its inner step then changes nothing.",
 )
 def diloco_with_own_state(job: Job) -> None:
     model = mlp()
