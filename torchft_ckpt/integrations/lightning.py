@@ -40,6 +40,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 
+from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.data import DistributedSampler
 from torchft_ckpt.ddp import GradientAverage
 from torchft_ckpt.errors import ConfigError
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 KEY = "lightning"
 """Names Lightning's state among all that is registered with the Manager, and the Manager's in a checkpoint of Lightning's."""
 _PLACE = "torchft_ckpt_place"
-_FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 0.5
 _NOT_STATE = ("epoch", "global_step", "loops")
 """Of what is in a checkpoint: the place of the loops, which is said by `_PLACE` as of the beginning of a step."""
 
@@ -176,11 +175,10 @@ class _ReplicaGroup(Strategy):
         """
         assert self._average is not None
         module: Any = model or self.lightning_module
-        result, pause_s = closure(), 0.0
+        result, pauses = closure(), pauses_s()
         self._average.take()
         while not self._vote():
-            time.sleep(pause_s)  # where groups are missing
-            pause_s = min(_MAX_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+            time.sleep(next(pauses))  # where groups are missing
             self._manager.start_quorum()
             if self._is_outdated:
                 self._compute_again(optimizer)
@@ -188,14 +186,9 @@ class _ReplicaGroup(Strategy):
             else:
                 self._average.again()
         self._average.forget()
-        try:
+        with self._manager.taking_step():
             # Hooks, unscaling and clipping see the averages.
             result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
         if self._has_moved:
             self._go_to_place()
         self._place = None
