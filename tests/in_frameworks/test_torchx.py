@@ -56,6 +56,7 @@ def test_each_group_is_a_role_that_is_started_again_alone(monkeypatch: pytest.Mo
     )
     assert len({role.env["TORCHFT_CKPT_JOB"] for role in app.roles}) == 1
     assert "CUDA_VISIBLE_DEVICES" not in one.env
+    assert one.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # pytorch #135712
 
 
 def test_each_start_is_a_job_of_its_own_without_gpus_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
