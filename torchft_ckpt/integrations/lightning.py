@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import logging
 import time
 from collections import OrderedDict, deque
@@ -469,7 +470,7 @@ class _ContinuedMetrics(ExperimentWriter):
         super().__init__(log_dir)
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
-                self.metrics_keys = file.readline().rstrip("\r\n").split(",")
+                self.metrics_keys = next(csv.reader(file), [])  # none: that group died before it wrote a line
 
     def _check_log_dir_exists(self) -> None:
         """Leave what is there."""
