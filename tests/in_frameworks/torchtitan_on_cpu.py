@@ -28,7 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fingerprints import digest, print_state
+from fingerprints import digest, print_state, say
 
 if TYPE_CHECKING:
     from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
@@ -182,7 +182,7 @@ def _say_state(trainer: FaultTolerantTrainer) -> None:
         state["optimizer"] = [each.state_dict() for each in trainer.optimizers]
     else:  # between two rounds all else is each group's own
         state["agreed_on"] = manager.registry.capture()[trainer.config.fault_tolerance.semi_sync_method]
-    print(f"rank {state['trainer']['rank']}, step {manager.current_step()}: state {digest(**state)}", flush=True)
+    say(f"rank {state['trainer']['rank']}, step {manager.current_step()}: state {digest(**state)}")
     if os.environ.get("PRINT_STATE"):
         print_state(step=manager.current_step(), **state)
 
