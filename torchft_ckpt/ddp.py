@@ -293,8 +293,7 @@ class GradientAverage:
     """The average of a module's gradients over the replica groups, beside this group's own, from which it can be had again.
 
     All groups have the same parameters that require a gradient, and call `take` and `again` in the same order. Of DTensors it
-    averages what is on this rank. Sparse gradients become dense: groups that use other rows add zeros in the rest. It costs the
-    memory of the gradients once more, as the buckets of PyTorch's DDP do.
+    averages what is on this rank. It costs the memory of the gradients once more, as the buckets of PyTorch's DDP do.
 
     Args:
         manager: of this rank.
@@ -365,8 +364,6 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 def _flat_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
     if gradient is None:
         return torch.zeros_like(_on_this_rank(parameter)).reshape(-1)
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)  # it has partial sums else
     return _on_this_rank(gradient).reshape(-1)
@@ -390,11 +387,10 @@ def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages the gradients at the end of the backward pass, in buckets, without DDP's reducer.
+    """One allreduce per gradient at the end of the backward pass, without DDP's reducer.
 
-    For modules that its reducer cannot handle. Slower than `DistributedDataParallel`, which averages beside the backward pass.
-    All groups have the same parameters that require a gradient. Each backward pass averages all that has accumulated, but for
-    those of forward passes in `no_sync`. Meanwhile it takes the memory of the gradients once more. Sparse ones become dense.
+    Slower than `DistributedDataParallel`; for modules that its reducer cannot handle. All groups have the same parameters that
+    require a gradient. Each backward pass averages all that has accumulated, but for those of forward passes in `no_sync`.
 
     Args:
         manager: of this rank.
@@ -407,7 +403,6 @@ class PureDistributedDataParallel(nn.Module):
         self._manager = manager
         self._averages_next = True
         self._averages = True
-        self._gradients = GradientAverage(manager, module)
         self._backward = BackwardAverage(module, self._average, is_wanted=lambda: self._averages)
 
     @torch.compiler.disable(recursive=False)
@@ -432,5 +427,14 @@ class PureDistributedDataParallel(nn.Module):
             self._averages_next = before
 
     def _average(self) -> None:
-        self._gradients.take()
-        self._gradients.forget()
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        works = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(self._manager.allreduce(parameter.grad))
+        works.append(self._manager.allreduce(used, reduce_op=ReduceOp.SUM))
+        for work in works:
+            work.wait()
+        _drop_unused(parameters, used)

@@ -7,8 +7,7 @@ functions may use the name that `as` binds.
 
 - A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
   outer optimizers come from the others' backups. Then it waits for their next round, adds nothing to it, and takes its outcome:
-  it is bit-equal then, and at the same place of the schedule. Where the script has registered state of its own (a learning-rate
-  schedule, say), the first inner step here only ends the iteration in which the others handed that out.
+  it is bit-equal then, and at the same place of the schedule.
 - A round that fails is tried again at once with those who are left, `round_retries` times; nothing is lost then. If that
   does not help it is discarded: the fragment's parameters, and the inner optimizer's state of them, go back to where the
   round began, in all replicas. Other fragments, and what comes after, are not touched.
@@ -100,11 +99,6 @@ class OuterLoop(Generic[F]):
         """Which trains."""
         self._num_loads = 0
         """How often what was local gave way to global parameters that came from others."""
-        self._num_to_follow = 0
-        """Inner steps that the others have made since they handed out the script's own state, which was loaded here.
-
-        The script makes them here as well, as it steps its schedule behind them. They change nothing, and are not counted.
-        """
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
@@ -189,15 +183,14 @@ class OuterLoop(Generic[F]):
 
     def _before_inner_step(self, *_: object) -> None:
         """Begin, where no forward pass was seen; begin anew with a checkpoint that the script loaded within the loop, by hand."""
-        is_replaced = False
         if self._first_forward is not None:
             with self._guard_let_go():
                 is_replaced = self._begin_late()
+            if is_replaced:  # the gradients are those of other parameters
+                self._forget_gradients()
         elif self._manager.is_restored:
             with self._guard_let_go():
                 self._begin()
-        if is_replaced or self._num_to_follow:  # the gradients are those of other parameters, or of no step
-            self._forget_gradients()
 
     def _begin_late(self) -> bool:
         """Begin, or find the way back into the job; return whether the parameters are others now."""
@@ -215,12 +208,8 @@ class OuterLoop(Generic[F]):
             self._first_forward = None
 
     def _forget_gradients(self) -> None:
-        """Let the inner step change nothing, not even what is in no fragment."""
         for fragment in self._fragments:
             for param in fragment.trained.values():
-                param.grad = None
-        for group in self._inner_optimizer.param_groups:
-            for param in group["params"]:
                 param.grad = None
 
     @contextmanager
@@ -263,9 +252,6 @@ class OuterLoop(Generic[F]):
         self._enter_job()
 
     def _after_inner_step(self, *_: object) -> None:
-        if self._num_to_follow:
-            self._num_to_follow -= 1
-            return
         self._inner_step += 1
         if actions := self._schedule.actions(self._inner_step):
             with self._guard_let_go():
@@ -291,8 +277,6 @@ class OuterLoop(Generic[F]):
         except BaseException:
             self._begin_round()  # a script that goes on takes part in a later round
             raise
-        finally:  # where it has come into the job here it is behind an inner step, as the others are
-            self._num_to_follow = max(0, self._num_to_follow - 1)
 
     def _begin_round(self) -> None:
         self._inner_step = 0
@@ -375,13 +359,8 @@ class OuterLoop(Generic[F]):
     # Into the job
 
     def _enter_job(self) -> None:
-        """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin.
-
-        Where the script has registered state of its own, they hand it out behind the inner step of their PREPARE, before what the
-        script does then: step a schedule, say. When the round is decided they are behind that of their SYNC.
-        """
-        manager, loads_before = self._manager, self._num_loads
-        self._num_to_follow = 0
+        """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin."""
+        manager = self._manager
         while True:
             if manager.is_behind:
                 self._catch_up()
@@ -396,8 +375,6 @@ class OuterLoop(Generic[F]):
             logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
             self._exchange.start(lambda: self._tensors_of(None))
             if self._finish(retries_left=0, merge=False) is RoundOutcome.APPLY:
-                if manager.has_live_state and self._num_loads != loads_before:
-                    self._num_to_follow = 1 + self._schedule.sync_delay
                 break
         for fragment in self._fragments:
             fragment.begin_round()
