@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from simulation.trainer import Trainer
 
 
-STOOD_GRACE_S = 0.3
+STOOD_GRACE_S = 0.05
 """So much later the lighthouse may notice that the time is up."""
 
 

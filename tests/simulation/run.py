@@ -319,7 +319,9 @@ class Simulation:
         plan = self.scenario
         # No group's steps vary by more than the others grant one that joins: it has several to go through.
         plan.moods.calm_down(slowness=min(3.0, plan.join_budget_s / STEPS_VARY_BY_S))
-        self.transfers.duration_s = (0.02, 0.1)
+        # Nor do transfers take longer than the others grant. A rank may measure half as much again, and its group repeats that
+        # while other ranks tell theirs, when some of the time has gone by.
+        self.transfers.duration_s = (0.02, min(0.1, 0.3 * plan.join_budget_s))
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
         self._keep_pace()
         began = self.clock.now

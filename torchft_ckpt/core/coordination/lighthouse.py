@@ -1324,7 +1324,8 @@ class LighthouseState:
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in self._joiners(tally):
-            if (vote := tally.votes.get(replica_id)) is not None and vote.approve:
+            vote = tally.votes.get(replica_id)
+            if vote is not None and vote.approve and not self.members[replica_id].is_let_go:
                 self._quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
         for replica_id, role in tally.roles.items():
             vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
