@@ -566,7 +566,7 @@ class LighthouseState:
             return False
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
-        at_work = [self.members[replica_id] for replica_id in self._quorum_members]
+        at_work = [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
         return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._apart()
 
     def _min_trainers(self, holders: Iterable[Member]) -> int:
@@ -730,9 +730,9 @@ class LighthouseState:
         """Look whether a quorum can be formed, if this event can have changed that. Else leave it to the deadline."""
         if not self._waiting:
             return
-        everyone = len(self._waiting) == len(self.members)
         survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
-        if everyone or survivors_back or self.finished_step is not None:
+        everyone = survivors_back or all(m.is_excused or m.replica_id in self._waiting for m in self.members.values())
+        if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
             self._evaluate_at = now + PENDING_NOTICE_S
@@ -1222,6 +1222,7 @@ class LighthouseState:
             rolled_back_to=self._history.rolled_back_to,
             reason=reason,
         )
+        self._quorum_members.pop(member.replica_id, None)  # it may have been in the quorum, and have given its step up
         member.is_excused = member.has_left_step = True
         member.is_beside, member.follows_until = follows or formed.warms_up, now + SAY_EVERY_S if follows else now
         return Send(member.connection, formed)
