@@ -182,7 +182,9 @@ class RedoLog(Generic[V]):
     def lapse(self, now: float) -> None:
         """Give up those of which nothing was heard for the time of a lease."""
         for name in [name for name, follower in self._followers.items() if follower.until <= now]:
-            self._give_up(name, Gone(f"nothing was heard of follower {name} for {self.lease_s:g} s: its lease has ended"))
+            self._give_up(
+                name, Gone(f"nothing was heard of follower {name} for {self.lease_s:g} s: its lease has ended")
+            )
         self._announced = [follower for follower in self._announced if follower.until > now]
         self._drop()
 
