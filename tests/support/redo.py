@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -70,6 +72,20 @@ class Noted:
 
     def end(self, reason: str) -> None:
         self.reasons.append(reason)
+
+
+def bits(tensors: Iterable[Any]) -> list[bytes]:
+    """Return values as what cannot compare equal where a bit differs."""
+    found = []
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            assert value.device.type == "cpu"
+            found.append(
+                str(value.dtype).encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
+        else:
+            found.append(repr(value).encode())
+    return found
 
 
 class Source:

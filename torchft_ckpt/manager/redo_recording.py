@@ -81,7 +81,7 @@ class RedoRecorder:
         self.noted_bytes = 0
 
     def begin(self) -> None:
-        """Note from the next step on. Best before `zero_grad`: where the last gradients were then shows what may be referred to."""
+        """Note from the next step on. Best before `zero_grad`: where the last gradients were shows what may be referred to."""
         if self.is_noting:
             return
         self.is_noting = True
