@@ -54,7 +54,6 @@ def settings_of_all_kinds() -> dict[str, Any]:
 
 def example() -> RedoEntry:
     generator = torch.Generator().manual_seed(0)
-    one, two = parameters()
     steps = [
         OptimizerStep(
             optimizer=0,
@@ -177,7 +176,7 @@ def test_what_is_wrong_is_named(name: str) -> None:
 
 
 def test_a_few_bytes_cannot_take_much_memory() -> None:
-    """A gradient of two elements whose strides reach over a terabyte, and one that begins a terabyte into its segment."""
+    """A gradient that begins a quarter of a terabyte into its segment, and one with strides, which could lead as far."""
     wide = 1 << 38
 
     def spread(manifest: dict[str, Any], tree: dict[str, Any], **place: Any) -> None:

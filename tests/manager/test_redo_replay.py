@@ -106,7 +106,7 @@ def test_a_fresh_optimizer_comes_to_the_same_bits(name: str, dtype: torch.dtype)
         for step in range(NUM_STEPS):
             if step == SNAPSHOT_AT:
                 snapshot = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                source.recorder.begin()
+                source.begin()
             optimizer.zero_grad()
             _backward(model, seed, step)
             source.commit()
@@ -133,7 +133,7 @@ def test_a_fresh_optimizer_comes_to_the_same_bits(name: str, dtype: torch.dtype)
 def test_most_is_referred_to_and_only_the_first_step_is_copied() -> None:
     source = Source(O.AdamW(_model(0, torch.float32).parameters()))
     source.train()
-    source.recorder.begin()  # before `zero_grad`: it sees where the gradients were
+    source.begin()  # before `zero_grad`: it sees where the gradients were
     for _ in range(4):
         source.train()
     assert (len(source.noted.entries), source.recorder.copied_bytes) == (3, 0)
@@ -143,7 +143,7 @@ def test_most_is_referred_to_and_only_the_first_step_is_copied() -> None:
 def test_two_optimizers_share_an_entry_and_a_step_that_both_skip_is_an_empty_one() -> None:
     models = [_model(seed, torch.float32) for seed in (1, 2)]
     source = Source(*(O.Adam(model.parameters()) for model in models))
-    source.recorder.begin()
+    source.begin()
     source.train()
     source.commit()  # an overflow: it counts, and no optimizer steps
     source.train()
@@ -176,7 +176,7 @@ def test_what_hooks_do_is_replayed_once() -> None:
     optimizer, average = hooked(model)
     fresh, own_average = hooked(learner)
     source = Source(optimizer)
-    source.recorder.begin()
+    source.begin()
     source.train()
     assert source.noted.reasons == [], "the first step is copied in any case"
     source.recorder.close()
@@ -201,7 +201,7 @@ def test_gradients_that_the_step_itself_unscales_are_copied_before_it(dtype: tor
     learner.load_state_dict(model.state_dict())
     fresh.load_state_dict(copy.deepcopy(source.optimizers[0].state_dict())) if source.step else None
     source.optimizers[0].zero_grad()
-    source.recorder.begin()
+    source.begin()
     for _ in range(3):
         source.train(commits=False)
         source.commit()
@@ -217,7 +217,7 @@ def test_gradients_that_the_step_itself_unscales_are_copied_before_it(dtype: tor
 def test_gradients_that_stay_where_they_are_are_copied() -> None:
     model, learner = _model(6, torch.float32), _model(6, torch.float32)
     source, fresh = Source(O.AdamW(model.parameters())), O.AdamW(learner.parameters())
-    source.recorder.begin()
+    source.begin()
     for _ in range(4):
         source.train(set_to_none=False)
     source.recorder.close()
@@ -240,12 +240,12 @@ def test_one_that_writes_to_gradients_ends_the_log_and_the_next_one_copies() -> 
     model, learner = _model(7, torch.float32), _model(7, torch.float32)
     source, fresh = Source(Writes(model.parameters(), lr=0.1)), Writes(learner.parameters(), lr=0.1)
     source.train()
-    source.recorder.begin()
+    source.begin()
     source.train()
     assert source.noted.reasons == ["Writes writes to gradients in its step: the next log begins with copies of them"]
     assert not source.recorder.is_noting
     learner.load_state_dict(model.state_dict())
-    source.recorder.begin()
+    source.begin()
     source.train()
     source.train()
     source.recorder.close()
@@ -256,7 +256,7 @@ def test_one_that_writes_to_gradients_ends_the_log_and_the_next_one_copies() -> 
 
 def test_a_step_that_raises_ends_the_log() -> None:
     source = Source(O.SGD(_model(8, torch.float32).parameters(), lr=0.1))
-    source.recorder.begin()
+    source.begin()
     source.train(commits=False)
     source.commit()
 
@@ -274,7 +274,7 @@ def test_a_step_that_raises_ends_the_log() -> None:
 def test_a_closure_and_a_sparse_gradient_are_refused_with_the_reason() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     source = Source(O.LBFGS([parameter]))
-    source.recorder.begin()
+    source.begin()
     source.commit()
 
     def closure() -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_a_closure_and_a_sparse_gradient_are_refused_with_the_reason() -> None:
 
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     source = Source(O.SparseAdam(embedding.parameters()))
-    source.recorder.begin()
+    source.begin()
     embedding(torch.tensor([1, 2])).sum().backward()
     source.commit()
     source.optimizers[0].step()
@@ -299,7 +299,7 @@ def test_a_closure_and_a_sparse_gradient_are_refused_with_the_reason() -> None:
 
 def test_a_step_that_nobody_committed_ends_the_log_and_one_in_a_state_function_does_not() -> None:
     source = Source(O.SGD(_model(9, torch.float32).parameters(), lr=0.1))
-    source.recorder.begin()
+    source.begin()
     source.is_apart = True
     source.optimizers[0].step()
     assert source.noted.reasons == []
@@ -312,7 +312,7 @@ def test_a_gradient_that_is_written_to_after_its_step_ends_the_log() -> None:
     model = _model(10, torch.float32)
     source = Source(O.SGD(model.parameters(), lr=0.1))
     source.train()
-    source.recorder.begin()
+    source.begin()
     source.train()
     next(model.parameters()).grad.zero_()  # type: ignore[union-attr]
     source.recorder.close()
@@ -345,7 +345,7 @@ def test_a_weight_in_another_memory_format_gets_its_gradient_in_that_format() ->
     seen: list[tuple[int, ...]] = []
     fresh.register_step_pre_hook(lambda *_: seen.append(learner.weight.grad.stride()))  # type: ignore[union-attr]
     source = Source(optimizer)
-    source.recorder.begin()
+    source.begin()
     for _ in range(3):
         source.train()
     source.recorder.close()

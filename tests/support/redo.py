@@ -65,6 +65,10 @@ class Noted:
     entries: list[RedoEntry] = field(default_factory=list)
     versions: list[StateVersions] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    is_kept: bool = False
+
+    def begin(self, version: StateVersion, num_followers: int, now: float) -> None:
+        self.is_kept = True
 
     def append(self, entry: RedoEntry, versions: StateVersions) -> None:
         self.entries.append(entry)
@@ -99,6 +103,10 @@ class Source:
         self.step = 0
         for optimizer in self.optimizers:
             guard_steps(optimizer, lambda: None, lambda: None, self.recorder)
+
+    def begin(self) -> None:
+        """Somebody follows from now on."""
+        self.recorder.begin(version(self.step), 1, 0.0)
 
     def commit(self) -> None:
         """A step counts, and its optimizers step next."""

@@ -25,6 +25,8 @@
 | `GET /v1/redo?after=STEP.QUORUM.EPOCH&wait_s=N`           | the manifest of the entry of the redo log that leads on from  |
 |                                                           | this version (`state/redo_entry.py`), held as above; its      |
 |                                                           | blocks are asked for as those of any snapshot, by `If-Match`  |
+| `POST /v1/redo/held?after=STEP.QUORUM.EPOCH`             | 204; this version is here, the entry to it may be freed       |
+| `POST /v1/redo/done`                                     | 204; the follower needs nothing more                          |
 
 `ETag` names the snapshot; `If-Match` asks for that one (412 where it is gone). `X-Ckpt-Receiver` identifies a receiver over
 its connections; `X-Ckpt-Received: 0-3,7` says which blocks it holds, verified, so that the source may free them and name

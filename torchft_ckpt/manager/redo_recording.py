@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchft_ckpt.checkpointing.state.redo_entry import ATTRIBUTES, OptimizerStep, RedoEntry, scalars_of
+from torchft_ckpt.checkpointing.state.redo_entry import ATTRIBUTES, OptimizerStep, RedoEntry, num_bytes_of, scalars_of
 from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.core.coordination.messages import StateVersion
@@ -30,6 +30,13 @@ from torchft_ckpt.manager.optimizer_settings import NO_SETTINGS, with_inner
 
 class RedoSink(Protocol):
     """Takes what was noted: `checkpointing/serving/redo.py`."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody still follows."""
+
+    def begin(self, version: StateVersion, num_followers: int, now: float) -> None:
+        """Keep what follows on a version for so many more followers."""
 
     def append(self, entry: RedoEntry, versions: StateVersions) -> None:
         """Keep an entry."""
@@ -80,29 +87,36 @@ class RedoRecorder:
         self.copied_bytes = 0
         self.noted_bytes = 0
 
-    def begin(self) -> None:
-        """Note from the next step on. Best before `zero_grad`: where the last gradients were shows what may be referred to."""
+    def begin(self, version: StateVersion, num_followers: int, now: float) -> None:
+        """Note for so many more followers what follows on the version that is here, from the next step on.
+
+        Best before `zero_grad`: where the last gradients were shows what may be referred to.
+        """
+        self.close()
+        self._sink.begin(version, num_followers, now)
         if self.is_noting:
             return
         self.is_noting = True
-        self._open = None
-        self._storages = {}
         for optimizer in self._optimizers():
             for parameter in parameters_of(optimizer):
                 self._note_storage(parameter, parameter.grad)
 
     def step_counts(self, after: StateVersion, version: StateVersion, batches_committed: int) -> None:
         """A step counts, and the optimizers are about to take it. Without effect where nothing is noted."""
-        if not self.is_noting:
-            return
         self.close()
-        self._open = RedoEntry(after=after, version=version, batches_committed=batches_committed, steps=[])
+        if self.is_noting:
+            self._open = RedoEntry(after=after, version=version, batches_committed=batches_committed, steps=[])
 
     def close(self) -> None:
         """The optimizers have taken the step that counted last: its entry is whole. When the next one begins, at the latest."""
+        if not self.is_noting:
+            return
         entry, self._open = self._open, None
         referred, self._referred = self._referred, []
-        if entry is None or not self.is_noting:
+        if not self._sink.is_kept:  # those who followed have left
+            self._stop()
+            return
+        if entry is None:
             return
         if is_changed(referred):
             self.end("gradients were written to after their step, before the next one began")
@@ -114,11 +128,14 @@ class RedoRecorder:
     def end(self, reason: str) -> None:
         """Note no more, and say why."""
         if self.is_noting:
-            self.is_noting = False
-            self._open = None
-            self._referred = []
-            self._storages = {}
+            self._stop()
             self._sink.end(reason)
+
+    def _stop(self) -> None:
+        self.is_noting = False
+        self._open = None
+        self._referred = []
+        self._storages = {}
 
     @contextlib.contextmanager
     def noting(
@@ -131,7 +148,7 @@ class RedoRecorder:
         name = type(optimizer).__name__
         try:
             self._refuse_closure(name, args, kwargs)
-            referred = self._note(optimizer)
+            seen, referred = self._note(optimizer)
         except _RefusedError as refused:
             self.end(str(refused))
             yield
@@ -141,22 +158,24 @@ class RedoRecorder:
         except BaseException as error:
             self.end(f"a step of {name} raised {type(error).__name__}")
             raise
-        if is_changed(referred):
+        if is_changed(seen):
             self._writers.add(optimizer)
-            self.end(f"{name} writes to gradients in its step: the next log begins with copies of them")
+            if is_changed(referred):
+                self.end(f"{name} writes to gradients in its step: the next log begins with copies of them")
 
     def _refuse_closure(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if any(value is not None for value in (*args, *kwargs.values())):
             raise _RefusedError(f"{name} steps with a closure or other arguments, and what these do cannot be replayed")
 
-    def _note(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
-        """Add a step to the open entry; return the tensors that it refers to, with their versions."""
+    def _note(self, optimizer: torch.optim.Optimizer) -> tuple[list[Counted], list[Counted]]:
+        """Add a step to the open entry; return all gradients, and those that it refers to, with their versions."""
         name = type(optimizer).__name__
         number = next((at for at, guarded in enumerate(self._optimizers()) if guarded is optimizer), None)
         if number is None or self._open is None:
             raise _RefusedError(f"{name} stepped outside of a step that the job has committed")
         attributes = {key: getattr(optimizer, key) for key in ATTRIBUTES if getattr(optimizer, key, None) is not None}
         gradients: list[torch.Tensor | None] = []
+        seen: list[Counted] = []
         referred: list[Counted] = []
         before = set(self._storages.values())
         copies_all = bool(attributes) or optimizer in self._writers
@@ -169,14 +188,16 @@ class RedoRecorder:
                 _refuse_unusual(parameter, gradient, f"the gradient of parameter {place} of {name}")
                 is_known = id(parameter) in self._storages
                 storage = self._note_storage(parameter, gradient)
-                self.noted_bytes += gradient.nbytes
+                num_bytes = num_bytes_of([gradient])
+                self.noted_bytes += num_bytes
+                counted = count_writes(gradient)
+                seen += counted
                 if copies_all or not is_known or storage in before:
                     gradients.append(gradient.detach().clone())
-                    self.copied_bytes += gradient.nbytes
+                    self.copied_bytes += num_bytes
                 else:
-                    kept = gradient.detach()
-                    gradients.append(kept)
-                    referred += count_writes(kept)
+                    gradients.append(gradient.detach())
+                    referred += counted
         members = with_inner([optimizer])
         step = OptimizerStep(
             optimizer=number,
@@ -186,7 +207,7 @@ class RedoRecorder:
         )
         self._open.steps.append(step)
         self._referred += referred
-        return referred
+        return seen, referred
 
     def _note_storage(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> StorageWeakRef | None:
         """Note where a gradient is, and return that; None of one that has no memory here."""

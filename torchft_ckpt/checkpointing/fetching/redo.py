@@ -1,14 +1,15 @@
 """Follows the redo log of others: fetches one entry after another, each from one of several sources, checked.
 
-The entries of a version are alike at all healthy sources, so any of them can be asked for the next one. They take turns: so each
-sends a part, and each hears how far this follower is. One that is lost, stalls or lies is left out from then on; the entry that
-it was sending is asked for anew elsewhere.
+The entries of a version are alike at all healthy sources, so any of them can be asked for the next one. They take turns, and all
+hear how far this follower is, so that they free what it has. One that is lost, stalls or lies is left out from then on; the
+entry that it was sending is asked for anew elsewhere. One that is late is asked again in its turn.
 
 On one thread, but `close`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -35,6 +36,8 @@ from torchft_ckpt.errors import CheckpointError, DigestMismatchError, SourceRefu
 
 logger = logging.getLogger(__name__)
 _BATCH_BYTES = 16 * 1024 * 1024
+_POLL_S = 0.25
+"""At one of several sources: another may be ahead of it."""
 
 
 class RedoFollower:
@@ -78,16 +81,19 @@ class RedoFollower:
         while True:
             client = self._turn()
             try:
-                manifest = client.fetch_redo_manifest(
-                    format_version(after), until - time.monotonic(), self._max_manifest_bytes
-                )
+                wait_s = until - time.monotonic()
+                if len(self._clients) > 1:
+                    wait_s = min(wait_s, _POLL_S)
+                manifest = client.fetch_redo_manifest(format_version(after), wait_s, self._max_manifest_bytes)
                 if manifest is not None:
                     check_entry(manifest, self._parameters, after)
                     entry = self._receive(client, manifest)
                     self._clients = [*self._clients[1:], client]
+                    self._tell_held(entry.version)
                     return entry
                 if time.monotonic() >= until:
                     return None
+                self._clients = [*self._clients[1:], client]
             except CheckpointError as error:
                 self._drop(client, error)
 
@@ -100,11 +106,23 @@ class RedoFollower:
             client.close()
 
     def release(self) -> None:
-        """Free connections and memory. By the thread that follows."""
+        """Free connections and memory, and say so to the sources. By the thread that follows."""
+        if not self._closed:
+            for client in self._clients:
+                with contextlib.suppress(CheckpointError):
+                    client.tell_redo_done()
         self.close()
         for client in self._clients:
             client.release()
         self._cache.clear()
+
+    def _tell_held(self, version: StateVersion) -> None:
+        """Have all sources free the entry that led to a version."""
+        for client in list(self._clients):
+            try:
+                client.tell_redo_held(format_version(version))
+            except CheckpointError as error:
+                self._drop(client, error)
 
     def _turn(self) -> SourceClient:
         with self._lock:

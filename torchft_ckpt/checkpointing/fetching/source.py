@@ -26,6 +26,7 @@ from torchft_ckpt.checkpointing.protocol import (
     LATEST,
     MAX_DIGESTS,
     MAX_PEERS,
+    MAX_REFUSAL_BYTES,
     MAX_WAIT_S,
     PREFIX,
     RECEIVED_HEADER,
@@ -180,6 +181,24 @@ class SourceClient:
         elif (answer.status, refusal.error) != (404, "not_yet"):
             raise _as_error(answer, refusal)
         return None
+
+    def tell_redo_held(self, after: str) -> None:
+        """Say that a version is here, so that the source frees the entry to it.
+
+        Raises: as `fetch_redo_manifest`.
+        """
+        answer = self._connection.get(f"{REDO_PATH}/held?after={quote(after, safe='')}", method="POST")
+        if answer.status == 204:
+            answer.read(0)
+            return
+        refusal = answer.refusal()
+        if (answer.status, refusal.error) != (429, "too_many_requests"):  # else it hears so with the next request
+            raise _as_error(answer, refusal)
+
+    def tell_redo_done(self) -> None:
+        """Say that this follower needs nothing more."""
+        self._connection.set_stall_timeout(min(DONE_TIMEOUT_S, self._options.stall_timeout_s))
+        self._connection.get(f"{REDO_PATH}/done", method="POST").read(MAX_REFUSAL_BYTES)
 
     def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
         """Return the digests of blocks; at most `MAX_DIGESTS` of them."""

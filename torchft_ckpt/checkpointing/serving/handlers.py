@@ -72,6 +72,7 @@ from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability, S
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs, start_digest
 from torchft_ckpt.checkpointing.state.redo_entry import parse_version
 from torchft_ckpt.checkpointing.state.regions import Region
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.core.services.admission import client_of_address
 from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
 from torchft_ckpt.core.transfer.redo_log import Gone, Next
@@ -172,7 +173,10 @@ class CheckpointHandlers:
         app.router.add_get(step + "/peers", self._peers)
         app.router.add_post(step + "/done", self._done)
         if self._redo_log is not None:
-            app.router.add_get(REDO_PATH, functools.partial(self._redo_entry, self._redo_log), allow_head=False)
+            log = self._redo_log
+            app.router.add_get(REDO_PATH, functools.partial(self._redo_entry, log), allow_head=False)
+            app.router.add_post(f"{REDO_PATH}/held", functools.partial(self._redo_held, log))
+            app.router.add_post(f"{REDO_PATH}/done", functools.partial(self._redo_done, log))
         return app
 
     def wake_waiting(self) -> None:
@@ -297,26 +301,42 @@ class CheckpointHandlers:
 
     async def _redo_entry(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
         """Answer with the manifest of the next entry; wait for it where there is none yet."""
-        receiver, client = _receiver(request), _client(request)
-        if receiver is None:
-            raise self._refuse("bad_range", f"a follower names itself, by {RECEIVER_HEADER}", status=416)
-        try:
-            after = parse_version(request.query.get("after", ""))
-        except ValueError as error:
-            raise self._refuse("bad_range", str(error), status=416) from error
+        client = _client(request)
         deadline = asyncio.get_running_loop().time() + _wait_s(request)
-        while not isinstance(answer := log.ask(receiver, client, after, time.monotonic()), Next):
-            if isinstance(answer, Gone):
-                raise self._refuse("revoked" if answer.is_revoked else "not_logged", answer.reason)
+        while (version := self._next_version(log, request)) is None:
             if not await self._woken(deadline):
-                raise self._refuse("not_yet", f"step {after.step} is the newest here")
-        snapshot = await self._threads.run(client, log.snapshot_of, answer.version)
+                raise self._refuse("not_yet", "the version that you hold is the newest here")
+        snapshot = await self._threads.run(client, log.snapshot_of, version)
         try:
             self._check_unchanged(snapshot, 0, snapshot.total_bytes)
         except StateChangedError as error:
             log.end(f"a gradient was written to after its step: {error}")
             raise
         return await self._answer_manifest(request, snapshot)
+
+    async def _redo_held(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
+        self._next_version(log, request)
+        return web.Response(status=204)
+
+    async def _redo_done(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
+        receiver = _receiver(request)
+        if receiver is not None:
+            log.leave(receiver)
+        return web.Response(status=204)
+
+    def _next_version(self, log: ServedRedoLog, request: web.Request) -> StateVersion | None:
+        """Note what a follower holds, and return where the next entry leads; None: there is none yet."""
+        receiver = _receiver(request)
+        if receiver is None:
+            raise self._refuse("bad_range", f"a follower names itself, by {RECEIVER_HEADER}", status=416)
+        try:
+            after = parse_version(request.query.get("after", ""))
+        except ValueError as error:
+            raise self._refuse("bad_range", str(error), status=416) from error
+        answer = log.ask(receiver, _client(request), after, time.monotonic())
+        if isinstance(answer, Gone):
+            raise self._refuse("revoked" if answer.is_revoked else "not_logged", answer.reason)
+        return answer.version if isinstance(answer, Next) else None
 
     async def _answer_manifest(self, request: web.Request, snapshot: Snapshot) -> web.StreamResponse:
         client = _client(request)

@@ -10,6 +10,7 @@ From any thread: the trainer appends, the server's threads ask.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -74,7 +75,9 @@ class ServedRedoLog:
 
         Args:
             entry: its gradients are referred to; nobody changes them any more.
-            versions: of the gradients, when the step began.
+            versions: of the gradients now.
+
+        Of gradients on an accelerator a copy to the host begins at once, ordered after the stream that is current here.
         """
         num_bytes = sum(num_bytes_of(step.gradients) for step in entry.steps)
 
@@ -83,6 +86,10 @@ class ServedRedoLog:
             self._log.append(entry.after, entry.version, num_bytes)
 
         self._change(append)
+        gradients = (gradient for step in entry.steps for gradient in step.gradients if gradient is not None)
+        if any(not gradient.is_cpu for gradient in gradients):
+            with contextlib.suppress(BlockGoneError, UnsupportedValueError):
+                self.snapshot_of(entry.version)
 
     def end(self, reason: str) -> None:
         """End the log; followers hear the reason. Without effect where there is none."""
@@ -99,6 +106,10 @@ class ServedRedoLog:
         answers: list[Next[StateVersion] | Wait | Gone] = []
         self._change(lambda: answers.append(self._log.ask(name, client, after, now)), wakes=False)
         return answers[0]
+
+    def leave(self, name: str) -> None:
+        """A follower needs nothing more; the log ends with the last one."""
+        self._change(lambda: self._log.leave(name), wakes=False)
 
     def hear(self, name: str, now: float) -> None:
         """See `RedoLog.hear`."""
@@ -124,7 +135,7 @@ class ServedRedoLog:
                 step=version.step,
                 lock=self._unwritten,
                 pool=self._pool,
-                num_expected=0,
+                num_expected=1,  # so that staging begins now
                 versions=kept.versions,
             )
         except UnsupportedValueError as error:

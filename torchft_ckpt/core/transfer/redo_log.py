@@ -14,13 +14,19 @@ It knows names, numbers of bytes and times that are handed in. It does not know 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchft_ckpt.core.services.places import Places
 
-V = TypeVar("V", bound=Hashable)
+
+class _Ordered(Protocol):
+    """A name of a state, hashable; a later state's is greater."""
+
+    def __gt__(self, other: Any, /) -> bool: ...
+
+
+V = TypeVar("V", bound=_Ordered)
 
 MAX_FOLLOWERS = 64
 """Of one log at once. Names cost nothing to make, see `places`."""
@@ -36,7 +42,7 @@ class Next(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The follower holds the newest version; the next entry is still to come."""
+    """The next entry is still to come: the follower holds the newest version, or one that this source is about to reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,8 @@ class RedoLog(Generic[V]):
         self._announced: list[_Follower] = []
         """Those that were announced and have not come."""
         self._given_up: OrderedDict[str, Gone] = OrderedDict()
-        self._end = Gone("no log is kept at this source: nobody was announced who would follow")
+        self._end: Gone | None = None
+        """Why there is no log, where it has failed; None: there may be one any moment."""
 
     def __repr__(self) -> str:
         return f"RedoLog({len(self._entries)} entries, {self.kept_bytes} bytes, {self.num_followers} followers)"
@@ -150,13 +157,15 @@ class RedoLog(Generic[V]):
             after: that it holds.
             now: in seconds.
         """
-        if name in self._given_up:
-            return self._given_up[name]
-        number = self._numbers.get(after)
-        if number is None or not self.is_kept:
-            if not self.is_kept:
-                return self._end
-            return Gone(f"the log of this source leads from {self._start} to {self.head}; {after} is not on its way")
+        head = self.head
+        if head is None:
+            return self._given_up.get(name) or self._end or Wait()
+        number = self._top if after > head else self._numbers.get(after)
+        if number is None:
+            return self._given_up.get(name) or Gone(
+                f"the log of this source leads from {self._start} to {self.head}; {after} is not on its way"
+            )
+        self._given_up.pop(name, None)
         if name not in self._followers:
             self._admit(name, client, number)
         follower = self._followers[name]
@@ -267,7 +276,7 @@ class RedoLog(Generic[V]):
             return
         needs = [follower.needs for follower in (*self._followers.values(), *self._announced)]
         if not needs:
-            self._forget(gone or Gone("the log of this source has ended: nobody follows any more"))
+            self._forget(gone)
             return
         while self._base < min(needs):
             version, _ = self._entries.popleft()
@@ -276,9 +285,10 @@ class RedoLog(Generic[V]):
             self._start = version
             self._base += 1
 
-    def _forget(self, gone: Gone) -> None:
+    def _forget(self, gone: Gone | None) -> None:
+        """There is no log any more; where it has failed, all who ask hear why."""
         for name in list(self._followers):
-            self._give_up(name, gone)
+            self._give_up(name, gone or Gone("the log of this source has ended: nobody follows any more"))
         self._announced = []
         self._base = self._top
         self._entries.clear()
