@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.redo import Source, bits, carried
 from support.thoroughness import by_default
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept
 from torchft_ckpt.manager.redo_recording import parameters_of
@@ -353,3 +357,46 @@ def test_a_weight_in_another_memory_format_gets_its_gradient_in_that_format() ->
         apply_entry(carried(entry, [fresh]), [fresh])
     assert set(seen) == {learner.weight.stride()}
     assert state_bits(learner, fresh) == state_bits(model, optimizer)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """The last of four ranks, the others imagined: collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def test_shards_are_replayed_with_the_layout_of_their_parameters(mesh: DeviceMesh) -> None:
+    """Even shards, uneven ones, one of which this rank has nothing, and a plain parameter beside them."""
+
+    def made() -> torch.optim.Optimizer:
+        torch.manual_seed(12)
+        shards = [distribute_tensor(torch.randn(rows, 3), mesh, [Shard(0)], src_data_rank=None) for rows in (8, 7, 1)]
+        return O.AdamW([torch.nn.Parameter(one) for one in (*shards, torch.randn(5))], foreach=False)
+
+    def here(optimizer: torch.optim.Optimizer) -> list[bytes]:
+        values = [
+            value
+            for parameter in parameters_of(optimizer)
+            for value in (parameter, *optimizer.state[parameter].values())
+        ]
+        return bits(value.to_local() if isinstance(value, DTensor) else value for value in values)
+
+    optimizer, fresh = made(), made()
+    seen: list[object] = []
+    fresh.register_step_pre_hook(lambda *_: seen.append([type(p.grad) for p in parameters_of(fresh)]))
+    source = Source(optimizer)
+    source.begin()
+    for step in range(3):
+        source.recorder.close()
+        for parameter in parameters_of(optimizer):
+            parameter.grad = (parameter.detach() * (step + 1)).sin()
+        source.commit()
+        optimizer.step()
+    source.recorder.close()
+    assert len(source.noted.entries) == 3, source.noted.reasons
+    for entry in source.noted.entries:
+        apply_entry(carried(entry, [fresh]), [fresh])
+    assert seen[0] == [DTensor, DTensor, DTensor, torch.Tensor]
+    assert here(fresh) == here(optimizer)
