@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import trustme
+from faulty_proxy import FaultyProxy, flip_bit_at
+from support.certificates import client_context, server_context
 from support.redo import Noted, Source, bits, version
 from support.sources import make_transport
+from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.redo import RedoFollower
 from torchft_ckpt.checkpointing.state.redo_entry import RedoEntry
 from torchft_ckpt.errors import SourceRefusedError, TransferCancelledError
@@ -329,3 +336,55 @@ def test_the_token_is_wanted(scene: Callable[..., Scene]) -> None:
             job.step()
     finally:
         stranger.shutdown(wait=False)
+
+
+def test_it_goes_over_tls_as_well(scene: Callable[..., Scene]) -> None:
+    authority = trustme.CA()
+    job = scene(1, ssl_context=server_context(authority, "127.0.0.1"))
+    job.begin()
+    job.train(2)
+    learner = make_transport(client_ssl_context=client_context(authority))
+    try:
+        job.follow(learner)
+        job.step()
+        job.step()
+        assert job.is_equal()
+        assert job.follower is not None
+        job.follower.release()
+    finally:
+        learner.shutdown(wait=False)
+
+
+@pytest.mark.slow
+def test_any_bit_that_flips_on_the_way_changes_nothing_or_is_named(scene: Callable[..., Scene]) -> None:
+    """In heads, manifest, blocks and digests of an entry of some 9 kB; that of a bit of a length may be a stall."""
+    job = scene(1)
+    job.model, job.learner = model(width=40), model(width=40)
+    job.source = Source(torch.optim.AdamW(job.model.parameters()))
+    job.fresh = torch.optim.AdamW(job.learner.parameters())
+    job.begin()
+    job.train()
+    (expected,) = [kept.entry for kept in job.transports[0].redo_log._kept.values()]
+    wanted = bits(gradient for step in expected.steps for gradient in step.gradients)
+    generator = random.Random(0)
+    learner = make_transport(stall_timeout=timedelta(seconds=0.3))
+    outcomes: Counter[str] = Counter()
+    try:
+        for _ in range(by_default(60, thorough=2000)):
+            flip = flip_bit_at(generator.randrange(12_000), generator.randrange(8))
+            with FaultyProxy(parse_metadata(job.transports[0].metadata()).port, flip) as proxy:
+                follower = learner.follow_redo_logs([proxy.url], [parameters_of(job.fresh)])
+                try:
+                    entry = follower.next_entry(version(0), 0.2)
+                    outcomes["nothing yet" if entry is None else "whole"] += 1
+                    if entry is not None:
+                        assert bits(gradient for step in entry.steps for gradient in step.gradients) == wanted
+                except SourceRefusedError as error:
+                    outcomes["named"] += 1
+                    assert len(str(error)) > len("no source is left whose redo log can be followed: ")
+                finally:
+                    follower.close()
+                    follower.release()
+    finally:
+        learner.shutdown(wait=False)
+    assert outcomes["named"] > outcomes["whole"] >= 0
