@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept
+from torchft_ckpt.errors import CheckpointError, StateMismatchError
 from torchft_ckpt.manager.redo_recording import parameters_of
 from torchft_ckpt.manager.redo_replay import apply_entry
 
@@ -400,3 +401,35 @@ def test_shards_are_replayed_with_the_layout_of_their_parameters(mesh: DeviceMes
         apply_entry(carried(entry, [fresh]), [fresh])
     assert seen[0] == [DTensor, DTensor, DTensor, torch.Tensor]
     assert here(fresh) == here(optimizer)
+
+
+def test_other_groups_are_refused_before_anything_is_applied() -> None:
+    model, learner = _model(13, torch.float32), _model(13, torch.float32)
+    source = Source(O.AdamW(_groups(model)))
+    source.begin()
+    source.train()
+    source.recorder.close()
+    parameters = parameters_of(source.optimizers[0])
+    order = [list(map(id, model.parameters())).index(id(parameter)) for parameter in parameters]
+    fresh = O.AdamW([list(learner.parameters())[place] for place in order])
+    before = bits(learner.parameters())
+    with pytest.raises(StateMismatchError, match=r"\[2\] parameter groups at the source, and \[1\] here"):
+        apply_entry(carried(source.noted.entries[0], [fresh]), [fresh])
+    assert bits(learner.parameters()) == before
+
+
+def test_a_replay_that_raises_says_that_the_state_is_torn() -> None:
+    source = Source(O.SGD(_model(14, torch.float32).parameters(), lr=0.1))
+    source.begin()
+    source.train()
+    source.recorder.close()
+    fresh = O.SGD(_model(14, torch.float32).parameters(), lr=0.1)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    fresh.register_step_pre_hook(fail)
+    with pytest.raises(CheckpointError, match=r"the replay of step 1 failed: ZeroDivisionError.*torn") as caught:
+        apply_entry(carried(source.noted.entries[0], [fresh]), [fresh])
+    assert caught.value.state_overwritten
+    assert all(parameter.grad is None for parameter in parameters_of(fresh)), "its own gradients are back"

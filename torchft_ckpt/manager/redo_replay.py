@@ -14,7 +14,7 @@ import torch
 from torchft_ckpt.checkpointing.state.local_state import copy_to
 from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry
 from torchft_ckpt.checkpointing.state.shards import adapter_of
-from torchft_ckpt.errors import torn_where_it_raises
+from torchft_ckpt.errors import StateMismatchError, torn_where_it_raises
 from torchft_ckpt.manager.optimizer_settings import take_settings, with_inner
 from torchft_ckpt.manager.redo_recording import parameters_of
 
@@ -29,11 +29,24 @@ def apply_entry(entry: RedoEntry, optimizers: Sequence[torch.optim.Optimizer]) -
         optimizers: that are guarded, in the order in which all replicas guard them.
 
     Raises:
+        StateMismatchError: an optimizer has other parameter groups here; nothing was applied.
         CheckpointError: an optimizer raised in its step; the state is torn.
     """
+    for step in entry.steps:
+        _check_groups(step, optimizers[step.optimizer])
     with torn_where_it_raises(f"the replay of step {entry.version.step}", "optimizer"):
         for step in entry.steps:
             _replay(step, optimizers[step.optimizer])
+
+
+def _check_groups(step: OptimizerStep, optimizer: torch.optim.Optimizer) -> None:
+    there = [len(groups) for groups in step.settings]
+    here = [len(member.param_groups) for member in with_inner([optimizer])]
+    if there != here:
+        raise StateMismatchError(
+            f"optimizer {step.optimizer} and those in it have {there} parameter groups at the source, and {here} here",
+            party="optimizer",
+        )
 
 
 def _replay(step: OptimizerStep, optimizer: torch.optim.Optimizer) -> None:
