@@ -73,6 +73,11 @@ class RedoFollower:
 
         Its gradients are on the CPU, in memory that is used again once nobody refers to them.
 
+        Args:
+            after: the version that is here.
+            timeout_s: for the entry to begin to come. Then it may take long, as long as some of it comes within each stall timeout;
+                `close` ends it.
+
         Raises:
             SourceRefusedError: no source has it or will have it; the message has each one's reason.
             TransferCancelledError: this was closed.
