@@ -75,7 +75,7 @@ class RedoFollower:
 
         Args:
             after: the version that is here.
-            timeout_s: for the entry to begin to come. Then it may take long, as long as some of it comes within each stall timeout;
+            timeout_s: for the entry to begin to come. Then it may take long, as long as some comes within each stall timeout;
                 `close` ends it.
 
         Raises:
