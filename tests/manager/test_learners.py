@@ -52,6 +52,46 @@ class Frozen(Replica):
             self.frozen.copy_(state["frozen"]["weight"])
 
 
+class Wide(Replica):
+    """All of its state is trained, also the wide weights."""
+
+    def __init__(self, *arguments: Any, seed: int = 0, **options: Any) -> None:
+        transport = HTTPTransport[Any](
+            timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096
+        )
+        self.transport = options.setdefault("checkpoint_transport", transport)
+        if self.transport is not transport:
+            transport.shutdown()
+        super().__init__(*arguments, seed=seed, **options)
+        generator = torch.Generator().manual_seed(seed)
+        self.wide = nn.Parameter(torch.randn(512, 512, generator=generator))
+        self.sgd.add_param_group({"params": [self.wide], "lr": 0.01, "momentum": 0.5})
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "wide": self.wide.detach()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        with torch.no_grad():
+            self.wide.copy_(state["wide"])
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(2, 8)).square().mean() + (self.wide * self.wide.sin().detach()).mean()
+        loss.backward()
+        for parameter in (*self.model.parameters(), self.wide):
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+    def all_bits(self) -> list[bytes]:
+        state = self.sgd.state_dict()["state"]
+        tensors = [*self.model.parameters(), self.wide, *(state[i]["momentum_buffer"] for i in sorted(state))]
+        return [tensor.detach().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
 class Gated(HTTPTransport[Any]):
     """Fetches wait until they may go on, or are cancelled."""
 
@@ -118,6 +158,32 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
     followed, *later = transport.fetched
     assert followed.received_bytes >= FROZEN_BYTES
     assert sum(progress.received_bytes for progress in later) < FROZEN_BYTES / 10
+    close(run, joined)
+
+
+def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothing_when_it_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Wide)
+    before = quorum_ids(run)
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    transport = Gated()
+    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(joined.step)
+        assert transport.began.acquire(timeout=30)
+        run.wait_for_steps(20)
+        assert quorum_ids(run) == before and not first.done()
+        transport.may_go_on.set()
+        first.result(60)
+    run.end(joined)
+    assert joined.manager._replay.num_replayed >= 20
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    followed, *later = transport.fetched
+    assert followed.received_bytes >= 2 * FROZEN_BYTES
+    assert [progress.received_bytes for progress in later] == [0] * len(later) and later
     close(run, joined)
 
 

@@ -53,6 +53,8 @@ from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
+from torchft_ckpt.manager.redo_recording import RedoRecorder
+from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
@@ -305,12 +307,25 @@ class Manager:
             lease=self._timeouts.collective if transport.needs_process_group else self._timeouts.transfer,
             party=party,
         )
+        log = getattr(transport, "redo_log", None) if rank_config.group_world_size == 1 else None
+        self._recorder = (
+            None
+            if log is None
+            else RedoRecorder(log, self._registry.guarded, is_apart=lambda: self._registry.in_function)
+        )
+        self._replay = Replay(
+            getattr(transport, "follow_redo_logs", None),
+            self._registry.guarded,
+            rank=rank_config.group_rank,
+            mark_torn=self._client.load_torn,
+        )
         self._recovery = Recovery(
             self._healing,
             self._registry,
             self._serving,
             self._own,
             self._client,
+            replay=self._replay,
             events=self.events,
             is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
@@ -328,6 +343,8 @@ class Manager:
             serving=self._serving,
             healing=self._healing,
             recovery=self._recovery,
+            replay=self._replay,
+            recorder=self._recorder,
             check=self._check,
             outcomes=self._outcomes,
             followers=self._followers,
@@ -518,7 +535,7 @@ class Manager:
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
         self._registry.guard(optimizer)
-        guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step)
+        guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step, self._recorder)
 
     def _enter_optimizer_step(self) -> None:
         if self._registry.in_function == "get" and not self._has_warned_of_steps:

@@ -177,6 +177,10 @@ class StateRegistry:
         with with_optimizer_state(optimizers, also_frozen=also_frozen):
             return self.capture()
 
+    def guarded(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that change what they own under the write lock alone, in the order in which they were guarded."""
+        return self._optimizers
+
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
         self._optimizers.append(optimizer)

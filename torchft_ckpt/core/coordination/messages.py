@@ -245,6 +245,8 @@ class Receives(str, Enum):
     """It loads before its forward pass, so the others may wait for it in a collective."""
     LOAD = "load"
     """It loads at its vote."""
+    REPLAY = "replay"
+    """It replays the steps that the others have made since it received the state: a learner."""
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
