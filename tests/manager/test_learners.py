@@ -22,6 +22,7 @@ from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.core.coordination.messages import Role
+from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import TransferCancelledError
 
 FROZEN_BYTES = 4 * 512 * 512
@@ -123,6 +124,30 @@ class Gated(HTTPTransport[Any]):
         super().cancel_recv()
 
 
+class Paced(Run):
+    """Those who train can be held between two steps."""
+
+    def __init__(self, replica: type[Replica]) -> None:
+        self.may_train = threading.Event()
+        self.may_train.set()
+        super().__init__(replica)
+
+    def train(self, replica: Replica) -> None:
+        while replica.manager.current_step() < self.last_step:
+            assert self.may_train.wait(60)
+            replica.step()
+
+    def pause_until_it_asks(self, learner: Replica, go_on: Callable[[], None]) -> None:
+        """Hold those who train until a learner that is let go on has come as far as it can."""
+        self.may_train.clear()
+        go_on()
+        give_up_at = time.monotonic() + 60
+        while (now := learner.manager.view()).quorum is None or now.phase is not StepPhase.ASKING:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        self.may_train.set()
+
+
 def close(run: Run, joined: Frozen) -> None:
     run.close(joined)
     for replica in (*run.at_work, joined):
@@ -165,7 +190,7 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Wide)
+    run = Paced(Wide)
     before = quorum_ids(run)
     discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
     transport = Gated()
@@ -175,7 +200,7 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
         assert transport.began.acquire(timeout=30)
         run.wait_for_steps(20)
         assert quorum_ids(run) == before and not first.done()
-        transport.may_go_on.set()
+        run.pause_until_it_asks(joined, transport.may_go_on.set)
         first.result(60)
     run.end(joined)
     assert joined.manager._replay.num_replayed >= 20
