@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -53,44 +54,42 @@ class Frozen(Replica):
             self.frozen.copy_(state["frozen"]["weight"])
 
 
-class Wide(Replica):
-    """All of its state is trained, also the wide weights."""
+class WideModel(nn.Linear):
+    """Its wide weights are trained, too."""
 
-    def __init__(self, *arguments: Any, seed: int = 0, **options: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.wide = nn.Parameter(torch.randn(512, 512))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch.to(self.weight.dtype)) + (self.wide * self.wide.sin().detach()).mean()
+
+
+class Wide(Replica):
+    """All of its state is trained."""
+
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = staticmethod(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    dtype = torch.float32
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         transport = HTTPTransport[Any](
             timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096
         )
         self.transport = options.setdefault("checkpoint_transport", transport)
         if self.transport is not transport:
             transport.shutdown()
-        super().__init__(*arguments, seed=seed, **options)
-        generator = torch.Generator().manual_seed(seed)
-        self.wide = nn.Parameter(torch.randn(512, 512, generator=generator))
-        self.sgd.add_param_group({"params": [self.wide], "lr": 0.01, "momentum": 0.5})
+        super().__init__(*arguments, **options)
 
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "wide": self.wide.detach()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        super().load(state)
-        with torch.no_grad():
-            self.wide.copy_(state["wide"])
-
-    def step(self) -> bool:
-        before = self.manager.statistics().num_committed
-        self.optimizer.zero_grad()
-        loss = self.model(torch.ones(2, 8)).square().mean() + (self.wide * self.wide.sin().detach()).mean()
-        loss.backward()
-        for parameter in (*self.model.parameters(), self.wide):
-            assert parameter.grad is not None
-            self.manager.allreduce(parameter.grad)
-        self.optimizer.step()
-        return self.manager.statistics().num_committed > before
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = WideModel().to(self.dtype)
+        return model, self.optimizer_of(model)
 
     def all_bits(self) -> list[bytes]:
-        state = self.sgd.state_dict()["state"]
-        tensors = [*self.model.parameters(), self.wide, *(state[i]["momentum_buffer"] for i in sorted(state))]
-        return [tensor.detach().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+        state = [value for _, one in sorted(self.sgd.state_dict()["state"].items()) for value in one.values()]
+        tensors = [*self.model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+        return [tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 class Gated(HTTPTransport[Any]):
@@ -186,28 +185,45 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
     close(run, joined)
 
 
-def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothing_when_it_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Paced(Wide)
+def follow(run: Paced, learner: Replica, transport: Gated) -> None:
+    """Let a learner receive a state, the others make 20 steps meanwhile, and the learner come as far as it can."""
     before = quorum_ids(run)
-    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
-    transport = Gated()
-    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(joined.step)
+        first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=30)
         run.wait_for_steps(20)
         assert quorum_ids(run) == before and not first.done()
-        run.pause_until_it_asks(joined, transport.may_go_on.set)
+        run.pause_until_it_asks(learner, transport.may_go_on.set)
         first.result(60)
-    run.end(joined)
+    run.end(learner)
+
+
+REPLAYED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], torch.dtype]] = {
+    "SGD": (Wide.optimizer_of, torch.float32),
+    "AdamW": (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True), torch.float32),
+    "NAdam bf16": (lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2), torch.bfloat16),
+    "ASGD bf16": (lambda m: torch.optim.ASGD(m.parameters(), lr=1e-2, t0=3), torch.bfloat16),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLAYED)
+def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothing_when_it_joins(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    monkeypatch.setattr(Wide, "optimizer_of", staticmethod(REPLAYED[name][0]))
+    monkeypatch.setattr(Wide, "dtype", REPLAYED[name][1])
+    run = Paced(Wide)
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    transport = Gated()
+    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
     assert joined.manager._replay.num_replayed >= 20
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
     assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
     followed, *later = transport.fetched
-    assert followed.received_bytes >= 2 * FROZEN_BYTES
+    assert followed.received_bytes >= 2**19
     assert [progress.received_bytes for progress in later] == [0] * len(later) and later
     close(run, joined)
 
@@ -288,3 +304,102 @@ def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path:
         learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
         reports = job.finish()
         assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+
+
+class Averaged(Wide):
+    """Keeps an average of its weights, beside the optimizer's hooks."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.average = torch.zeros(512)
+        super().__init__(*arguments, **options)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "average": self.average}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.average.copy_(state["average"])
+
+    def step(self) -> bool:
+        counts = super().step()
+        if counts:
+            self.average.lerp_(self.model.wide[0].detach(), 0.5)  # type: ignore[index]
+        return counts
+
+
+@pytest.mark.slow
+def test_what_a_replay_cannot_know_is_received_at_the_join_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    caplog.set_level(logging.INFO)
+    run = Paced(Averaged)
+    transport = Gated()
+    joined = Averaged(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed >= 20
+    replicas = [*run.at_work, joined]
+    assert len({str(replica.all_bits()) for replica in replicas}) == 1  # type: ignore[attr-defined]
+    assert len({replica.average.numpy().tobytes() for replica in replicas}) == 1  # type: ignore[attr-defined]
+    assert 0 < transport.fetched[1].received_bytes < 10 * 4096
+    assert any(
+        "differ, of" in record.message and "user.default.average" in record.message for record in caplog.records
+    ), caplog.text
+    close(run, joined)
+
+
+class Closing(Wide):
+    """Steps with a closure, which nobody can replay."""
+
+    def step(self) -> bool:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        counts = self.manager.should_commit()
+        if counts:
+            with self.manager.taking_step():
+                self.sgd.step(lambda: loss.item())
+        return counts
+
+
+class Sparse(Wide):
+    """Makes a gradient sparse before the step."""
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad).wait()
+        weight = self.model.get_parameter("wide")
+        assert weight.grad is not None
+        weight.grad = weight.grad.to_sparse()
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["closure", "sparse"])
+def test_steps_that_cannot_be_replayed_are_refused_with_the_reason_and_the_group_joins_all_the_same(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    kind = Closing if case == "closure" else Sparse
+    monkeypatch.setattr(Wide, "optimizer_of", staticmethod(plain_sgd))
+    run = Paced(kind)
+    transport = Gated()
+    joined = kind(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed == 0
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    reason = "steps with a closure" if case == "closure" else "is sparse"
+    assert any("cannot replay" in record.message and reason in record.message for record in caplog.records), caplog.text
+    close(run, joined)

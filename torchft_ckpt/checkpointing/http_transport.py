@@ -464,7 +464,9 @@ class HTTPTransport(CheckpointTransport[T]):
             self._buffer_cache.keep(fetch.buffers())
         else:
             self._buffer_cache.clear()
-        logger.info("received step %d from %s in %.3f s", step, name, time.monotonic() - started)
+        what = fetch.received_in_words()
+        came = f": {what}" if what else ""
+        logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
         return cast(T, state)
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
