@@ -136,9 +136,11 @@ class Manager:
             when; None: there is no limit. Where groups differ the least holds.
         warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
             leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
-        follow: where this group is behind, needs longer than a step to receive the state, and a part of that stays as it is
-            (frozen weights), let it receive the state outside of the quorum while the others train on, and join when it is close:
-            `start_quorum` returns then. Nobody waits for it meanwhile.
+        follow: where this group is behind and needs longer than a step to receive the state, let it receive the state outside of
+            the quorum while the others train on, replay the steps that they make meanwhile, and join when it is close:
+            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed in groups of one rank, with optimizers
+            that are wrapped or guarded; else it pays only where a part of the state stays as it is (frozen weights). None: where
+            the transport can do that, as `HTTPTransport` can. False: never.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -192,7 +194,7 @@ class Manager:
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
-        follow: bool = False,
+        follow: bool | None = None,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -351,7 +353,7 @@ class Manager:
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=follow,
+            follows=hasattr(transport, "follow_redo_logs") if follow is None else follow,
         )
         self._between_steps = BetweenSteps(
             self._client,
