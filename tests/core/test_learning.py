@@ -13,7 +13,7 @@ from torchft_ckpt.core.coordination.group import (
     SendToLighthouse,
     SendToRank,
 )
-from torchft_ckpt.core.coordination.learning import Distance, in_words
+from torchft_ckpt.core.coordination.learning import MAX_ATTEMPTS, Distance, chase_limit_s, in_words, keeps_up
 from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     Needed,
@@ -85,7 +85,9 @@ def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_cl
     assert (j.formed.role, j.replica.version) == (Role.HEALTHY, a.replica.version)
 
 
-@pytest.mark.parametrize("case", ["within a step", "cannot", "does not say", "must not heal", "too few without it"])
+@pytest.mark.parametrize(
+    "case", ["within a step", "cannot", "cannot keep up", "does not say", "must not heal", "too few without it"]
+)
 def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     job, a, b = trained(min_replica_size=2 if case == "too few without it" else 1)
     if case == "too few without it":
@@ -95,6 +97,7 @@ def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     j.asks(
         reach_s=None if case == "does not say" else 0.9 if case == "within a step" else 3.0,
         can_follow=case != "cannot",
+        entry_s=0.9 if case == "cannot keep up" else 0.0,
         allow_heal=case != "must not heal",
     )
     for member in {a.replica_id: a, b.replica_id: b}.values():
@@ -294,6 +297,29 @@ def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, obje
         decode_from_lighthouse(msgspec.json.encode(fields), "lighthouse")
 
 
+def test_a_learner_keeps_up_where_gradients_arrive_well_within_a_step() -> None:
+    assert keeps_up(0.8, 1.0) and not keeps_up(0.9, 1.0)
+    assert keeps_up(60.0, 0.0), "nobody knows how long a step takes"
+    assert chase_limit_s(20.0) > 20.0 / (1 - 0.85) - 20.0, "what can keep up has the time to catch up"
+
+
+def test_following_pays_where_steps_are_replayed_and_is_given_up_after_some_attempts() -> None:
+    distance = Distance()
+    assert distance.can_follow(100, 100, replays=True) and not distance.can_follow(100, 100, replays=False)
+    distance.followed()
+    distance.replayed(30)
+    assert distance.lacking_bytes(100, 100) == 30 and not distance.can_follow(100, 100, replays=True)
+    distance.joined()
+    assert distance.lacking_bytes(100, 100) == 100 and distance.can_follow(100, 100, replays=True)
+    for _ in range(MAX_ATTEMPTS):
+        assert distance.can_follow(100, 100, replays=True)
+        distance.failed(for_good=False)
+    assert not distance.can_follow(100, 100, replays=True) and distance.can_follow(100, 5, replays=True) is False
+    distance.joined()
+    distance.failed(for_good=True)
+    assert not distance.can_follow(100, 100, replays=True)
+
+
 def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
     distance = Distance()
     assert distance.lacking_bytes(100, 5) == 100 and distance.can_follow(100, 5) and not distance.can_follow(100, 90)
@@ -301,6 +327,9 @@ def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
     assert distance.lacking_bytes(100, 5) == 5 and not distance.can_follow(100, 5)
     distance.lost()
     assert distance.lacking_bytes(100, 5) == 100
+    assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.REPLAY)).startswith(
+        "replays the steps"
+    )
     assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=2.0, does=Receives.LOAD_FIRST)).startswith(
         "loads the state of"
     )

@@ -135,6 +135,14 @@ class Healing:
         """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
         return None if self._transport.needs_process_group else self._reception.expected_s(num_bytes)
 
+    def entry_s(self, num_bytes: int) -> float:
+        """Return how long receiving the gradients of a step takes; 0: nothing was measured yet.
+
+        Args:
+            num_bytes: of the gradients.
+        """
+        return self._reception.lasts_s(num_bytes)
+
     def followed(self) -> None:
         """The state that was received outside of the quorum is loaded: of the next one only what has changed is lacking."""
         self.distance.followed()

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.versions import Counted
-from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words
+from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, keeps_up
 from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     QuorumFormed,
@@ -178,10 +178,28 @@ class Recovery:
             total_bytes=progress.total_bytes if progress is not None else 0,
         )
         self._client.send(said)
+        if formed.follows and does is Receives.TRANSFER and reach_s:
+            self._give_up_where_it_cannot_keep_up(formed)
         now = time.monotonic()
         if formed.follows and now >= self._say_at:
             self._say_at = now + SAY_EVERY_S
             logger.info("%s follows the others outside of the quorum: it %s", self._client.replica_id, in_words(said))
+
+    def _give_up_where_it_cannot_keep_up(self, formed: QuorumFormed) -> None:
+        """End a transfer outside of the quorum whose state could not be brought forward: it would be of no use."""
+        entry_bytes = self._registry.gradient_bytes()
+        entry_s = self._healing.entry_s(entry_bytes)
+        if not self._replay.is_able or not self._is_alone or keeps_up(entry_s, formed.step_s):
+            return
+        logger.warning(
+            "%s does not follow the others: the gradients of a step (%.1f MB) take %.1f s to arrive, and a step takes the others"
+            " %.1f s. It receives the state while they wait, as far as join_stall_limit allows that",
+            self._client.replica_id,
+            entry_bytes / 1e6,
+            entry_s,
+            formed.step_s,
+        )
+        self._healing.cancel()
 
     # ----------------------------------------------------------------------------------------- on the training thread
 

@@ -19,7 +19,7 @@ import torch
 from torchft_ckpt.checkpointing.state.local_state import copy_to
 from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry, num_bytes_of
 from torchft_ckpt.checkpointing.state.shards import adapter_of
-from torchft_ckpt.core.coordination.learning import chase_limit_s
+from torchft_ckpt.core.coordination.learning import chase_limit_s, keeps_up
 from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
 from torchft_ckpt.errors import CheckpointError, SourceRefusedError, StateMismatchError, torn_where_it_raises
 from torchft_ckpt.manager.optimizer_settings import take_settings, with_inner
@@ -28,6 +28,8 @@ from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 _SAY_S = 0.25
+_ENOUGH = 4
+"""Entries that say how long one takes."""
 
 
 class Follower(Protocol):
@@ -76,8 +78,8 @@ class Replay:
         self._ready: deque[RedoEntry] = deque()
         """Entries that are here and not applied yet."""
         self._fetch: Future[bool] | None = None
-        self._fetch_s = 0.0
-        """How long it took to fetch the last entry."""
+        self._took_s: deque[float] = deque(maxlen=_ENOUGH)
+        """How long it took to fetch each of the last entries."""
         self._began = 0.0
         self._tell: Callable[[float], None] = lambda reach_s: None
         self.entry_bytes = 0
@@ -113,12 +115,19 @@ class Replay:
         addresses = [source.checkpoint_addresses for source in formed.sources]
         own = [one[self._rank] for one in addresses if self._rank < len(one) and one[self._rank]]
         self._held = self._fetched_to = formed.version
+        self._took_s.clear()
         self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
         began, before = time.monotonic(), self.num_replayed
         limit_s = chase_limit_s(took_s)
         try:
             while may_go_on():
                 tell(self._held.step)
+                if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
+                    raise SourceRefusedError(
+                        f"the gradients of a step take {min(self._took_s):.1f} s to arrive, and a step takes the others"
+                        f" {formed.step_s:.1f} s",
+                        party="redo log",
+                    )
                 if time.monotonic() - began > limit_s:
                     raise SourceRefusedError(
                         f"{self.num_replayed - before} steps were replayed in {limit_s:.0f} s, and the others are still ahead:"
@@ -206,7 +215,8 @@ class Replay:
             elapsed_s, left_s = time.monotonic() - self._began, until - time.monotonic()
             if left_s <= 0:
                 return False
-            self._tell(max(self._fetch_s - elapsed_s, (elapsed_s - self._fetch_s) / 2, _SAY_S))
+            beyond_s = elapsed_s - max(self._took_s, default=0.0)
+            self._tell(max(-beyond_s, beyond_s / 2, _SAY_S))
             wait([self._fetch], min(left_s, _SAY_S))
         return True
 
@@ -219,7 +229,7 @@ class Replay:
         entry = follower.next_entry(self._fetched_to, timeout_s)
         if entry is None:
             return False
-        self._fetch_s = time.monotonic() - began
+        self._took_s.append(time.monotonic() - began)
         self.entry_bytes = max(self.entry_bytes, sum(num_bytes_of(step.gradients) for step in entry.steps))
         self._ready.append(entry)
         self._fetched_to = entry.version

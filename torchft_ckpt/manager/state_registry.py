@@ -181,6 +181,11 @@ class StateRegistry:
         """Return the optimizers that change what they own under the write lock alone, in the order in which they were guarded."""
         return self._optimizers
 
+    def gradient_bytes(self) -> int:
+        """Return the size of the gradients of a step here, of guarded optimizers."""
+        trained = (parameter for parameter in _parameters_of(with_inner(self._optimizers)) if parameter.requires_grad)
+        return sum(part.nbytes for parameter in trained for part in memory_of(parameter))
+
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
         self._optimizers.append(optimizer)

@@ -213,6 +213,7 @@ class Steps:
         frozen = registry.frozen()
         reach_s: float | None = None
         can_follow = False
+        entry_s = 0.0
         if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
             num_bytes, changing_bytes = registry.sizes(held)
@@ -220,6 +221,7 @@ class Steps:
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
             replays = self._replay.is_able and self._rank_config.group_world_size == 1
+            entry_s = healing.entry_s(registry.gradient_bytes()) if replays else 0.0
             is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays)
             can_follow = is_able and reach_s is not None and is_closer
         facts = StepFacts(
@@ -228,6 +230,7 @@ class Steps:
             compares=registry.is_used_by_loops,
             reach_s=reach_s,
             can_follow=can_follow,
+            entry_s=entry_s,
             load_s=healing.load_s,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )

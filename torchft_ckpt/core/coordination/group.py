@@ -504,6 +504,7 @@ class GroupState:
             ),
             reach_s=_longest([request.reach_s for request in requests]),
             can_follow=all(request.can_follow for request in requests),
+            entry_s=max(request.entry_s for request in requests),
             load_s=max(request.load_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
             layout_text=news,

@@ -27,6 +27,8 @@ FOLLOW_FROM_S = 0.25
 """A state that comes sooner is waited for, where a step is not known to take longer: see `replica.FIRST_WAIT_S`."""
 SAY_EVERY_S = 10.0
 """So often the operator hears how far a learner is."""
+_KEEPS_UP = 0.85
+"""A learner whose entries take more than this part of a step to arrive catches up too late, or never."""
 CLOSER = 0.75
 """Following pays where not more than this part of what is lacking now will be lacking then."""
 
@@ -38,6 +40,8 @@ def should_follow(request: QuorumRequest, usual_s: float) -> bool:
         request: what it asks for.
         usual_s: a step takes so long; 0: not known yet.
     """
+    if not keeps_up(request.entry_s, usual_s):
+        return False
     is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
     return is_able and request.reach_s is not None and request.reach_s > max(usual_s, FOLLOW_FROM_S)
 
@@ -58,6 +62,16 @@ def chase_limit_s(took_s: float) -> float:
         took_s: T0.
     """
     return _CHASE_FACTOR * took_s + _CHASE_LEAST_S
+
+
+def keeps_up(entry_s: float, step_s: float) -> bool:
+    """Whether a learner catches up by replaying steps: T0 / (1 - rho) is how long it takes, rho = `entry_s` / `step_s`.
+
+    Args:
+        entry_s: receiving what is replayed of one step takes so long.
+        step_s: a step of those who train takes so long; 0: not known yet.
+    """
+    return step_s == 0.0 or entry_s <= _KEEPS_UP * step_s
 
 
 class Distance:

@@ -1217,6 +1217,7 @@ class LighthouseState:
             sources=sources or [],
             warms_up=sources is None,
             follows=follows,
+            step_s=self._joining.usual_s if follows else 0.0,
             unverified=assignment.unverified,
             newest_step=self.newest_step,
             rolled_back_to=self._history.rolled_back_to,

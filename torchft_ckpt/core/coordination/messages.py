@@ -224,6 +224,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long it expects to need until it has received the state; None: it cannot say."""
     can_follow: bool = False
     """It can receive a state outside of the quorum, while the others train on, and is closer to theirs after that."""
+    entry_s: Seconds = 0.0
+    """How long it expects to need to receive what it replays of one step; 0: it cannot say, or replays nothing."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
     store_address: StorePlace = ""
@@ -447,6 +449,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Replica ranks that this member has to serve."""
     join_budget_s: Seconds | None = None
     """Set where members join: how long a collective may wait for them before `StallReport` is due."""
+    step_s: Seconds = 0.0
+    """To a learner that follows: a step of the others takes so long; 0: not known yet."""
     join_wait_s: Seconds = 0.0
     """The longest that the decision may wait for members that join."""
     joiner_waiting: bool = False
