@@ -44,7 +44,7 @@ def _stood_still_s(steps: Sequence[Step], start: float, end: float, usual_s: flo
     return [gap - usual_s for gap in _gaps(steps, start, end) if gap > _STOOD_STILL * usual_s]
 
 
-def _plan(seed: int, serve_bytes_per_s: float, **settings: float) -> Plan:
+def _plan(seed: int, serve_bytes_per_s: float, **settings: Any) -> Plan:
     return Plan(
         side=sides.OURS,
         num_groups=_NUM_GROUPS,
@@ -52,7 +52,7 @@ def _plan(seed: int, serve_bytes_per_s: float, **settings: float) -> Plan:
         seed=seed,
         pause_s=_PAUSE_S,
         serve_bytes_per_s=serve_bytes_per_s,
-        settings=settings,
+        settings={"follow": False, **settings},
         log_level="INFO",
     )
 

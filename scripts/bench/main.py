@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bench import check_equal, join_cliff, kill_gap, lighthouse_scale, overhead, rejoin, sides
+from bench import check_equal, join_cliff, join_follow, kill_gap, lighthouse_scale, overhead, rejoin, sides
 from bench.processes import ChildEndedError
 from bench.stats import Verdict
 from bench.table import Row, Section, render, to_json
@@ -22,6 +22,7 @@ BENCHMARKS = {
     "kill_gap": kill_gap.run,
     "rejoin": rejoin.run,
     "join_cliff": join_cliff.run,
+    "join_follow": join_follow.run,
     "overhead": overhead.run,
     "check_equal": check_equal.run,
     "lighthouse": lighthouse_scale.run,

@@ -21,6 +21,11 @@ def hundred_megabytes() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def twenty_five_megabytes() -> nn.Module:
+    """Return 6.3 M fp32 parameters (25.2 MB), all of them trained."""
+    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
+
+
 def hundred_megabytes_mostly_frozen() -> nn.Module:
     """Return the same 100.8 MB, of which only the last layer's 4.2 MB are trained, as in fine-tuning."""
     model = hundred_megabytes()
@@ -64,6 +69,7 @@ class SmallTransformer(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "small": small_mlp,
+    "25mb": twenty_five_megabytes,
     "100mb": hundred_megabytes,
     "100mb_frozen": hundred_megabytes_mostly_frozen,
     "1gib_frozen": LargeTable,

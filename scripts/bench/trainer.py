@@ -20,6 +20,7 @@ from torch import nn, optim
 
 from bench import sides
 from bench.models import Task
+from bench.transport_links import enter
 from bench.wire import Commands, Reporter
 
 _TIMEOUT = timedelta(seconds=10)
@@ -90,7 +91,7 @@ class _ManagedLoop:
             world_size=1,
             lighthouse_addr=options["lighthouse"],
             replica_id=f"group_{options['group']}",
-            hostname="127.0.0.1",
+            hostname=options.get("host", "127.0.0.1"),
             **store,
             **settings,
         )
@@ -123,15 +124,24 @@ def _report_transfers(transport: type, reporter: Reporter) -> None:
 
     def reported(self: Any, *arguments: Any, **named: Any) -> Any:
         reporter.emit("transfer_started")
+        told, last = named.get("on_progress"), []
+
+        def note(progress: Any) -> None:
+            last[:] = [progress.received_bytes]
+            if told is not None:
+                told(progress)
+
+        if told is not None:
+            named["on_progress"] = note
         received = receive(self, *arguments, **named)
-        reporter.emit("transfer_ended")
+        reporter.emit("transfer_ended", received_bytes=sum(last))
         return received
 
     setattr(transport, method, reported)
 
 
 def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimizer:
-    if options["task"] == "transformer":
+    if options["task"] == "transformer" or options.get("optimizer") == "adamw":
         return optim.AdamW(model.parameters(), lr=1e-4)
     return optim.SGD(model.parameters(), lr=1e-3)
 
@@ -146,6 +156,7 @@ def _train(
         if command is not None:
             until = command.get("until", until)
             continue
+        began = time.monotonic()
         loop.optimizer.zero_grad()
         if pause_s:
             time.sleep(pause_s)
@@ -161,6 +172,7 @@ def _train(
             participating=participating,
             participants=participants,
             cpu_s=time.process_time(),
+            began=began,
         )
 
 
@@ -169,6 +181,8 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     reporter, commands = Reporter(), Commands()
     logging.basicConfig(level=options.get("log_level", "WARNING"), format="%(created).3f %(name)s %(message)s")
+    if namespace := options.get("namespace"):
+        enter(namespace)
     torch.set_num_threads(1)
     if options["side"] != sides.PLAIN:
         sides.load(options["side"])
