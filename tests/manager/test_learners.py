@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import nn
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.core.coordination import joining
+from torchft_ckpt.core.coordination import joining, learning
 from torchft_ckpt.core.coordination.messages import Role
 from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import TransferCancelledError
@@ -123,6 +125,13 @@ class Gated(HTTPTransport[Any]):
         super().cancel_recv()
 
 
+@pytest.fixture(autouse=True)
+def _far_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state seems to take long to receive, and gradients are never taken for too slow, however busy this machine is."""
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    monkeypatch.setattr(learning, "_KEEPS_UP", math.inf)
+
+
 class Paced(Run):
     """Those who train can be held between two steps."""
 
@@ -147,6 +156,20 @@ class Paced(Run):
         self.may_train.set()
 
 
+@contextmanager
+def beside(run: Run, *others: Replica) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads for others. Where the body fails they end, and those of the run."""
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield pool
+    except BaseException:
+        run.last_step = 0
+        run.close(*others)
+        raise
+    finally:
+        pool.shutdown()
+
+
 def close(run: Run, joined: Frozen) -> None:
     run.close(joined)
     for replica in (*run.at_work, joined):
@@ -157,25 +180,12 @@ def quorum_ids(run: Run) -> set[int]:
     return {replica.manager.statistics().quorum_id for replica in run.at_work}
 
 
-def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_that_stay_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen)
-    before = quorum_ids(run)
+def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_that_stay_as_they_are() -> None:
+    run = Paced(Frozen)
     discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
     transport = Gated()
     joined = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(joined.step)
-        assert transport.began.acquire(timeout=30)
-        run.wait_for_steps(20)
-        assert quorum_ids(run) == before and not first.done()
-        now = joined.manager.view()
-        assert now.quorum is not None and (now.quorum.role, now.quorum.follows) == (Role.LEARNER, True)
-        transport.may_go_on.set()
-        first.result(60)
-    run.end(joined)
+    follow(run, joined, transport)
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
     assert len({replica.frozen.numpy().tobytes() for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
@@ -188,11 +198,13 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
 def follow(run: Paced, learner: Replica, transport: Gated) -> None:
     """Let a learner receive a state, the others make 20 steps meanwhile, and the learner come as far as it can."""
     before = quorum_ids(run)
-    with ThreadPoolExecutor(1) as pool:
+    with beside(run, learner) as pool:
         first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=30)
         run.wait_for_steps(20)
         assert quorum_ids(run) == before and not first.done()
+        now = learner.manager.view()
+        assert now.quorum is not None and (now.quorum.role, now.quorum.follows) == (Role.LEARNER, True)
         run.pause_until_it_asks(learner, transport.may_go_on.set)
         first.result(60)
     run.end(learner)
@@ -211,7 +223,6 @@ REPLAYED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], torch.dt
 def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothing_when_it_joins(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
     monkeypatch.setattr(Wide, "optimizer_of", staticmethod(REPLAYED[name][0]))
     monkeypatch.setattr(Wide, "dtype", REPLAYED[name][1])
     run = Paced(Wide)
@@ -228,14 +239,13 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
     close(run, joined)
 
 
-def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_outlives_the_join_of_another_group() -> None:
     """Its sources withdraw what they served to a joiner when the step is committed, and not what the learner receives."""
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen)
+    run = Paced(Frozen)
     transport = Gated()
     learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
-    other = Frozen(run.server, "d", seed=8, warm_up=False)
-    with ThreadPoolExecutor(2) as pool:  # beside that of the run, whose threads are taken
+    other = Frozen(run.server, "d", seed=8, warm_up=False, follow=False)
+    with beside(run, learner, other) as pool:
         first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=30)
         while not other.manager.is_participating():
@@ -243,7 +253,7 @@ def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.Monke
         run.at_work.append(other)
         run._loops.append(pool.submit(run.train, other))
         run.wait_for_steps(5)
-        transport.may_go_on.set()
+        run.pause_until_it_asks(learner, transport.may_go_on.set)
         first.result(60)
         assert transport.fetched[0].received_bytes >= FROZEN_BYTES
         run.end(learner)
@@ -251,12 +261,11 @@ def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.Monke
     close(run, learner)
 
 
-def test_it_stops_receiving_and_joins_when_the_others_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen)
+def test_it_stops_receiving_and_joins_when_the_others_are_too_few() -> None:
+    run = Paced(Frozen)
     transport = Gated()
     learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
-    with ThreadPoolExecutor(1) as pool:
+    with beside(run, learner) as pool:
         first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=30)
         gone = run.at_work.pop()
@@ -329,9 +338,8 @@ class Averaged(Wide):
 
 @pytest.mark.slow
 def test_what_a_replay_cannot_know_is_received_at_the_join_and_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
     caplog.set_level(logging.INFO)
     run = Paced(Averaged)
     transport = Gated()
@@ -391,7 +399,6 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_steps_that_cannot_be_replayed_are_refused_with_the_reason_and_the_group_joins_all_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
     kind = Closing if case == "closure" else Sparse
     monkeypatch.setattr(Wide, "optimizer_of", staticmethod(plain_sgd))
     run = Paced(kind)
