@@ -266,6 +266,12 @@ class Manager:
         self.events = EventQueue(on_event, party)
         """What happens on its way to `on_event`, for what adds to it."""
         self._check = EqualityCheck(lock)
+        self._replay = Replay(
+            getattr(transport, "follow_redo_logs", None),
+            self._registry.guarded,
+            rank=rank_config.group_rank,
+            mark_torn=lambda: self._client.load_torn(),
+        )
         self._healing = Healing(
             transport, self._timeouts.transfer, rank=rank_config.group_rank, world_size=rank_config.group_world_size
         )
@@ -314,12 +320,6 @@ class Manager:
             None
             if log is None
             else RedoRecorder(log, self._registry.guarded, is_apart=lambda: self._registry.in_function)
-        )
-        self._replay = Replay(
-            getattr(transport, "follow_redo_logs", None),
-            self._registry.guarded,
-            rank=rank_config.group_rank,
-            mark_torn=self._client.load_torn,
         )
         self._recovery = Recovery(
             self._healing,
@@ -376,6 +376,7 @@ class Manager:
         because it has this method, so that at exit the group leaves the job instead of vanishing from it.
         """
         self._healing.cancel()
+        self._replay.cancel()
 
     def _told_to_leave(self, message: GroupToRank) -> None:
         """For the connection, as `_cancel_fetch`."""

@@ -212,6 +212,8 @@ class Recovery:
             if not self._replay.has_arrived(plan.transfer_wait_s):
                 return
             self._catch_up(plan)
+            if not self.is_pending:
+                return
         if plan.load_before_forward:
             self.load(before_forward=True)
         elif self._has_arrived(plan):
@@ -226,20 +228,27 @@ class Recovery:
                     "%s does not load its state before this step is computed: %s", self._client.replica_id, error
                 )
 
-    def _catch_up(self, plan: StepPlan, *, waits: bool = False) -> None:
+    def _catch_up(self, plan: StepPlan, *, waits: bool = False) -> bool:
         """Apply the entries up to the quorum's state, where there are any; then fetch what differs from that. Raises nothing.
 
         Args:
             waits: the training thread waits for what is fetched: it may be received in place.
+
+        Returns:
+            False where there was something to apply, and the others went on without this group meanwhile: nothing is fetched.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is None:
-            return
+            return True
         try:
             self._replay.apply()
         except CheckpointError as error:
             self._give_replay_up(str(error))
+        if self._client.view().error is not None:
+            self.is_pending = False
+            return False
         self._fetch(plan, dataclasses.replace(prepared, receiving=None, trainer_waits=True), may_overwrite=waits)
+        return True
 
     def _give_replay_up(self, why: str, *, for_good: bool = False) -> None:
         self._replay.end()
@@ -252,15 +261,19 @@ class Recovery:
 
     def replay(self, formed: QuorumFormed) -> None:
         """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
-        replay, now = self._replay, self._client.view()
+        replay, now, client = self._replay, self._client.view(), self._client
         if not replay.is_able or not self._is_alone or now.version != formed.version:
             return
 
         def tell(step: int) -> None:
             self._client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
 
+        def may_go_on() -> bool:
+            client.pause(0.0)  # raises where this group has to end
+            return not client.is_needed and not client.view().is_leaving
+
         before = replay.num_replayed
-        why = replay.chase(formed, self._healing.took_s, lambda: not self._client.is_needed, tell)
+        why = replay.chase(formed, self._healing.took_s, may_go_on, tell)
         if why:
             self._give_replay_up(why, for_good=replay.num_replayed == before)
         else:
@@ -288,7 +301,8 @@ class Recovery:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        self._catch_up(plan, waits=True)
+        if not self._catch_up(plan, waits=True):
+            return
         if plan.compare:
             self._take_comparison(plan.formed, before_forward)
             return

@@ -4,8 +4,8 @@ An entry is opened when a step counts, gets what each optimizer sees that steps 
 So a discarded step leaves none, and optimizers that share a step share an entry. On the training thread.
 
 Gradients are referred to and not copied: `zero_grad` drops them, and no optimizer of torch changes them. They are copied where
-their memory is used again: where it is that of the step before, or nothing is known of that (the first step that is noted, as a
-rule); and where the optimizer writes to them. What is found to have been changed too late to be copied ends the log, and the
+their memory is used again: where it is that of the step before, or nothing is known of that (the first step that is noted); and
+where the optimizer writes to them. What is found to have been changed too late to be copied ends the log, and the
 next one begins with copies.
 
 A step that cannot be noted ends the log with a reason, which the learner hears. Training goes on in any case.
@@ -14,6 +14,7 @@ A step that cannot be noted ends the log with a reason, which the learner hears.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.manager.optimizer_settings import NO_SETTINGS, with_inner
+
+logger = logging.getLogger(__name__)
 
 
 class RedoSink(Protocol):
@@ -87,23 +90,17 @@ class RedoRecorder:
         self.copied_bytes = 0
         self.noted_bytes = 0
 
-    def begin(self, version: StateVersion, num_followers: int, now: float) -> None:
-        """Note for so many more followers what follows on the version that is here, from the next step on.
+    def announce(self, version: StateVersion, num_followers: int, now: float) -> None:
+        """Note for so many more followers what follows on the version that is here, whose step is open. Any thread.
 
-        Best before `zero_grad`: where the last gradients were shows what may be referred to.
+        The step before has been closed.
         """
-        self.close()
         self._sink.begin(version, num_followers, now)
-        if self.is_noting:
-            return
-        self.is_noting = True
-        for optimizer in self._optimizers():
-            for parameter in parameters_of(optimizer):
-                self._note_storage(parameter, parameter.grad)
 
     def step_counts(self, after: StateVersion, version: StateVersion, batches_committed: int) -> None:
-        """A step counts, and the optimizers are about to take it. Without effect where nothing is noted."""
+        """A step counts, and the optimizers are about to take it. Without effect where nobody follows."""
         self.close()
+        self.is_noting = self._sink.is_kept
         if self.is_noting:
             self._open = RedoEntry(after=after, version=version, batches_committed=batches_committed, steps=[])
 
@@ -121,9 +118,12 @@ class RedoRecorder:
         if is_changed(referred):
             self.end("gradients were written to after their step, before the next one began")
             return
-        self._sink.append(
-            entry, StateVersions(tensor for step in entry.steps for tensor in step.gradients if tensor is not None)
-        )
+        gradients = [tensor for step in entry.steps for tensor in step.gradients if tensor is not None]
+        try:
+            self._sink.append(entry, StateVersions(gradients))
+        except Exception as error:
+            logger.exception("step %d was not noted for those who follow", entry.version.step)
+            self.end(f"step {entry.version.step} cannot be kept: {type(error).__name__}: {error}")
 
     def end(self, reason: str) -> None:
         """Note no more, and say why."""
@@ -151,6 +151,11 @@ class RedoRecorder:
             seen, referred = self._note(optimizer)
         except _RefusedError as refused:
             self.end(str(refused))
+            yield
+            return
+        except Exception as error:
+            logger.exception("a step of %s was not noted for those who follow", name)
+            self.end(f"what {name} sees cannot be noted: {type(error).__name__}: {error}")
             yield
             return
         try:

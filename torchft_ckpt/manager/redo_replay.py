@@ -80,6 +80,7 @@ class Replay:
         self._fetch: Future[bool] | None = None
         self._took_s: deque[float] = deque(maxlen=_ENOUGH)
         """How long it took to fetch each of the last entries."""
+        self._is_joining = False
         self._began = 0.0
         self._tell: Callable[[float], None] = lambda reach_s: None
         self.entry_bytes = 0
@@ -172,8 +173,15 @@ class Replay:
                     )
             return True
 
+        self._is_joining = True
         self._fetch = self._worker.submit(fetch)
         self._began, self._tell = time.monotonic(), tell
+
+    def cancel(self) -> None:
+        """What `fetch_to` fetches is of no use any more. Any thread."""
+        follower = self._follower
+        if self._is_joining and follower is not None:
+            follower.close()
 
     def has_arrived(self, within_s: float) -> bool:
         """Wait so long at most for what `fetch_to` fetches; whether it is over, and did not fail."""
@@ -188,6 +196,7 @@ class Replay:
         while not self._wait(_SAY_S):
             pass
         fetch, self._fetch = self._fetch, None
+        self._is_joining = False
         if fetch is not None:
             fetch.result()
         while self._ready:
@@ -196,6 +205,7 @@ class Replay:
     def end(self) -> None:
         """Follow no longer; the sources hear so. On the training thread, or while it waits."""
         follower, self._follower = self._follower, None
+        self._is_joining = False
         fetch, self._fetch = self._fetch, None
         self._ready.clear()
         if follower is None:

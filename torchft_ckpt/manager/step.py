@@ -349,7 +349,7 @@ class Steps:
             return
         learners = [rank for rank in formed.destinations if rank >= formed.replica_world_size]
         if learners and self._recorder is not None:
-            self._recorder.begin(formed.version, len(learners), time.monotonic())
+            self._recorder.announce(formed.version, len(learners), time.monotonic())
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
