@@ -731,7 +731,7 @@ class LighthouseState:
         if not self._waiting:
             return
         survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
-        everyone = survivors_back or all(m.is_excused or m.replica_id in self._waiting for m in self.members.values())
+        everyone = survivors_back or all(m.is_beside or m.replica_id in self._waiting for m in self.members.values())
         if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
