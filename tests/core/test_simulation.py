@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
+from simulation.trainer import Trainer
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import equality, lighthouse, recovery
@@ -25,6 +26,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import Instruction
 from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     FromLighthouse,
+    Hello,
     Outcome,
     QuorumFormed,
     QuorumRequest,
@@ -508,3 +510,39 @@ def test_moods_calm_down() -> None:
     moods = Moods(abandon=1.0, step_error=1.0, no_heal=1.0, impatience=1.0, drift=1.0)
     moods.calm_down(slowness=2.0)
     assert moods == Moods(slowness=2.0)
+
+
+@pytest.mark.parametrize("first", range(0, by_default(40, thorough=200), 20))
+def test_learners_cost_the_others_no_wait_for_a_quorum(first: int) -> None:
+    reports = run_seeds(range(first, first + 20), kind="learners")
+    assert sum(report.num_followed for report in reports) > 30
+    assert sum(report.num_compared_without_learners for report in reports) > 100
+
+
+def broken_memory_of_learners(patch: pytest.MonkeyPatch) -> None:
+    """A lighthouse that was restarted waits for those who say that they are beside the quorum."""
+    right = LighthouseState._on_hello
+
+    def on_hello(state: LighthouseState, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
+        yield from right(state, connection, hello, now)
+        member = state._roster.on(connection)
+        if member is not None and member.is_beside:
+            member.is_beside = member.is_excused = False
+
+    patch.setattr(LighthouseState, "_on_hello", on_hello)
+
+
+def broken_learners(patch: pytest.MonkeyPatch) -> None:
+    """Who follows is taken for one of those who train."""
+    patch.setattr(Trainer, "_end_following", lambda trainer, turn: trainer._configured(turn))
+
+
+@pytest.mark.parametrize(
+    "break_it", [broken_memory_of_learners, broken_learners], ids=lambda function: function.__name__
+)
+def test_the_simulation_of_learners_finds_a_rule_that_was_broken_on_purpose(
+    break_it: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError):
+        run_seeds(range(40), kind="learners")

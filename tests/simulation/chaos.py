@@ -168,6 +168,36 @@ def _draw_scenario(rng: Random) -> Scenario:
     )
 
 
+def draw_learning_scenario(rng: Random) -> Scenario:
+    """Draw a run in which those who come back need longer than a step, and follow. The lighthouse dies as often as they."""
+    return Scenario(
+        num_groups=rng.choice((3, 4, 5)),
+        group_world_size=rng.choice((1, 1, 2)),
+        min_replicas=rng.choice((1, 1, 2)),
+        min_replica_size=rng.choice((1, 1, 2)),
+        join_budget_s=rng.choice((0.3, 1.0)),
+        join_stall_limit_s=rng.choice((0.5, 2.0, 60.0, None)),
+        join_timeout_s=rng.choice((0.5, 2.0)),
+        warm_up=rng.random() < 0.5,
+        tells_reach=True,
+        changing=rng.choice((0.0, 0.05, 0.5)),
+        max_delay_s=rng.choice((0.002, 0.01)),
+        transfer_s=(0.4, rng.choice((1.0, 3.0, 6.0))),
+        transfer_failure_rate=rng.choice((0.0, 0.0, 0.3)),
+        torn_rate=rng.choice((0.0, 0.0, 0.2)),
+        fault_rate=rng.choice((0.002, 0.005)),
+        faults={
+            Fault.KILL_GROUP: 1.0,
+            Fault.KILL_RANK: 0.3,
+            Fault.CRASH_LIGHTHOUSE: 1.0,
+            Fault.CUT: 0.3,
+            Fault.STOP_GROUP: 0.2,
+        },
+        chaos_s=rng.uniform(4.0, 10.0),
+        check_equal_every=rng.choice((0, 2)),
+    )
+
+
 def draw_outer_scenario(rng: Random) -> Scenario:
     """Draw a run of outer loops."""
     phase_s = rng.choice((0.3, 1.0, 1.0, 3.0, 6.0))

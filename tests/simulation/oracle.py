@@ -15,7 +15,8 @@
   contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 - The ranks of a group that leaves leave after the same step.
-- A learner neither contributes nor votes nor commits, is in no quorum, and none waits for it.
+- A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
+  sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from simulation.beside import Beside
 from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Event, Instruction, Received, Send
@@ -77,6 +79,7 @@ class _Life:
         self.may_lose_steps = False
         self.finished_step: int | None = None
         """Where the job was over before the present event."""
+        self.beside = Beside()
         self.last_round: Round | None = None
         self.stood: list[tuple[float, float]] = []
         """When those who train began to wait for joiners with their votes, and how long the lighthouse, which was not stopped,
@@ -116,6 +119,9 @@ class Oracle:
         """Those of them that have heard of it."""
         self.num_apart = 0
         self.num_followed = 0
+        self.num_compared_without_learners = 0
+        self._followed: dict[tuple[str, int], StateVersion] = {}
+        """By replica id and rank: the last state that it received outside of the quorum."""
         self._left: dict[str, QuorumFormed] = {}
         """By replica id: the quorum of the step after which the first of its ranks left."""
         self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
@@ -176,10 +182,20 @@ class Oracle:
             self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
         self.newest[trainer.replica_id, trainer.rank] = version
         self._apart.discard((trainer.replica_id, trainer.rank))
+        if trainer.replica.follows:
+            self._check_chain(trainer, version)
         if in_time:
             self.known_equal(trainer)
         else:
             self._unknown.add((trainer.replica_id, trainer.rank))
+
+    def _check_chain(self, trainer: Trainer, version: StateVersion) -> None:
+        """A learner receives what came of the state that it received before, but for what a restart or a rollback lost."""
+        before = self._followed.get((trainer.replica_id, trainer.rank))
+        self._followed[trainer.replica_id, trainer.rank] = version
+        is_same_life = before is not None and before.epoch == version.epoch and not self._is_void(before)
+        if is_same_life and before not in self._history(version):
+            self.fail(f"{trainer.address} follows {version}, which did not come of {before}")
 
     def leaves(self, trainer: Trainer, last: QuorumFormed) -> None:
         """A rank begins no step any more after that of a quorum."""
@@ -320,6 +336,12 @@ class Oracle:
                     self._check_apart(state, instruction.connection, instruction.message)
         life.finished_step = state.finished_step
         self._check_stood_still(state, life)
+        life.beside.note(event, instructions)
+        if isinstance(event, Received) and isinstance(event.message, QuorumRequest | Hello):
+            before = life.beside.num_compared
+            if wait := life.beside.who_waits_for_them(state, state._now):
+                self.fail(wait)
+            self.num_compared_without_learners += life.beside.num_compared - before
 
     def _check_stood_still(self, state: LighthouseState, life: _Life) -> None:
         """In any time those who train stand still for joiners at most for the limit, one budget and a twentieth of that time.

@@ -14,11 +14,18 @@ import argparse
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from simulation.chaos import Fault, OuterPlan, Scenario, draw_outer_scenario, draw_scenario
+from simulation.chaos import (
+    Fault,
+    OuterPlan,
+    Scenario,
+    draw_learning_scenario,
+    draw_outer_scenario,
+    draw_scenario,
+)
 from simulation.clock import Clock, Process
 from simulation.collectives import Collectives
 from simulation.group import ReplicaGroup
@@ -63,6 +70,8 @@ class Report:
     recovered_after_s: float
     num_followed: int
     """Times that a rank began to receive a state outside of the quorum."""
+    num_compared_without_learners: int
+    """Times that the lighthouse was compared with what it would do without learners."""
     discarded: dict[str, int]
     """By replica id: the steps that it was healthy in and that were discarded, at rank 0."""
 
@@ -140,6 +149,7 @@ class Simulation:
             num_apart=self.oracle.num_apart,
             recovered_after_s=recovered_after_s,
             num_followed=self.oracle.num_followed,
+            num_compared_without_learners=self.oracle.num_compared_without_learners,
             discarded=discarded,
         )
 
@@ -405,14 +415,23 @@ def _pace(plan: OuterPlan, rng: Random) -> OuterPace:
     )
 
 
-def simulate(seed: int, *, outer: bool = False) -> Report:
-    """Run the simulation of a seed. `outer`: of outer loops. Raises `InvariantError`."""
-    return Simulation(seed, draw_outer_scenario(Random(seed)) if outer else None).run()
+KINDS: dict[str, Callable[[Random], Scenario]] = {
+    "plain": draw_scenario,
+    "outer": draw_outer_scenario,
+    "learners": draw_learning_scenario,
+}
+"""What draws a run."""
 
 
-def run_seeds(seeds: Sequence[int], *, outer: bool = False) -> list[Report]:
+def simulate(seed: int, *, outer: bool = False, kind: str = "plain") -> Report:
+    """Run the simulation of a seed, of a kind of `KINDS`. `outer`: of outer loops. Raises `InvariantError`."""
+    kind = "outer" if outer else kind
+    return Simulation(seed, None if kind == "plain" else KINDS[kind](Random(seed))).run()
+
+
+def run_seeds(seeds: Sequence[int], *, outer: bool = False, kind: str = "plain") -> list[Report]:
     """Run one simulation a seed. Raises `InvariantError` at the first that fails."""
-    return [simulate(seed, outer=outer) for seed in seeds]
+    return [simulate(seed, outer=outer, kind=kind) for seed in seeds]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -421,12 +440,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--outer", action="store_true", help="replicas run outer loops")
+    parser.add_argument(
+        "--learners", action="store_true", help="those who come back follow the others before they join"
+    )
     parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
     options = parser.parse_args(arguments)
-    failures = events = commits = 0
+    kind = "outer" if options.outer else "learners" if options.learners else "plain"
+    failures = events = commits = followed = compared = 0
     for seed in range(options.first, options.first + options.seeds):
         try:
-            report = simulate(seed, outer=options.outer)
+            report = simulate(seed, kind=kind)
         except InvariantError as error:
             failures += 1
             text = str(error)
@@ -436,11 +459,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             events += report.num_events
             commits += report.num_commits
+            followed += report.num_followed
+            compared += report.num_compared_without_learners
         if (seed + 1) % 500 == 0:
             logger.info(
                 "%d seeds, %d failed, %d events, %d commits", seed + 1 - options.first, failures, events, commits
             )
     logger.info("done: %d failed, %d events, %d commits", failures, events, commits)
+    logger.info(
+        "%d times a rank followed, %d times the next quorum was compared with that without learners", followed, compared
+    )
     return min(failures, 1)
 
 

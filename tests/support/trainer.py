@@ -22,6 +22,7 @@ from torch import nn
 
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
+from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.errors import SourceLostError, TorchftCkptError, TransferCancelledError
 
@@ -40,7 +41,15 @@ class SteeredTransport(HTTPTransport):
         slow = self.control / "slow"
         if slow.exists() and self.cancelled.wait(float(slow.read_text())):
             raise TransferCancelledError("cancelled while slow", party="test")
-        return super().fetch_checkpoint(sources, step, timeout, **how)
+        tell, seen = how.pop("on_progress"), list[TransferProgress]()
+
+        def note(progress: TransferProgress) -> None:
+            seen.append(progress)
+            tell(progress)
+
+        state = super().fetch_checkpoint(sources, step, timeout, on_progress=note, **how)
+        report("fetched", step=step, received_bytes=seen[-1].received_bytes, total_bytes=seen[-1].total_bytes)
+        return state
 
     def cancel_recv(self) -> None:
         self.cancelled.set()
@@ -48,9 +57,13 @@ class SteeredTransport(HTTPTransport):
 
 
 def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of all bits of parameters and optimizer state."""
+    """Return a digest of all bits of parameters, buffers and optimizer state."""
     state = xxhash.xxh3_128()
-    tensors = [*module.parameters(), *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t))]
+    tensors = [
+        *module.parameters(),
+        *module.buffers(),
+        *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)),
+    ]
     for tensor in tensors:
         state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
