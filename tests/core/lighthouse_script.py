@@ -195,6 +195,7 @@ class Member:
         load_s: float = 0.0,
         can_follow: bool = False,
         entry_s: float = 0.0,
+        guesses: bool = False,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
@@ -207,6 +208,7 @@ class Member:
                 load_s=load_s,
                 can_follow=can_follow,
                 entry_s=entry_s,
+                guesses=guesses,
             ),
         )
         self.says(

@@ -105,6 +105,16 @@ def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     assert j.formed is not None and j.formed.role is not Role.LEARNER
 
 
+@pytest.mark.parametrize("guesses", [True, False])
+def test_a_group_that_has_measured_nothing_follows_sooner(guesses: bool) -> None:
+    job, a, b = trained(min_replica_size=1)
+    j = job.join("j")
+    j.asks(reach_s=0.3, can_follow=True, guesses=guesses)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert j.formed is not None and (j.formed.role is Role.LEARNER) is guesses
+
+
 def test_a_learner_that_dies_or_is_cut_off_costs_the_others_nothing() -> None:
     job, a, b = trained()
     j = follower(job, a, b)

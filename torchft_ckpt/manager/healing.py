@@ -135,6 +135,11 @@ class Healing:
         """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
         return None if self._transport.needs_process_group else self._reception.expected_s(num_bytes)
 
+    @property
+    def guesses(self) -> bool:
+        """Whether `expected_s` rests on no measurement."""
+        return not self._reception.has_measured
+
     def entry_s(self, num_bytes: int) -> float:
         """Return how long receiving the gradients of a step takes; 0: nothing was measured yet.
 

@@ -229,6 +229,7 @@ class Steps:
             store_address=self._rank_config.store_address,
             compares=registry.is_used_by_loops,
             reach_s=reach_s,
+            guesses=healing.guesses,
             can_follow=can_follow,
             entry_s=entry_s,
             load_s=healing.load_s,

@@ -503,6 +503,7 @@ class GroupState:
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
             ),
             reach_s=_longest([request.reach_s for request in requests]),
+            guesses=any(request.guesses for request in requests),
             can_follow=all(request.can_follow for request in requests),
             entry_s=max(request.entry_s for request in requests),
             load_s=max(request.load_s for request in requests),

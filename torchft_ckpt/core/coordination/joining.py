@@ -89,6 +89,11 @@ class Reception:
         """What the last transfer had to bring says nothing of the next one."""
         self._left = None
 
+    @property
+    def has_measured(self) -> bool:
+        """Whether a transfer has shown how fast transfers are."""
+        return self._rate is not None
+
     def lasts_s(self, num_bytes: int) -> float:
         """Return how long so many bytes take at the rate of the last transfer; 0: none was measured."""
         return num_bytes / self._rate if self._rate else 0.0

@@ -21,10 +21,14 @@ called (`Needed`).
 
 from __future__ import annotations
 
+from torchft_ckpt.core.coordination.joining import FIRST_RATE
 from torchft_ckpt.core.coordination.messages import JoinProgress, QuorumRequest, Receives
 
 FOLLOW_FROM_S = 0.25
 """A state that comes sooner is waited for, where a step is not known to take longer: see `replica.FIRST_WAIT_S`."""
+GUESSED = FIRST_RATE / 125e6
+"""Before a transfer was measured the link may be one of 1 Gbit/s. Who follows for nothing is in a step later; who does not
+follow may keep all others waiting."""
 SAY_EVERY_S = 10.0
 """So often the operator hears how far a learner is."""
 _KEEPS_UP = 0.85
@@ -43,7 +47,10 @@ def should_follow(request: QuorumRequest, usual_s: float) -> bool:
     if not keeps_up(request.entry_s, usual_s):
         return False
     is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
-    return is_able and request.reach_s is not None and request.reach_s > max(usual_s, FOLLOW_FROM_S)
+    if not is_able or request.reach_s is None:
+        return False
+    reach_s = request.reach_s * (GUESSED if request.guesses else 1.0)
+    return reach_s > max(usual_s, FOLLOW_FROM_S)
 
 
 MAX_ATTEMPTS = 2

@@ -222,6 +222,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
     reach_s: Seconds | None = None
     """How long it expects to need until it has received the state; None: it cannot say."""
+    guesses: bool = False
+    """It has measured no transfer yet: `reach_s` may be much longer."""
     can_follow: bool = False
     """It can receive a state outside of the quorum, while the others train on, and is closer to theirs after that."""
     entry_s: Seconds = 0.0

@@ -129,6 +129,8 @@ class StepFacts(NamedTuple):
     """How long it would take to receive the newest state, as far as is known."""
     load_s: float = 0.0
     """How long loading a state took the last time."""
+    guesses: bool = False
+    """`reach_s` rests on no measurement."""
     can_follow: bool = False
     """It would be closer to the newest state after receiving one outside of the quorum."""
     entry_s: float = 0.0
@@ -391,6 +393,7 @@ class ReplicaState:
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
+            guesses=facts.guesses,
             can_follow=facts.can_follow and waits and not facts.gathers,
             entry_s=facts.entry_s,
             load_s=facts.load_s,
