@@ -97,7 +97,7 @@ def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     j.asks(
         reach_s=None if case == "does not say" else 0.9 if case == "within a step" else 3.0,
         can_follow=case != "cannot",
-        entry_s=0.9 if case == "cannot keep up" else 0.0,
+        entry_s=2.1 if case == "cannot keep up" else 0.0,
         allow_heal=case != "must not heal",
     )
     for member in {a.replica_id: a, b.replica_id: b}.values():
@@ -113,6 +113,26 @@ def test_a_group_that_has_measured_nothing_follows_sooner(guesses: bool) -> None
     for member in (a, b):
         member.asks(can_serve=True)
     assert j.formed is not None and (j.formed.role is Role.LEARNER) is guesses
+
+
+def test_a_joiner_that_turns_out_to_be_far_behind_follows_and_nobody_waits_for_it() -> None:
+    job, a, b = trained(min_replica_size=1)
+    j = job.join("j")
+    j.asks(reach_s=0.02, can_follow=True, guesses=True)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert j.formed is not None and j.formed.role is Role.JOINER
+    j.still_needs(20.0)
+    began = job.now
+    for member in (a, b):
+        member.votes()
+    assert (a.outcomes[-1], job.now) == (Outcome.COMMIT, began)
+    j.votes(load=False)
+    assert j.outcomes[-1] is Outcome.LEFT_BEHIND
+    j.asks(reach_s=20.0, can_follow=True)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert j.formed.role is Role.LEARNER and j.formed.follows
 
 
 def test_a_learner_that_dies_or_is_cut_off_costs_the_others_nothing() -> None:

@@ -29,6 +29,7 @@ from torchft_ckpt.checkpointing.fetching.options import (
     default_num_streams,
     physical_memory_bytes,
 )
+from torchft_ckpt.checkpointing.fetching.probe import measure_rate
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.fetching.redo import RedoFollower
 from torchft_ckpt.checkpointing.lock import StateDictLock
@@ -315,6 +316,14 @@ class HTTPTransport(CheckpointTransport[T]):
         """Say where else this transport is, unless the user chose where."""
         hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)
         return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
+
+    def measure_rate(self, sources: Sequence[str]) -> float | None:
+        """Return how fast states would come from sources together, in bytes a second; None: none answers.
+
+        Args:
+            sources: their addresses.
+        """
+        return measure_rate(sources, self._options)
 
     def follow_redo_logs(self, sources: Sequence[str], parameters: Sequence[Sequence[torch.Tensor]]) -> RedoFollower:
         """Return what fetches the entries of others' redo logs, on one thread. The caller closes and releases it.

@@ -71,6 +71,9 @@ PREFIX = "/v1/checkpoint"
 LATEST = "latest"
 PROOF_PATH = f"{PREFIX}/proof"
 REDO_PATH = "/v1/redo"
+PROBE_PATH = "/v1/probe"
+"""Answered with `PROBE_BYTES` zeros, as fast as states are sent: a receiver measures the way."""
+PROBE_BYTES = 2 * 1024 * 1024
 NONCE_DIGITS = 32
 PROOF_DIGITS = 64
 RECEIVER_HEADER = "X-Ckpt-Receiver"

@@ -135,6 +135,19 @@ class Healing:
         """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
         return None if self._transport.needs_process_group else self._reception.expected_s(num_bytes)
 
+    def probe(self, formed: QuorumFormed) -> None:
+        """Measure how fast a state would come from those who train, where nothing was measured before. On the quorum thread."""
+        measure = getattr(self._transport, "measure_rate", None)
+        groups = [source.checkpoint_addresses for source in formed.sources]
+        addresses = [addresses[self._rank] for addresses in groups if self._rank < len(addresses)]
+        addresses = [address for address in addresses if address]
+        if measure is None or not addresses or not self.guesses:
+            return
+        rate = measure(addresses)
+        if rate is not None:
+            logger.info("a state would come at %.1f MB/s from %d replica groups", rate / 1e6, len(addresses))
+            self._reception.measured(rate)
+
     @property
     def guesses(self) -> bool:
         """Whether `expected_s` rests on no measurement."""

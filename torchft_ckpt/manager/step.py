@@ -354,6 +354,8 @@ class Steps:
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
+        if formed.warms_up and self._follows:
+            self._healing.probe(formed)
         if plan.configure:
             self._configure(formed)
 

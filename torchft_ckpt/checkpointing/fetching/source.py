@@ -29,6 +29,8 @@ from torchft_ckpt.checkpointing.protocol import (
     MAX_REFUSAL_BYTES,
     MAX_WAIT_S,
     PREFIX,
+    PROBE_BYTES,
+    PROBE_PATH,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     REDO_PATH,
@@ -181,6 +183,21 @@ class SourceClient:
         elif (answer.status, refusal.error) != (404, "not_yet"):
             raise _as_error(answer, refusal)
         return None
+
+    def receive_probe(self, scratch: memoryview) -> int:
+        """Receive zeros that are of no use but to measure the way; return how many.
+
+        Raises:
+            SourceRefusedError: the source sends none.
+            SourceLostError, TransferStalledError: the connection failed.
+        """
+        answer = self._connection.get(PROBE_PATH)
+        if answer.status != 200 or answer.length != PROBE_BYTES:
+            raise SourceRefusedError(f"source {self.name} answers a probe with {answer.status}", self.name)
+        answer.check_parts_follow()
+        for at in range(0, PROBE_BYTES, len(scratch)):
+            answer.read_into(scratch[: min(len(scratch), PROBE_BYTES - at)])
+        return PROBE_BYTES
 
     def tell_redo_held(self, after: str) -> None:
         """Say that a version is here, so that the source frees the entry to it.

@@ -26,6 +26,8 @@ LONGEST_S = 600.0
 """Without a limit a step waits for joiners for so long at most: those who train may wait for a lighthouse that is gone."""
 SILENT_S = 1.0
 """A joiner that has said how far it is, and then nothing for so long, is left behind."""
+FOLLOW_FROM_S = 0.25
+"""A state that comes sooner is waited for, where a step is not known to take longer: see `replica.FIRST_WAIT_S`."""
 FIRST_RATE = 1e9
 """Bytes a second that are expected of a transfer before one was measured."""
 _WINDOW_S = 2.0
@@ -88,6 +90,10 @@ class Reception:
     def forget_left(self) -> None:
         """What the last transfer had to bring says nothing of the next one."""
         self._left = None
+
+    def measured(self, bytes_per_s: float) -> None:
+        """A probe of the way was received so fast. A transfer says more."""
+        self._rate = self._rate or bytes_per_s
 
     @property
     def has_measured(self) -> bool:
@@ -230,6 +236,15 @@ class Joining:
         need_s = max(0.0, reach.seconds - (now - reach.at))
         if not reach.is_measured and need_s == 0.0 and waited_s >= budget_s:
             return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
+        is_far = reach.is_measured and reach.does is Receives.TRANSFER and need_s > FOLLOW_FROM_S
+        if (
+            replica_id in current.may_follow
+            and is_far
+            and current.all_approved_at is not None
+            and not current.is_needed
+        ):
+            current.to_follow.add(replica_id)
+            return f"{replica_id} needs {_in_words(need_s)} more to receive the state, and does so outside of the quorum first"
         why = "" if current.is_needed else self._why_not(need_s + stood_s, budget_s, now)
         if not why:
             return ""

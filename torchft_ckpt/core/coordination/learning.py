@@ -21,11 +21,9 @@ called (`Needed`).
 
 from __future__ import annotations
 
-from torchft_ckpt.core.coordination.joining import FIRST_RATE
+from torchft_ckpt.core.coordination.joining import FIRST_RATE, FOLLOW_FROM_S
 from torchft_ckpt.core.coordination.messages import JoinProgress, QuorumRequest, Receives
 
-FOLLOW_FROM_S = 0.25
-"""A state that comes sooner is waited for, where a step is not known to take longer: see `replica.FIRST_WAIT_S`."""
 GUESSED = FIRST_RATE / 125e6
 """Before a transfer was measured the link may be one of 1 Gbit/s. Who follows for nothing is in a step later; who does not
 follow may keep all others waiting."""
@@ -33,6 +31,8 @@ SAY_EVERY_S = 10.0
 """So often the operator hears how far a learner is."""
 _KEEPS_UP = 0.85
 """A learner whose entries take more than this part of a step to arrive catches up too late, or never."""
+_HOPELESS = 2.0
+"""So much longer than a step entries may seem to take, as the rate may be one of a transfer beside collectives."""
 CLOSER = 0.75
 """Following pays where not more than this part of what is lacking now will be lacking then."""
 
@@ -44,7 +44,7 @@ def should_follow(request: QuorumRequest, usual_s: float) -> bool:
         request: what it asks for.
         usual_s: a step takes so long; 0: not known yet.
     """
-    if not keeps_up(request.entry_s, usual_s):
+    if usual_s and request.entry_s > _HOPELESS * usual_s:
         return False
     is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
     if not is_able or request.reach_s is None:

@@ -552,7 +552,11 @@ class LighthouseState:
             return
         if self.round is not None and self._should_warm_up(member):
             why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-            yield self._answer_outside_quorum(member, self.round, 0, why, now)
+            at_work = [
+                self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id
+            ]
+            sources = [_source(other, rank) for rank, other in enumerate(at_work[:MAX_SOURCES])]
+            yield self._answer_outside_quorum(member, self.round, 0, why, now, sources=sources, warms_up=True)
             return
         if was_beside:
             for other in self._quorum_members:
@@ -1178,6 +1182,7 @@ class LighthouseState:
             contributing = [member for member in holding if member.asked.contributes]
             current.is_needed = len(contributing) < self._min_trainers(contributing)
             current.join_wait_s = self._joining.most_s(current.join_budget_s, now)
+            current.may_follow = frozenset(m.replica_id for m in healing if m.asked.can_follow and m.asked.guesses)
             current.reach = {
                 member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
                 for member in healing
@@ -1193,12 +1198,14 @@ class LighthouseState:
         reason: str,
         now: float,
         *,
-        sources: list[Source] | None = None,
+        sources: list[Source],
+        warms_up: bool = False,
         follows: bool = False,
     ) -> Send:
-        """Let a member compute a step beside a quorum, which does not wait for it. Without sources it only warms up.
+        """Let a member compute a step beside a quorum, which does not wait for it.
 
-        `follows`: it computes no step, but receives the state and asks again.
+        `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
+        state and asks again.
         """
         assignment = current.assignment
         request = self._take_request(member)
@@ -1214,8 +1221,8 @@ class LighthouseState:
             num_contributors=assignment.num_contributors,
             num_voters=assignment.num_voters,
             store_address="",
-            sources=sources or [],
-            warms_up=sources is None,
+            sources=sources,
+            warms_up=warms_up,
             follows=follows,
             step_s=self._joining.usual_s if follows else 0.0,
             unverified=assignment.unverified,
@@ -1383,8 +1390,10 @@ class LighthouseState:
             behind = [
                 m
                 for m in self._joiners(tally)
-                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart
+                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart | current.to_follow
             ]
+            for replica_id in current.to_follow:
+                self._quorum_members.pop(replica_id, None)
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
             self._note_failed_join(behind, cost_s, now, current.gave_up, current.underestimated)
         else:

@@ -155,6 +155,10 @@ class Round:
     """When to ask again whether the others still wait for joiners. None once they do not."""
     gave_up: str = ""
     """Why the others wait no longer for joiners; empty: they wait."""
+    may_follow: frozenset[str] = frozenset()
+    """Joiners that can follow instead, and had measured no transfer when they asked."""
+    to_follow: set[str] = field(default_factory=set)
+    """Those of them that turned out to be far behind: nobody waits for them, and they are not said to have failed."""
     underestimated: set[str] = field(default_factory=set)
     """Joiners that need longer than they expected, and than the others wait."""
     failed: set[str] = field(default_factory=set)

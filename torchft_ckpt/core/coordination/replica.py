@@ -484,7 +484,7 @@ class ReplicaState:
             self._on_probation = formed.unverified
             self.unverified = formed.unverified  # it stands in
             return False
-        if not formed.sources or self.version != formed.version or not self._compares:
+        if not formed.sources or formed.warms_up or self.version != formed.version or not self._compares:
             return False
         was_on_probation = self._on_probation
         if formed.role is Role.JOINER:
