@@ -59,6 +59,7 @@ class Gated(HTTPTransport[Any]):
         super().__init__(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096)
         self.began, self.may_go_on = threading.Semaphore(0), threading.Event()
         self.fetched: list[TransferProgress] = []
+        self.failed: list[str] = []
         self._is_cancelled = threading.Event()
 
     def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
@@ -74,7 +75,11 @@ class Gated(HTTPTransport[Any]):
             seen.append(progress)
             tell(progress)
 
-        state = super().fetch_checkpoint(sources, step, timeout, on_progress=note, **how)
+        try:
+            state = super().fetch_checkpoint(sources, step, timeout, on_progress=note, **how)
+        except Exception as error:
+            self.failed.append(str(error))
+            raise
         self.fetched.append(seen[-1])
         return state
 
@@ -111,6 +116,7 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
         assert now.quorum is not None and (now.quorum.role, now.quorum.follows) == (Role.LEARNER, True)
         transport.may_go_on.set()
         first.result(60)
+    assert not transport.failed, "its sources keep the state over 20 commits"
     run.end(joined)
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
@@ -138,7 +144,7 @@ def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.Monke
         run.wait_for_steps(5)
         transport.may_go_on.set()
         first.result(60)
-        assert transport.fetched[0].received_bytes >= FROZEN_BYTES
+        assert transport.fetched[0].received_bytes >= FROZEN_BYTES and not transport.failed
         run.end(learner)
     assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
     close(run, learner)
