@@ -13,7 +13,14 @@ from torchft_ckpt.core.coordination.group import (
     SendToLighthouse,
     SendToRank,
 )
-from torchft_ckpt.core.coordination.learning import MAX_ATTEMPTS, Distance, chase_limit_s, in_words, keeps_up
+from torchft_ckpt.core.coordination.learning import (
+    MAX_ATTEMPTS,
+    Distance,
+    chase_limit_s,
+    in_words,
+    keeps_up,
+    learner_in_words,
+)
 from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     Needed,
@@ -73,6 +80,7 @@ def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_cl
     assert (a.formed.quorum_id, a.outcomes) == (quorum_id, [Outcome.COMMIT] * 64)
     j.follows()
     assert j.replica.version == followed and j.replica.is_behind
+    a.hears()
     j.asks(reach_s=0.6, can_follow=True)
     assert a.heard_joiner(), "so that somebody has captured the state at the next step"
     for member in (a, b):
@@ -250,8 +258,10 @@ def test_what_it_says_on_the_way_is_kept_for_the_operator_and_decides_nothing() 
         job.passes(1.0)
     said = "receives the state of step 3: 300.0 of 900.0 MB at 20.0 MB/s, 30.0 s are expected"
     assert in_words(progress) == said
-    assert [line for line in job.log if said in line] == [f"j:1 follows: it {said}"] * 2
+    assert [line for line in job.log if said in line] == [f"j:1 follows: it {said}, 0 steps behind"] * 2
     assert job.lighthouse.members["j:1"].progress == progress
+    assert learner_in_words(job.lighthouse.members["j:1"], 7) == f"follows: it {said}, 4 steps behind"
+    assert learner_in_words(job.lighthouse.members["a:1"], 7) == ""
     j.says(j.replica.vote())  # of a script gone wrong
     a.votes()
     b.votes()

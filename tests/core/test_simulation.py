@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
-from simulation.trainer import Trainer
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import equality, lighthouse, recovery
@@ -532,17 +531,28 @@ def broken_memory_of_learners(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LighthouseState, "_on_hello", on_hello)
 
 
-def broken_learners(patch: pytest.MonkeyPatch) -> None:
-    """Who follows is taken for one of those who train."""
-    patch.setattr(Trainer, "_end_following", lambda trainer, turn: trainer._configured(turn))
+def broken_majority(patch: pytest.MonkeyPatch) -> None:
+    """Learners are among those who have to ask before a quorum is looked for at once."""
+    right = LighthouseState._reconsider
+
+    def reconsider(state: LighthouseState, now: float) -> Iterator[Instruction]:
+        beside = [member for member in state.members.values() if member.is_beside]
+        for member in beside:
+            member.is_beside = False
+        instructions = list(right(state, now))
+        for member in beside:
+            member.is_beside = True
+        yield from instructions
+
+    patch.setattr(LighthouseState, "_reconsider", reconsider)
 
 
 @pytest.mark.parametrize(
-    "break_it", [broken_memory_of_learners, broken_learners], ids=lambda function: function.__name__
+    "break_it", [broken_memory_of_learners, broken_majority], ids=lambda function: function.__name__
 )
 def test_the_simulation_of_learners_finds_a_rule_that_was_broken_on_purpose(
     break_it: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
-    with pytest.raises(InvariantError):
+    with pytest.raises(InvariantError, match="without them a quorum forms after"):
         run_seeds(range(40), kind="learners")

@@ -22,6 +22,7 @@ called (`Needed`).
 from __future__ import annotations
 
 from torchft_ckpt.core.coordination.joining import FIRST_RATE, FOLLOW_FROM_S
+from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import JoinProgress, QuorumRequest, Receives
 
 GUESSED = FIRST_RATE / 125e6
@@ -149,3 +150,19 @@ def in_words(progress: JoinProgress) -> str:
         f"receives the state of step {progress.step}: {progress.done_bytes / 1e6:.1f} of {progress.total_bytes / 1e6:.1f} MB"
         f"{rate}, {progress.reach_s:.1f} s are expected"
     )
+
+
+def learner_in_words(member: Member, newest_step: int) -> str:
+    """Say what a learner does, and how far it is; empty: the member is none.
+
+    Args:
+        newest_step: at which the others are.
+    """
+    if not member.is_beside:
+        return ""
+    if member.warms_up:
+        return "warms up: it computes its first step outside of the quorum"
+    if member.progress is None:
+        return "follows: it is outside of the quorum, and has not said yet how far it is"
+    behind = max(newest_step - member.progress.step, 0)
+    return f"follows: it {in_words(member.progress)}, {behind} steps behind"

@@ -38,7 +38,7 @@ from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, state_after
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.layouts import groups_apart, is_part_of, pause_before_learning_again_s
-from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, should_follow
+from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, learner_in_words, should_follow
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -1232,7 +1232,8 @@ class LighthouseState:
         )
         self._quorum_members.pop(member.replica_id, None)  # it may have been in the quorum, and have given its step up
         member.is_excused = member.has_left_step = True
-        member.is_beside, member.follows_until = follows or formed.warms_up, now + SAY_EVERY_S if follows else now
+        member.is_beside, member.warms_up = follows or formed.warms_up, formed.warms_up
+        member.follows_until = now + SAY_EVERY_S if follows else now
         return Send(member.connection, formed)
 
     def _take_request(self, member: Member) -> QuorumRequest:
@@ -1350,7 +1351,7 @@ class LighthouseState:
             member.progress, member.follows_until = progress, now + SAY_EVERY_S
             if now - member.progress_logged_at >= SAY_EVERY_S:
                 member.progress_logged_at = now
-                yield Log(f"{member.replica_id} follows: it {in_words(progress)}")
+                yield Log(f"{member.replica_id} {learner_in_words(member, self.newest_step)}")
             return
         if (
             current is None

@@ -52,6 +52,8 @@ class Member:
     is_beside: bool = False
     """It is a learner that warms up or follows: it has not asked for a quorum since it was told so. It is excused, and in no open
     step."""
+    warms_up: bool = False
+    """It is beside the quorum, and computes a step for itself alone."""
     is_called: bool = False
     """It was told that the others need it, since it follows."""
     follows_until: float = float("-inf")
